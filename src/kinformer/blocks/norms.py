@@ -1,0 +1,41 @@
+"""Normalisation over the width of a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from kinformer.core.config import Config
+
+
+class NormConfig(Config):
+    """``build(dim)``: a module [..., dim] -> [..., dim]."""
+
+    slot = "norm"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(NormConfig):
+    """Ba et al. 2016: centred, scaled, with weight and bias."""
+
+    kind = "layer_norm"
+    eps: float = 1e-5
+    bias: bool = True
+
+    def build(self, dim: int) -> nn.Module:
+        return nn.LayerNorm(dim, eps=self.eps, bias=self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm(NormConfig):
+    """Zhang and Sennrich 2019: scaled by the root mean square, with a weight."""
+
+    kind = "rms_norm"
+    eps: float = 1e-6
+
+    def build(self, dim: int) -> nn.Module:
+        return nn.RMSNorm(dim, eps=self.eps)

@@ -1,0 +1,161 @@
+"""The one contract of every causal sequence mixer: a chunk and a state in, an output and a state out.
+
+    y, state = mixer(Chunk(x, valid, reset), state)
+
+The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
+gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
+
+    y, end = mixer(Chunk(x), start)
+    left, middle = mixer(Chunk(x[:, :t]), start)
+    right, last = mixer(Chunk(x[:, t:]), middle)
+    assert allclose(y, cat([left, right], 1)) and allclose(end, last)
+
+Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
+length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
+
+Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class Chunk(NamedTuple):
+    """Some consecutive tokens of each row.
+
+    ``x``      [batch, time, dim], time >= 1.
+    ``valid``  [batch, time] bool or None (all valid): False marks padding. Inside the model the valid tokens of a
+               row are a prefix of the chunk; :func:`left_align` makes them so at the model's edge.
+    ``reset``  [batch, time] bool or None (never): this token begins a new sequence in its row.
+    """
+
+    x: Tensor
+    valid: Tensor | None = None
+    reset: Tensor | None = None
+
+
+class CausalMixer(nn.Module):
+    """What a decoder's layer may mix time with.
+
+    A subclass gives ``initial_state`` and ``forward``, and declares ``growth``, how its state grows with the number
+    of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
+
+    Rules that the battery enforces:
+
+    * outputs at invalid positions are zero and the state is as if those tokens were not there;
+    * a state is an immutable ``NamedTuple`` of tensors, batch axis first in every leaf, never None;
+      using it twice gives the same result;
+    * no output depends on a later token or on another row.
+    """
+
+    growth: str = "constant"
+
+    @property
+    def retained(self) -> int | None:
+        """How many past positions the state keeps at most (``growth = "window"``), None where the notion is void."""
+        return None
+
+    def initial_state(self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+        """The state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
+        raise NotImplementedError
+
+    def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+        """Absorb ``chunk`` after ``state``; returns y ``[batch, time, dim]`` and the new state."""
+        raise NotImplementedError
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        """Declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
+        raise NotImplementedError
+
+
+class MixerConfig(Config):
+    """Base of the configs that build a sequence mixer: ``build(dim) -> CausalMixer``."""
+
+    slot = "mixer"
+
+    def build(self, dim: int) -> CausalMixer:
+        raise NotImplementedError
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators beside activations of ``dtype``: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def activation_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:
+    """``x`` [batch, time, ...] with zeros at invalid positions, selected rather than multiplied (0 x NaN is NaN)."""
+    if valid is None:
+        return x
+    mask = valid.reshape(*valid.shape, *([1] * (x.dim() - 2)))
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def real_resets(chunk: Chunk) -> Tensor | None:
+    """The resets [batch, time] of a chunk that stand on valid tokens, or None when there can be none."""
+    if chunk.reset is None or chunk.valid is None:
+        return chunk.reset
+    return chunk.reset & chunk.valid
+
+
+def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
+    """Position of every token of the chunk within its own sequence, [batch, time] int64.
+
+    ``seen`` [batch] counts the tokens that the row's current sequence had before this chunk.
+    """
+    time = chunk.x.shape[1]
+    index = torch.arange(time, device=seen.device)
+    reset = real_resets(chunk)
+    if reset is None:
+        return seen[:, None] + index
+    begun = torch.where(reset, index, -1).cummax(dim=1).values
+    return torch.where(begun >= 0, index - begun, seen[:, None] + index)
+
+
+def advance(seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
+    """The counter [batch] after the chunk, given the tokens' ``positions`` [batch, time]."""
+    if chunk.valid is None:
+        return positions[:, -1] + 1
+    count = chunk.valid.sum(dim=1)
+    last = positions.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0] + 1
+    return torch.where(count > 0, last, seen)
+
+
+class Alignment(NamedTuple):
+    """How rows were left-aligned: ``order`` [batch, time] gathers, ``inverse`` [batch, time] puts back."""
+
+    order: Tensor
+    inverse: Tensor
+    valid: Tensor
+
+
+def left_align(valid: Tensor) -> Alignment:
+    """The stable order that moves each row's valid tokens to its front; once per forward, at the model's edge."""
+    order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
+    inverse = torch.argsort(order, dim=1)
+    return Alignment(order, inverse, valid.gather(1, order))
+
+
+def right_align(slots: Tensor, count: Tensor, time: int) -> Tensor:
+    """Shift rows of ``slots`` [batch, heads, past + time, ...] right so that each ends with its last valid token.
+
+    ``count`` [batch] is how many of the last ``time`` slots are valid (a prefix of them). Slots that open up on the
+    left repeat an arbitrary old slot; the caller clears them by its own counter.
+    """
+    total = slots.shape[2]
+    index = torch.arange(total, device=slots.device)[None] - (time - count)[:, None]
+    index = index.clamp_min(0).reshape(slots.shape[0], 1, total, *([1] * (slots.dim() - 3)))
+    return slots.gather(2, index.expand(-1, slots.shape[1], -1, *slots.shape[3:]))

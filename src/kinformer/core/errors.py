@@ -1,0 +1,30 @@
+"""How Kinformer speaks to its users when something is wrong.
+
+Every message is one sentence that holds the value, what was expected, the place and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KinformerError(ValueError):
+    """Something that a user can cause and mend; the command line prints it and exits with 2."""
+
+
+def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
+    """The valid names nearest to ``word`` as text for a message, or all of them when none is near."""
+    names = sorted(names)
+    close = get_close_matches(word, names, n=limit, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+    return "valid names are " + ", ".join(names) + "." if names else "there are no valid names here."
+
+
+def choose(word: str, names: Iterable[str], place: str) -> str:
+    """Return ``word`` if it is one of ``names``, else raise a :class:`KinformerError` that names the nearest."""
+    names = list(names)
+    if word not in names:
+        raise KinformerError(f"{place}: {word!r} is unknown; {nearest(word, names)}")
+    return word

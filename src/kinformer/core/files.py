@@ -1,0 +1,110 @@
+"""Files that survive a crash: atomic writes, and tensors whose every byte is checked when they are read.
+
+Tensors are kept as safetensors, never as pickles. The sha256 of the tensors' names, shapes, types and bytes stands in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIGEST = "kinformer.sha256"
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, flush it to the disk and rename it into place.
+
+    A crash at any moment leaves either the old file or the new one, whole. A full disk is one clear sentence.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise KinformerError(
+            f"{path}: could not be written ({reason}); free space or choose another folder."
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """``data`` as indented JSON, atomically."""
+    write_atomic(path, lambda target: target.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8") and None)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in ``path``; a missing or damaged file is one clear sentence."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise KinformerError(f"{path}: there is no such file; check the folder's name.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise KinformerError(f"{path}: is not readable JSON ({error}); restore it from a copy.") from None
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically and with their digest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    extra = dict(metadata or {}) | {DIGEST: digest(tensors)}
+
+    def write(target: Path) -> None:
+        try:
+            save_file(tensors, target, extra)
+        except SafetensorError as error:
+            raise OSError(0, str(error)) from error
+
+    write_atomic(path, write)
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except FileNotFoundError:
+        raise KinformerError(f"{path}: there is no such file; check the folder's name.") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise KinformerError(f"{path}: is truncated or damaged ({error}); restore it from a copy.") from None
+    if DIGEST in metadata and metadata[DIGEST] != digest(tensors):
+        raise KinformerError(f"{path}: is damaged (its tensors do not match their checksum); restore it from a copy.")
+    return tensors, metadata
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, types, shapes and bytes, in order of the names."""
+    import torch
+
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
+    return total.hexdigest()

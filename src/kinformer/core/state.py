@@ -1,0 +1,203 @@
+"""Generic functions over any state: no class here knows a mechanism.
+
+A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`. Every tensor has the batch axis
+first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute
+``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots.
+A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+
+class ReservedState:
+    """A single-owner state for long generation: using it consumes it, ``fork`` copies it.
+
+    A subclass keeps its tensors in buffers that it writes in place. ``ticket`` is a host-side generation number shared by all
+    descendants of one reservation: :meth:`consume` raises when a later step has already written into the buffers.
+    """
+
+    def __init__(self, ticket: list[int]) -> None:
+        self._ticket = ticket
+        self._generation = ticket[0]
+
+    def check(self) -> None:
+        """Raise unless this is the newest state of its reservation."""
+        if self._generation != self._ticket[0]:
+            raise KinformerError(
+                f"This reserved state was already used (it is generation {self._generation}, its buffers are at {self._ticket[0]}); "
+                "a reserved state has one owner: use the state that the last step returned, or fork() it before stepping twice."
+            )
+
+    def consume(self) -> list[int]:
+        """Claim the buffers for the next step; returns the ticket for the successor."""
+        self.check()
+        self._ticket[0] += 1
+        return self._ticket
+
+    def value(self) -> Any:
+        """The same state as an immutable ``NamedTuple`` value (copied)."""
+        raise NotImplementedError
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ReservedState:
+        """A new reservation whose tensors are ``function`` of copies of this one's."""
+        raise NotImplementedError
+
+    def fork(self) -> ReservedState:
+        """An independent copy: both may then be used."""
+        return self.map(torch.clone)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that are allocated, capacity included."""
+        raise NotImplementedError
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """The same structure with ``function`` applied to every tensor."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, ReservedState):
+        return state.map(function)
+    return _rebuild(state, [map_tensors(function, item) for item in state])
+
+
+def _rebuild(state: Any, items: list[Any]) -> Any:
+    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+
+
+def tensors(state: Any) -> Iterator[Tensor]:
+    """All tensor leaves, in order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, ReservedState):
+        yield from state.tensors()
+    else:
+        for item in state:
+            yield from tensors(item)
+
+
+def detach(state: Any) -> Any:
+    """The state cut from the graph: what a segment hands to the next in truncated back-propagation."""
+    return map_tensors(torch.Tensor.detach, state)
+
+
+def select_rows(state: Any, rows: Tensor) -> Any:
+    """The state of the rows ``rows`` [n] int64, in that order."""
+    return map_tensors(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), state)
+
+
+def repeat_rows(state: Any, times: int) -> Any:
+    """Every row ``times`` times, one after the other: several samples from one prompt."""
+    return map_tensors(lambda leaf: leaf.repeat_interleave(times, dim=0), state)
+
+
+def join_rows(states: list[Any]) -> Any:
+    """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest)."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return torch.cat(states)
+    slots = getattr(first, "slots", ())
+    names = getattr(first, "_fields", [""] * len(first))
+    joined = []
+    for name, *items in zip(names, *states, strict=True):
+        joined.append(torch.cat(_same_slots(items)) if name in slots else join_rows(items))
+    return _rebuild(first, joined)
+
+
+def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The state on ``device``; floating leaves of width <= 32 bits as ``dtype`` when one is given."""
+
+    def move(leaf: Tensor) -> Tensor:
+        return leaf.to(device=device, dtype=dtype if dtype and leaf.is_floating_point() else None)
+
+    return map_tensors(move, state)
+
+
+def nbytes(state: Any) -> int:
+    """Bytes that the state's tensors hold (capacity included for reserved states)."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors(state))
+
+
+def reserve(state: Any, length: int) -> Any:
+    """A single-owner state with room for ``length`` more tokens, to be used under ``no_grad``.
+
+    Parts of the state that grow provide a ``reserve(length)`` method; constant parts stay values.
+    """
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, ReservedState):
+        return state
+    if hasattr(type(state), "reserve") and hasattr(type(state), "slots"):
+        return state.reserve(length)
+    return _rebuild(state, [reserve(item, length) for item in state])
+
+
+def fork(state: Any) -> Any:
+    """An independent copy; both may be used, whether values or reserved."""
+    return map_tensors(torch.clone, state)
+
+
+def value(state: Any) -> Any:
+    """The state as plain values: every reserved part copied out of its buffers."""
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, ReservedState):
+        return state.value()
+    return _rebuild(state, [value(item) for item in state])
+
+
+def difference(left: Any, right: Any) -> float:
+    """Largest absolute difference of two states of one structure, compared on valid slots (0.0 when equal)."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if left.shape != right.shape:
+            raise KinformerError(f"States of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be compared.")
+        return _gap(left, right)
+    left, right = value(left), value(right)
+    if type(left) is not type(right) or len(left) != len(right):
+        raise KinformerError(
+            f"States of structures {type(left).__name__} and {type(right).__name__} cannot be compared."
+        )
+    slots, names = getattr(left, "slots", ()), getattr(left, "_fields", [""] * len(left))
+    gaps = [0.0]
+    for name, a, b in zip(names, left, right, strict=True):
+        gaps.append(_gap(*_same_slots([a, b])) if name in slots else difference(a, b))
+    return max(gaps)
+
+
+def _gap(left: Tensor, right: Tensor) -> float:
+    if left.numel() == 0:
+        return 0.0
+    return float((left.detach().double() - right.detach().double()).abs().max())
+
+
+def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
+    """Right-aligned leaves [batch, heads, slots, ...] padded with zeros on the left to one number of slots."""
+    longest = max(leaf.shape[2] for leaf in leaves)
+    return [
+        torch.cat([leaf.new_zeros(*leaf.shape[:2], longest - leaf.shape[2], *leaf.shape[3:]), leaf], dim=2)
+        for leaf in leaves
+    ]
+
+
+def pop_aux(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
+    costs: dict[str, Tensor] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, (Tensor, ReservedState)):
+            return node
+        items = [walk(item) for item in node]
+        if "aux" in getattr(node, "_fields", ()):
+            aux = node.aux
+            costs[node.aux_name] = costs[node.aux_name] + aux if node.aux_name in costs else aux
+            items[node._fields.index("aux")] = torch.zeros_like(aux)
+        return _rebuild(node, items)
+
+    return costs, walk(state)

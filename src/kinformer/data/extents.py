@@ -1,0 +1,111 @@
+"""A run of bytes laid out over pieces of files, read by position without mapping or copying it."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.files import reading
+
+_MOST_OPEN = 64
+
+
+class Extent(NamedTuple):
+    """``size`` bytes of the file at ``path``, from byte ``offset`` on."""
+
+    path: str
+    offset: int
+    size: int
+
+
+class Extents:
+    """Pieces of files, end to end, as one run of bytes.
+
+    Reads go through ``pread``: no address space is taken, so a file larger than memory opens at once, and threads
+    and forked processes may share the object. :meth:`load` keeps a small run in memory instead.
+    """
+
+    def __init__(self, pieces: Sequence[Extent]) -> None:
+        self.pieces = [piece for piece in pieces if piece.size]
+        self.starts = np.cumsum([0] + [piece.size for piece in self.pieces], dtype=np.int64)
+        self._open: dict[str, _Descriptor] = {}
+        self._held: bytes | None = None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_open": {}}
+
+    def load(self) -> Extents:
+        """Read everything into memory; later reads come from there."""
+        self._held = self.read(0, len(self))
+        return self
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from ``start`` up to ``stop``, positions in the run; a stop beyond the end is an ``IndexError``."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"bytes {start} to {stop} of a run of {len(self)}")
+        if self._held is not None:
+            return self._held[start:stop]
+        return b"".join(self._pieces_between(start, stop))
+
+    def head(self, size: int) -> Extents:
+        """The first ``size`` bytes as a run of its own."""
+        pieces = [
+            piece._replace(size=min(piece.size, size - int(begin)))
+            for piece, begin in zip(self.pieces, self.starts, strict=False)
+            if begin < size
+        ]
+        part = Extents(pieces)
+        part._held = None if self._held is None else self._held[:size]
+        return part
+
+    def _pieces_between(self, start: int, stop: int) -> Iterator[bytes]:
+        number = bisect_right(self.starts, start) - 1
+        while start < stop:
+            piece, skipped = self.pieces[number], start - int(self.starts[number])
+            size = min(stop - start, piece.size - skipped)
+            yield self._read_file(piece.path, piece.offset + skipped, size)
+            start += size
+            number += 1
+
+    def _read_file(self, path: str, offset: int, size: int) -> bytes:
+        parts, missing = [], size
+        with reading(path):
+            descriptor = self._descriptor(path)
+            while missing and (part := os.pread(descriptor.number, missing, offset + size - missing)):
+                parts.append(part)
+                missing -= len(part)
+        if missing:
+            raise KinformerError(
+                f"{path} ended {missing} bytes early at byte {offset + size - missing}, it was cut while in use; "
+                "leave data files alone while they are read and start again."
+            )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _descriptor(self, path: str) -> _Descriptor:
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            if len(self._open) >= _MOST_OPEN:
+                self._open.clear()
+            descriptor = self._open[path] = _Descriptor(path)
+        return descriptor
+
+
+class _Descriptor:
+    """An open file that closes when the last reader lets go of it."""
+
+    number = -1
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)

@@ -1,0 +1,118 @@
+"""Files on disk: which belong to a corpus, and how a failure to read them is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from kinformer.core.errors import KinformerError
+
+SPOOLED = "standard-input"
+_NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class SourceFile(NamedTuple):
+    """A file of a corpus: its name relative to the corpus, its place on disk, its size in bytes."""
+
+    name: str
+    path: str
+    size: int
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Tell an ``OSError`` met while reading ``path`` as one sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{path} cannot be read ({reason}); check the path and its permissions.") from error
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def spool(stream: BinaryIO, folder: Path) -> Path:
+    """Copy a stream that cannot be read twice (standard input) into ``folder``; return the file's path.
+
+    The caller owns the folder, usually a ``tempfile.TemporaryDirectory``, and keeps it while the corpus is used.
+    """
+    path = folder / SPOOLED
+    with atomic_write(path) as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
+    return path
+
+
+def single_file(path: Path) -> SourceFile:
+    """The one file of a corpus. Its name is empty, so that a renamed copy is the same corpus."""
+    with reading(path):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise KinformerError(f"{path} is neither a regular file nor a folder; pipe it in and give '-' as the path.")
+    if status.st_size == 0:
+        raise KinformerError(f"{path} is empty; give a file that holds text or bytes.")
+    return SourceFile("", str(path), status.st_size)
+
+
+def folder_files(folder: Path) -> list[SourceFile]:
+    """The regular, non-empty files under ``folder``, recursively, sorted by relative name.
+
+    Names that begin with a dot are left out, folders with such names too; links to folders are not followed.
+    """
+    files = _walk(folder, folder_kept=lambda name: not name.startswith("."), file_kept=lambda name: name[0] != ".")
+    if not files:
+        raise KinformerError(f"{folder} holds no regular file with anything in it; give a folder of data files.")
+    return files
+
+
+def stdlib_files() -> list[SourceFile]:
+    """The sources of the Python standard library, sorted by relative name.
+
+    Left out are its tests, installed packages, and what a build generates (``_sysconfigdata*``, ``config-*``), so
+    that the same version of Python gives the same corpus on every machine.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = _walk(
+        folder,
+        folder_kept=lambda name: name not in _NOT_SOURCES and not name.startswith("config-"),
+        file_kept=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
+    )
+    if not files:
+        raise KinformerError(
+            f"{folder} holds no sources of the Python standard library (this Python comes without them); "
+            "give a file or a folder as data instead of 'stdlib'."
+        )
+    return files
+
+
+def _walk(folder: Path, folder_kept: Callable[[str], bool], file_kept: Callable[[str], bool]) -> list[SourceFile]:
+    files = []
+    with reading(folder):
+        for place, folders, names in os.walk(folder, onerror=_raise):
+            folders[:] = [name for name in folders if folder_kept(name)]
+            for path in (Path(place, name) for name in names if file_kept(name)):
+                if path.is_file() and (size := path.stat().st_size):
+                    files.append(SourceFile(path.relative_to(folder).as_posix(), str(path), size))
+    return sorted(files)
+
+
+def _raise(error: OSError) -> None:
+    raise error

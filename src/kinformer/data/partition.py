@@ -1,0 +1,71 @@
+"""How a corpus is split into parts for training and for measuring, always the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.extents import Extent, Extents
+from kinformer.data.files import SourceFile
+
+SHARES = (0.90, 0.05, 0.05)
+FEWEST_FILES = 10
+_FULL = 0.95
+
+
+def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict[str, list[Extent]]:
+    """Pieces of files for each of "train", "validation" and "test".
+
+    Without ``holdout`` about 90, 5 and 5 % of the bytes. With it, that share is held out and is validation and test
+    at once. Ten files or more are split by file, fewer within each file by position (its last bytes are held out).
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out the last tenth.")
+    shares = SHARES if holdout is None else (1 - holdout, holdout)
+    if len(files) < FEWEST_FILES:
+        parts = _by_position(files, shares)
+    else:
+        parts = _by_file(files, shares)
+    return {"train": parts[0], "validation": parts[1], "test": parts[-1]}
+
+
+def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
+    """Files, in the order of their names' hashes, fill each held-out part to its share of the bytes."""
+    total = sum(file.size for file in files)
+    waiting = sorted(files, key=lambda file: sha256(file.name.encode("utf-8", "surrogateescape")).digest())
+    held_out = []
+    for share in shares[1:]:
+        taken = _fill(waiting, share * total)
+        waiting = [file for file in waiting if file not in taken]
+        held_out.append(taken)
+    return [[Extent(file.path, 0, file.size) for file in sorted(part)] for part in [waiting, *held_out]]
+
+
+def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
+    taken: set[SourceFile] = set()
+    filled = 0
+    for file in files:
+        if filled >= _FULL * target:
+            break
+        if filled + file.size <= target:
+            taken.add(file)
+            filled += file.size
+    return taken or {min(files, key=lambda file: file.size)}
+
+
+def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
+    parts: list[list[Extent]] = [[] for _ in shares]
+    for file in files:
+        cuts = [0] + [_character_start(file, int(file.size * sum(shares[: n + 1]))) for n in range(len(shares) - 1)]
+        for part, start, stop in zip(parts, cuts, [*cuts[1:], file.size], strict=True):
+            part.append(Extent(file.path, start, stop - start))
+    return parts
+
+
+def _character_start(file: SourceFile, position: int) -> int:
+    """The first position from ``position`` on, at most 3 bytes later, that is not inside a UTF-8 character."""
+    size = min(3, file.size - position)
+    following = Extents([Extent(file.path, position, size)]).read(0, size)
+    inside = len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
+    return position + inside

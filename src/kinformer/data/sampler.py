@@ -1,0 +1,112 @@
+"""Which tokens a training step sees: a pure function of (seed, step), the same for every number of processes.
+
+To resume a run, the step number suffices. A step's *global* batch does not depend on how many processes share it;
+process ``rank`` of ``world`` gets its ``rank``-th contiguous slice of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.permutation import mix, permute
+from kinformer.data.split import Split
+
+_PHASE, _ORDER = 1, 2
+
+
+class Sampler(Protocol):
+    """What a trainer asks of the data."""
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Ids int64 [batch_size / world, length + 1]; inputs are all but the last column, targets all but the first."""
+        ...
+
+    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
+        """Bool [batch_size / world, length]: inputs at which a new sequence begins; None if there is no such mark."""
+        ...
+
+
+class RandomWindows:
+    """Windows of ``length`` + 1 tokens in random order, each token predicted once per epoch.
+
+    An epoch is a random permutation of windows that touch without overlapping, shifted by a random phase; at most
+    ``2 * length`` tokens at the ends stay unused in it. Windows may cross documents; with ``reset_documents`` the
+    first token of each document is marked by :meth:`resets`.
+    """
+
+    def __init__(self, split: Split, batch_size: int, length: int, seed: int, *, reset_documents: bool = False) -> None:
+        split.require(length + 1, f"one sequence of length {length}")
+        self.split, self.batch_size, self.length, self.seed = split, batch_size, length, seed
+        self.reset_documents = reset_documents
+        self.windows, self._phases = _grid(len(split), length)
+
+    def starts(self, step: int) -> np.ndarray:
+        """Position of the first token of each row of the global batch, int64 [batch_size]."""
+        sample = step * self.batch_size + np.arange(self.batch_size)
+        epoch, index = np.divmod(sample, self.windows)
+        window = permute(index, self.windows, mix(self.seed, _ORDER, epoch))
+        return _phase(self.seed, epoch, self._phases) + window * self.length
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Ids int64 [batch_size / world, length + 1]."""
+        return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
+
+    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
+        """Bool [batch_size / world, length], True at the first token of a document; None unless asked for."""
+        if not self.reset_documents:
+            return None
+        return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
+
+
+class SegmentStreams:
+    """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state.
+
+    The split is cut into equal streams, one per row; step by step each row walks along its own. After ``segments``
+    steps the streams begin again, shifted by a random phase. :meth:`resets` marks the first token of each document
+    and that of each stream.
+    """
+
+    def __init__(self, split: Split, batch_size: int, length: int, seed: int) -> None:
+        split.require(batch_size * length + 1, f"a batch of {batch_size} streams with segments of {length}")
+        self.split, self.batch_size, self.length, self.seed = split, batch_size, length, seed
+        self.stream_length = (len(split) - 1) // batch_size
+        self.segments, self._phases = _grid(self.stream_length + 1, length)
+
+    def starts(self, step: int) -> np.ndarray:
+        """Position of the first token of each row of the global batch, int64 [batch_size]."""
+        epoch, segment = divmod(step, self.segments)
+        phase = _phase(self.seed, np.array([epoch]), self._phases)
+        return np.arange(self.batch_size) * self.stream_length + phase + segment * self.length
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Ids int64 [batch_size / world, length + 1]."""
+        return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
+
+    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
+        """Bool [batch_size / world, length], True at the first token of a document or of a stream."""
+        resets = self.split.document_starts(_share(self.starts(step), rank, world), self.length)
+        if step % self.segments == 0:
+            resets[:, 0] = True
+        return resets
+
+
+def _grid(tokens: int, length: int) -> tuple[int, int]:
+    """How many windows of ``length`` predictions an epoch over ``tokens`` tokens has, and how many phases it allows."""
+    windows = max(1, (tokens - length) // length)
+    return windows, min(length, tokens - windows * length)
+
+
+def _phase(seed: int, epoch: np.ndarray, phases: int) -> np.ndarray:
+    return (mix(seed, _PHASE, epoch) % np.uint64(phases)).astype(np.int64)
+
+
+def _share(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
+    if len(rows) % world:
+        raise KinformerError(
+            f"a batch of {len(rows)} rows cannot be shared by {world} processes alike; give a multiple of {world}."
+        )
+    size = len(rows) // world
+    return rows[rank * size : (rank + 1) * size]

@@ -1,0 +1,98 @@
+"""A part of a corpus (train, validation, test) as one stream of token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.extents import Extents
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The documents of a part of a corpus, end to end, as token ids.
+
+    ``documents`` holds the position of each document's first token, ``corpus`` the name used in messages.
+    A split of bytes has ids 0 to 255. A split of tokenizer ids keeps the bytes that it encodes as ``encoded_from``
+    and ``marks`` [n, 2]: rising (token position, byte position) pairs at which both are known exactly.
+    """
+
+    name: str
+    corpus: str
+    extents: Extents
+    documents: np.ndarray
+    vocab_size: int = 256
+    dtype: np.dtype = np.dtype(np.uint8)
+    encoded_from: Split | None = None
+    marks: np.ndarray | None = None
+
+    @classmethod
+    def of_bytes(cls, name: str, corpus: str, extents: Extents) -> Split:
+        """A split whose tokens are the bytes of ``extents``; each of its pieces is a document."""
+        return cls(name, corpus, extents, documents=extents.starts[:-1])
+
+    def __len__(self) -> int:
+        return len(self.extents) // self.dtype.itemsize
+
+    @property
+    def text(self) -> Split:
+        """The same part as bytes: the split itself when its tokens are bytes."""
+        return self if self.encoded_from is None else self.encoded_from
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of text that the tokens stand for, the denominator of bits per byte."""
+        return len(self.text)
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Ids [length] from position ``start`` on, read-only, in the stored dtype (uint8, uint16 or uint32)."""
+        width = self.dtype.itemsize
+        return np.frombuffer(self.extents.read(start * width, (start + length) * width), self.dtype)
+
+    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Ids int64 [len(starts), length], one row from each of ``starts`` on."""
+        rows = np.empty((len(starts), length), np.int64)
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            row[:] = self.tokens(start, length)
+        return rows
+
+    def document_starts(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Bool [len(starts), length]: which tokens of the rows from ``starts`` on are the first of a document."""
+        marked = np.zeros((len(starts), length), bool)
+        lows = np.searchsorted(self.documents, starts)
+        highs = np.searchsorted(self.documents, starts + length)
+        for row, start, low, high in zip(marked, starts, lows, highs, strict=True):
+            row[self.documents[low:high] - start] = True
+        return marked
+
+    def take(self, length: int) -> Split:
+        """The first ``length`` tokens as a split.
+
+        Of tokenizer ids slightly fewer are taken (or, of a very short request, more): up to the nearest mark, so that
+        the bytes are exact.
+        """
+        if length >= len(self):
+            return self
+        if self.marks is None or self.encoded_from is None:
+            kept, text, marks = length, None, None
+        else:
+            last = max(1, int(np.searchsorted(self.marks[:, 0], length, side="right")) - 1)
+            marks = self.marks[: last + 1]
+            kept, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
+        return replace(
+            self,
+            extents=self.extents.head(kept * self.dtype.itemsize),
+            documents=self.documents[: np.searchsorted(self.documents, kept)],
+            encoded_from=text,
+            marks=marks,
+        )
+
+    def require(self, tokens: int, purpose: str) -> None:
+        """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs."""
+        if len(self) < tokens:
+            raise KinformerError(
+                f"split {self.name!r} of {self.corpus} holds {len(self)} tokens but {purpose} needs {tokens}; "
+                "give more data or a smaller --length."
+            )

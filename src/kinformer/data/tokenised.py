@@ -1,0 +1,71 @@
+"""Token ids of a split, written once to a file and read from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from kinformer.data.extents import Extent, Extents
+from kinformer.data.files import atomic_write
+from kinformer.data.split import Split
+from kinformer.data.tokenizer import Tokenizer, text_pieces
+
+_PIECES_AT_ONCE = 64
+
+
+def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> Split:
+    """The split of bytes ``split`` as ids of ``tokenizer``, kept in ``folder`` under ``key`` and its name.
+
+    Ids are uint16 where they fit, else uint32, little-endian. Text is encoded in pieces that end at line ends, so
+    memory stays bounded; the index, written last, vouches for the ids. Processes may race: each writes the same.
+    """
+    layout = [(piece.offset, piece.size) for piece in split.extents.pieces]
+    stem = sha256(f"{key}:{split.name}:{layout}".encode()).hexdigest()[:32]
+    ids_path, index_path = folder / f"{stem}.ids", folder / f"{stem}.npz"
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    marks = _read_marks(index_path, ids_path, dtype)
+    if marks is None:
+        marks = _write(split, tokenizer, ids_path, dtype)
+        with atomic_write(index_path) as file:
+            np.savez(file, marks=marks)
+    document_marks = np.searchsorted(marks[:, 1], split.documents)
+    return replace(
+        split,
+        extents=Extents([Extent(str(ids_path), 0, int(marks[-1, 0]) * dtype.itemsize)]),
+        documents=marks[document_marks, 0],
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        encoded_from=split,
+        marks=marks,
+    )
+
+
+def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray | None:
+    try:
+        with np.load(index_path, allow_pickle=False) as index:
+            marks = index["marks"]
+        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize
+    except (OSError, BadZipFile, ValueError, KeyError):
+        return None
+    return marks if whole else None
+
+
+def _write(split: Split, tokenizer: Tokenizer, path: Path, dtype: np.dtype) -> np.ndarray:
+    marks = [(0, 0)]
+    with atomic_write(path) as file:
+        for pieces in _groups(text_pieces(split)):
+            for piece, ids in zip(pieces, tokenizer.encode_batch(pieces), strict=True):
+                file.write(ids.astype(dtype).tobytes())
+                marks.append((marks[-1][0] + len(ids), marks[-1][1] + len(piece)))
+    return np.array(marks, np.int64)
+
+
+def _groups(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
+    while group := list(islice(pieces, _PIECES_AT_ONCE)):
+        yield group

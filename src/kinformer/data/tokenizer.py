@@ -1,0 +1,225 @@
+"""Text to token ids and back: bytes, or a tokenizer.json of the Hugging Face ``tokenizers`` library."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.files import atomic_write, reading
+
+if TYPE_CHECKING:
+    from kinformer.data.split import Split
+
+PIECE = 1 << 16
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream(Protocol):
+    """Turns ids into text as they come; characters that are still incomplete wait for their rest."""
+
+    def feed(self, token: int) -> str:
+        """The text that ``token`` completes, possibly empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was still waiting, with U+FFFD for what never became a character."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. ``fingerprint`` tells two tokenizers apart; ids lie below ``vocab_size``."""
+
+    vocab_size: int
+    fingerprint: str
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids int64 [length] of ``text``."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each of ``texts``."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens``, with U+FFFD where they are no text."""
+        ...
+
+    def stream(self) -> TextStream:
+        """A decoder for ids that come one by one."""
+        ...
+
+
+class ByteTokenizer:
+    """The default vocabulary: a token is a byte."""
+
+    vocab_size = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
+        return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each of ``texts``."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens``, with U+FFFD where they are not UTF-8."""
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+    def stream(self) -> ByteStream:
+        """A decoder for bytes that come one by one."""
+        return ByteStream()
+
+
+class ByteStream:
+    """UTF-8 byte by byte."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The character that the byte completes, or nothing."""
+        return self._decoder.decode(bytes([token]))
+
+    def finish(self) -> str:
+        """U+FFFD if a character was left incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+class FileTokenizer:
+    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored.
+
+    Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
+    unknown words) leaves some of the bytes unpredicted.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        with reading(path):
+            self.source = Path(path).read_bytes()
+        try:
+            self._tokenizer = _library().Tokenizer.from_buffer(self.source)
+        except KinformerError:
+            raise
+        except Exception as error:
+            raise KinformerError(f"{path} is not a tokenizer.json ({error}); give one made by tokenizers.") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self.fingerprint = "sha256:" + sha256(self.source).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the same tokenizer.json to ``path``, atomically."""
+        with atomic_write(Path(path)) as file:
+            file.write(self.source)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids int64 [length] of UTF-8 text."""
+        return self.encode_batch([_as_bytes(text)])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each of ``texts``, UTF-8; anything else is a :class:`KinformerError`."""
+        try:
+            decoded = [text.decode("utf-8") for text in texts]
+        except UnicodeDecodeError as error:
+            raise KinformerError(
+                f"a tokenizer needs UTF-8 text but byte {error.object[error.start]:#04x} is not ({error.reason}); "
+                "convert the data to UTF-8 or leave the tokenizer out and train on bytes."
+            ) from error
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens``."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def stream(self) -> FileStream:
+        """A decoder for ids that come one by one."""
+        return FileStream(self)
+
+
+class FileStream:
+    """Decodes the newest ids beside the ones before them, since a token's text may depend on its neighbour."""
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._told: list[int] = []
+        self._waiting: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """The text that ``token`` completes, or nothing while a character is incomplete."""
+        self._waiting.append(token)
+        return "" if self._tokenizer.decode(self._told + self._waiting).endswith(_REPLACEMENT) else self.finish()
+
+    def finish(self) -> str:
+        """The text of the ids that were waiting."""
+        known = len(self._tokenizer.decode(self._told))
+        text = self._tokenizer.decode(self._told + self._waiting)[known:]
+        if self._waiting:
+            self._told, self._waiting = self._waiting, []
+        return text
+
+
+def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int = 256 << 20) -> FileTokenizer:
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens from the first ``limit`` bytes of ``split``.
+
+    Writes it to ``path`` (a tokenizer.json) and returns it. It encodes any text and loses nothing.
+    """
+    if vocab_size < 256:
+        raise KinformerError(f"vocab_size is {vocab_size} but a byte-level tokenizer needs 256 or more.")
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, show_progress=False, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()
+    )
+    texts = (piece.decode("utf-8", "replace") for piece in text_pieces(split.text.take(limit)))
+    tokenizer.train_from_iterator(texts, trainer)
+    with atomic_write(Path(path)) as file:
+        file.write(tokenizer.to_str().encode())
+    return FileTokenizer(path)
+
+
+def text_pieces(split: Split) -> Iterator[bytes]:
+    """The bytes of ``split`` in pieces of at most 64 KiB that end at a line's end, else between characters.
+
+    No piece crosses a document's end.
+    """
+    ends = [*split.documents[1:].tolist(), len(split)]
+    for start, end in zip(split.documents.tolist(), ends, strict=True):
+        while start < end:
+            piece = split.extents.read(start, min(start + PIECE, end))
+            if start + len(piece) < end:
+                piece = piece[: piece.rfind(b"\n") + 1 or _last_character_start(piece)]
+            yield piece
+            start += len(piece)
+
+
+def _last_character_start(piece: bytes) -> int:
+    tail = piece[-4:]
+    for back, byte in enumerate(reversed(tail), start=1):
+        if byte & 0xC0 != 0x80:
+            return len(piece) - back
+    return len(piece)
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise KinformerError(
+            "a tokenizer.json needs the package 'tokenizers', which is not installed; "
+            "run pip install 'kinformer[text]'."
+        ) from error
+    return tokenizers

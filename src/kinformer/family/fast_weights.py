@@ -1,0 +1,62 @@
+"""Fast Weight Transformer: DPFP features, the delta rule, sum normalisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(
+    dim: int, depth: int, num_heads: int, hidden: int | None = None, wiring: Literal["pre", "post"] = "pre"
+) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.blocks.residual import ResidualLayer
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.fast_weight import FastWeight
+        from kinformer.models.decoder import Decoder
+        from kinformer.positions.none import NoPosition
+
+        layer = ResidualLayer.Config(
+            mixer=FastWeight.Config(num_heads=num_heads),
+            feed_forward=MLP.Config(hidden=hidden or 4 * dim, activation="relu" if wiring == "post" else "gelu"),
+            wiring=wiring,
+        )
+        return Decoder.Config(
+            vocab_size=vocab or 256,
+            dim=dim,
+            layers=(layer,) * depth,
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True, bias=True),
+            initialisation=Initialisation(scale_residual=False),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="fast-weights",
+    title="Fast Weight Transformer (delta rule)",
+    paper="Schlag et al. 2021, Linear Transformers Are Secretly Fast Weight Programmers (arXiv 2102.11174)",
+    year=2021,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "pre-norm and GELU except in the recipe paper, which is post-norm with ReLU as published",
+        "the sum normalisation adds 1e-5 to the sum (the authors' language models had none at first)",
+        "the softmax over the vocabulary is not adaptive",
+    ),
+    exact_limit="no finite limit; with the sum rule and the same features it is linear attention",
+    recipes={
+        "tiny": _recipe(32, 2, 2),
+        "small": _recipe(256, 4, 4),
+        "benchmark": _recipe(256, 4, 4),
+        "paper": _recipe(128, 16, 8, hidden=2048, wiring="post"),
+    },
+)

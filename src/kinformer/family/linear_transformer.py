@@ -1,0 +1,60 @@
+"""Linear Transformer: "Transformers are RNNs", linear attention with the feature map elu + 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(dim: int, depth: int, num_heads: int, wiring: Literal["pre", "post"] = "pre") -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.blocks.residual import ResidualLayer
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.linear import LinearAttention
+        from kinformer.models.decoder import Decoder
+        from kinformer.positions.sinusoidal import Sinusoidal
+
+        layer = ResidualLayer.Config(
+            mixer=LinearAttention.Config(num_heads=num_heads),
+            feed_forward=MLP.Config(hidden=4 * dim, activation="relu" if wiring == "post" else "gelu"),
+            wiring=wiring,
+        )
+        return Decoder.Config(
+            vocab_size=vocab or 256,
+            dim=dim,
+            layers=(layer,) * depth,
+            position=Sinusoidal.Config(),
+            head=LanguageModelHead.Config(tied=False, bias=True),
+            initialisation=Initialisation(scheme="framework"),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="linear-transformer",
+    title="Linear Transformer",
+    paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236)",
+    year=2020,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "pre-norm and GELU except in the recipe paper, which is post-norm with ReLU as published",
+        "the sinusoid is added to the embedding (the authors' image model concatenates two halves)",
+        "the head is a softmax over the vocabulary (the authors' image model mixes ten logistics)",
+    ),
+    exact_limit="none finite (elu + 1 is not the exponential); quadratic features give the squared kernel exactly",
+    recipes={
+        "tiny": _recipe(32, 2, 2),
+        "small": _recipe(256, 4, 4),
+        "benchmark": _recipe(256, 4, 4),
+        "paper": _recipe(256, 8, 8, wiring="post"),
+    },
+)

@@ -1,0 +1,35 @@
+"""The record of a family member: data that the command line reads without importing PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+Growth = Literal["none", "constant", "window", "linear", "store"]
+Recipe = Callable[[int | None], "Decoder.Config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One page of the family.
+
+    ``axes``: what it changes (position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
+    ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
+    ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
+    recipe's own) that gives a model config; it imports what it assembles when called.
+    """
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    axes: tuple[str, ...]
+    causal: bool
+    growth: Growth
+    departures: tuple[str, ...]
+    exact_limit: str
+    recipes: Mapping[str, Recipe]

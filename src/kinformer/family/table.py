@@ -1,0 +1,21 @@
+"""The one list of the family. README's table, the command line and the tests are generated from it."""
+
+from __future__ import annotations
+
+from kinformer.core.errors import choose
+from kinformer.family import fast_weights, gpt, linear_transformer
+from kinformer.family.record import Member
+
+MEMBERS: dict[str, Member] = {
+    module.MEMBER.name: module.MEMBER
+    for module in (
+        gpt,
+        linear_transformer,
+        fast_weights,
+    )
+}
+
+
+def member(name: str) -> Member:
+    """The record called ``name``; an unknown name is an error that lists the nearest."""
+    return MEMBERS[choose(name, MEMBERS, "member")]

@@ -1,0 +1,23 @@
+"""ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kinformer.core.parts import FeatureMap, FeatureMapConfig
+
+
+class Relu(FeatureMap):
+    """[..., head_dim] -> [..., head_dim]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(FeatureMapConfig):
+        kind = "relu"
+
+        def build(self, head_dim: int) -> Relu:
+            return Relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()

@@ -1,0 +1,37 @@
+"""Language-model head: hidden states to logits over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.parts import HeadConfig
+
+
+class LanguageModelHead(nn.Module):
+    """hidden [batch, time, dim] -> logits [batch, time, vocab].
+
+    ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "language"
+        tied: bool = True
+        bias: bool = False
+
+        def build(self, dim: int, vocab_size: int) -> LanguageModelHead:
+            return LanguageModelHead(self, dim, vocab_size)
+
+    def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.output = None if config.tied else nn.Linear(dim, vocab_size, bias=config.bias)
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.tied and config.bias else None
+
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        if self.output is not None:
+            return self.output(hidden)
+        return functional.linear(hidden, embedding, self.bias)

@@ -1,0 +1,74 @@
+"""The delta rule: a fast weight memory that corrects what it has stored under a key.
+
+Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25; block by block
+as in Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
+With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, head_dim]:
+
+    W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.kernels.delta.chunked import chunked
+from kinformer.kernels.delta.reference import recurrence
+
+IMPLS = ("auto", "reference", "chunked")
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    reset: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Absorb a chunk of any length; returns the outputs [batch, heads, time, head_dim], in v's dtype, and the new state.
+
+    q, k: [batch, heads, time, features], already feature-mapped. The rule is stable for beta in (0, 1) when every
+    key sums to 1 (non-negative features) or has length 1; neither is enforced, and nothing is scaled.
+    v: [batch, heads, time, head_dim].
+    beta: [batch, heads, time], the write strength, 0 at invalid tokens.
+    state: W [batch, heads, features, head_dim], in float32 or wider (the accumulators of the inputs' dtype).
+    reset: [batch, time] bool; a marked token begins a new sequence: W is zero before it is absorbed.
+    impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
+
+    Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
+    """
+    _validate(q, k, v, beta, state, reset)
+    kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
+    return kernel(q, k, v, beta, state, reset)
+
+
+def choose_impl(q: Tensor, impl: str = "auto") -> str:
+    """The implementation that ``impl`` stands for: "chunked" for "auto", whatever device and size, else itself."""
+    if impl not in IMPLS:
+        raise KinformerError(f"delta_rule: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    return "chunked" if impl == "auto" else impl
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None) -> None:
+    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
+        raise KinformerError(
+            f"delta_rule: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
+            "[batch, heads, time, features] and v as [batch, heads, time, head_dim] with at least one token."
+        )
+    batch, heads, time, features = q.shape
+    if beta.shape != (batch, heads, time):
+        raise KinformerError(
+            f"delta_rule: beta {tuple(beta.shape)} does not fit; pass [batch, heads, time] = {(batch, heads, time)}."
+        )
+    if state.shape != (batch, heads, features, v.shape[3]):
+        raise KinformerError(
+            f"delta_rule: state {tuple(state.shape)} does not fit the inputs; expected {(batch, heads, features, v.shape[3])}: "
+            "begin with zeros of this shape."
+        )
+    if reset is not None and reset.shape != (batch, time):
+        raise KinformerError(
+            f"delta_rule: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
+        )

@@ -1,0 +1,142 @@
+"""The delta rule block by block, in the WY form of Yang et al. 2024 (arXiv 2406.06484, section 3).
+
+Inside a block all tokens correct the memory W that the block began with. With K, Q, V, beta its tokens, A the strictly
+lower part of K K^T, P = tril(Q K^T) and R = (I + diag(beta) A)^-1, the corrections U that the tokens write are
+
+    U = R diag(beta) (V - K W),    out = Q W + P U,    W <- W + K^T U
+
+In the backward, with dW the gradient of W after the block and dO that of the outputs,
+
+    G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - K^T diag(beta) G
+
+runs from the last block to the first; the rest are products inside blocks. Kept for it: the inputs and one W per block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kinformer.kernels.delta.inverse import unit_lower_inverse
+from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    if q.shape[2] == 1:
+        return _step(q, k, v, beta, state, reset)
+    dtype = product_dtype(q, k, v)
+    accumulator = accumulator_dtype(q, k, v, beta)
+    with torch.autocast(q.device.type, enabled=False):
+        out, state = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), state.to(accumulator), reset)
+        return out.to(v.dtype), state
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token, in the dtype of the state."""
+    dtype = v.dtype
+    if any(x.dtype != w.dtype for x in (q, k, v, beta)):
+        accumulator = accumulator_dtype(q, k, v, beta)
+        q, k, v, beta, w = (x.to(accumulator) for x in (q, k, v, beta, w))
+    if reset is not None:
+        w = w.masked_fill(reset[:, :, None, None], 0)
+    key = k.mT
+    stored = (key * w).sum(2, keepdim=True)
+    w = torch.addcmul(w, key, (v - stored) * beta[..., None])
+    return (q.mT * w).sum(2, keepdim=True).to(dtype), w
+
+
+class _Chunked(torch.autograd.Function):
+    """q, k, v, beta in the dtype of the products, W in that of the accumulators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        blocks = cut(q, reset)
+        Q, K, V, B = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(beta.unsqueeze(-1))
+        _, inverse = _inverse(blocks, K, B)
+        scaled = inverse * B.mT
+        U, W, last = _write(
+            blocks, torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter)), gate(K, blocks.leave), w
+        )
+        P = blocks.hide_(torch.bmm(Q, K.mT))
+        out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
+        ctx.save_for_backward(q, k, v, beta, W, reset)
+        return blocks.join(out), last.view(w.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, W, reset = ctx.saved_tensors
+        blocks = cut(q, reset)
+        Q, K, V, B = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(beta.unsqueeze(-1))
+        Y = blocks.split(grad_out)
+        Q_enter, K_enter, K_leave = gate(Q, blocks.enter), gate(K, blocks.enter), gate(K, blocks.leave)
+        A, inverse = _inverse(blocks, K, B)
+        error = torch.baddbmm(V, K_enter, W, alpha=-1)
+        U = torch.bmm(inverse * B.mT, error)
+        P = blocks.hide_(torch.bmm(Q, K.mT))
+        G, dW, first = _read_back(
+            blocks,
+            torch.bmm(inverse.mT, torch.bmm(P.mT, Y)),
+            torch.bmm(inverse.mT, K_leave),
+            torch.bmm(Q_enter.mT, Y),
+            K_enter * B,
+            grad_w,
+        )
+        dV = G * B
+        dP = blocks.hide_(torch.bmm(Y, U.mT))
+        dQ = gate(torch.bmm(Y, W.mT), blocks.enter).baddbmm_(dP, K)
+        dA = blocks.hide_(torch.bmm(G, U.mT), diagonal=-1)
+        dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
+        dA.mul_(B)
+        dK = gate(torch.bmm(U, dW.mT), blocks.leave)
+        dK.sub_(gate(torch.bmm(dV, W.mT), blocks.enter))
+        dK.baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
+        grads = blocks.join(dQ), blocks.join(dK), blocks.join(dV), blocks.join(dB).squeeze(-1)
+        return *grads, first.view(grad_w.shape), None
+
+
+def _inverse(blocks: Blocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
+    A = blocks.hide_(torch.bmm(K, K.mT), diagonal=-1)
+    return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
+
+
+def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run U <- U - X W, W <- W + K^T U over the blocks; U in place. Returns U, W before each block, the last W."""
+    W = w.flatten(0, 1)
+    states = []
+    for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
+        states.append(W.to(U.dtype))
+        u.baddbmm_(x, states[-1], alpha=-1)
+        W = _add_product(gate(W, None if blocks.keep is None else blocks.keep[:, j]), k.mT, u)
+    return U, torch.stack(states, 1).flatten(0, 1), W
+
+
+def _read_back(
+    blocks: Blocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block; G in place. Returns G, dW after each block, the first."""
+    dW = grad_w.flatten(0, 1)
+    states = []
+    parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))
+    for j, (g, x, added, k) in reversed(list(enumerate(parts))):
+        states.append(dW.to(G.dtype))
+        g.baddbmm_(x, states[-1])
+        dW = gate(dW, None if blocks.keep is None else blocks.keep[:, j]) + added
+        dW = _add_product(dW, k.mT, g, alpha=-1)
+    return G, torch.stack(states[::-1], 1).flatten(0, 1), dW
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
+    """total + alpha * a b, the product in the dtype of a and b, the sum in that of ``total``."""
+    if total.dtype == a.dtype:
+        return torch.baddbmm(total, a, b, alpha=alpha)
+    return torch.add(total, torch.bmm(a, b), alpha=alpha)

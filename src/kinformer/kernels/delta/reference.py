@@ -1,0 +1,26 @@
+"""The delta rule as a recurrence, token by token: the truth that the fast kernels are held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.kernels.linear.blocks import accumulator_dtype
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    dtype = accumulator_dtype(q, k, v, beta)
+    w = state.to(dtype)
+    outputs = []
+    for t in range(q.shape[2]):
+        if reset is not None:
+            w = w.masked_fill(reset[:, t, None, None, None], 0)
+        query, key, value = (x[:, :, t].to(dtype) for x in (q, k, v))
+        stored = (w * key[..., :, None]).sum(-2)
+        correction = beta[:, :, t, None].to(dtype) * (value - stored)
+        w = w + key[..., :, None] * correction[..., None, :]
+        outputs.append((w * query[..., :, None]).sum(-2))
+    return torch.stack(outputs, 2).to(v.dtype), w

@@ -1,0 +1,80 @@
+"""Causal linear attention: the sum rule over feature-mapped keys.
+
+Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs: Fast Autoregressive Transformers with Linear
+Attention", eq. 9-15. With phi(q_t) = ``q``, phi(k_t) = ``k``:
+
+    S_t = S_{t-1} + k_t v_t^T,    z_t = z_{t-1} + k_t,    out_t = q_t^T S_t / (q_t . z_t + eps)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.kernels.linear.chunked import chunked
+from kinformer.kernels.linear.reference import recurrence
+
+IMPLS = ("auto", "reference", "chunked")
+
+
+class LinearState(NamedTuple):
+    """The sums over all tokens seen, in float32 or wider (the accumulators of the inputs' dtype).
+
+    s: [batch, heads, features, head_dim], the sum of k v^T; z: [batch, heads, features], the sum of k.
+    """
+
+    s: Tensor
+    z: Tensor
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    eps: float | None = 1e-6,
+    reset: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, LinearState]:
+    """Absorb a chunk of any length; returns the outputs [batch, heads, time, head_dim], in v's dtype, and the new state.
+
+    q, k: [batch, heads, time, features], already feature-mapped, k zero at invalid tokens.
+    v: [batch, heads, time, head_dim].
+    eps: added to the normaliser q . z; None leaves the normaliser out: out_t = q_t^T S_t (z is still carried).
+    reset: [batch, time] bool; a marked token begins a new sequence: S and z are zero before it is absorbed.
+    impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
+
+    Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
+    """
+    _validate(q, k, v, state, reset)
+    kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
+    out, s, z = kernel(q, k, v, state.s, state.z, eps, reset)
+    return out, LinearState(s, z)
+
+
+def choose_impl(q: Tensor, impl: str = "auto") -> str:
+    """The implementation that ``impl`` stands for: "chunked" for "auto", whatever device and size, else itself."""
+    if impl not in IMPLS:
+        raise KinformerError(f"linear_attention: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    return "chunked" if impl == "auto" else impl
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, state: LinearState, reset: Tensor | None) -> None:
+    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
+        raise KinformerError(
+            f"linear_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
+            "[batch, heads, time, features] and v as [batch, heads, time, head_dim] with at least one token."
+        )
+    batch, heads, time, features = q.shape
+    if state.s.shape != (batch, heads, features, v.shape[3]) or state.z.shape != (batch, heads, features):
+        raise KinformerError(
+            f"linear_attention: state s {tuple(state.s.shape)}, z {tuple(state.z.shape)} does not fit the inputs; expected "
+            f"{(batch, heads, features, v.shape[3])} and {(batch, heads, features)}: begin with zeros of these shapes."
+        )
+    if reset is not None and reset.shape != (batch, time):
+        raise KinformerError(
+            f"linear_attention: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
+        )

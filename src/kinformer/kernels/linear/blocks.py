@@ -1,0 +1,132 @@
+"""How the chunkwise kernels cut a sequence into blocks, and what a ``reset`` inside a block hides.
+
+A block is a tile of the computation, without meaning to the caller: results do not depend on its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SIZES = (8, 16, 32, 64)
+
+
+def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of states and sums: that of the inputs, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def product_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of the big products: autocast's where it is on, bfloat16 for bfloat16 inputs, else the accumulators'.
+
+    float16 products are left out on purpose: a state summed over a long past overflows them.
+    """
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and tensors[0].dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = tensors[0].dtype
+        for tensor in tensors[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A cut of ``rows`` sequences (batch x heads) of ``time`` tokens into ``count`` blocks of ``size`` tokens.
+
+    ``enter``, ``leave`` [batch * heads * count, size, 1], ``keep`` [batch * heads, count, 1, 1] and
+    ``same`` [batch, 1, count, size, size] are masks (1 or 0) for sequences with resets, otherwise None: the token
+    sees what came before its block; what comes after the block sees the token; the state lives through the block;
+    the first token (row) sees the second (column).
+    """
+
+    batch: int
+    heads: int
+    time: int
+    count: int
+    size: int
+    enter: Tensor | None = None
+    leave: Tensor | None = None
+    keep: Tensor | None = None
+    same: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    def split(self, x: Tensor) -> Tensor:
+        """[batch, heads, time, n] -> [rows * count, size, n], the last block filled up with zeros."""
+        missing = self.count * self.size - self.time
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        return x.reshape(self.rows * self.count, self.size, x.shape[-1])
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`split`."""
+        x = x.view(self.batch, self.heads, self.count * self.size, x.shape[-1])
+        return x[:, :, : self.time]
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """[rows * count, ...] -> [rows, count, ...]."""
+        return x.view(self.rows, self.count, *x.shape[1:])
+
+    def hide_(self, scores: Tensor, diagonal: int = 0) -> Tensor:
+        """Zero, in place, the scores [rows * count, size, size] of tokens after the row's own, or of another sequence."""
+        scores.tril_(diagonal)
+        if self.same is not None:
+            scores.view(self.batch, self.heads, self.count, self.size, self.size).mul_(self.same)
+        return scores
+
+
+def cut(x: Tensor, reset: Tensor | None, largest: int = SIZES[-1]) -> Blocks:
+    """The blocks for ``x`` [batch, heads, time, n], with the masks of ``reset`` [batch, time] in the dtype of ``x``."""
+    batch, heads, time, _ = x.shape
+    size = next((size for size in SIZES if size >= min(time, largest)), largest)
+    count = (time + size - 1) // size
+    if reset is None:
+        return Blocks(batch, heads, time, count, size)
+    flags = F.pad(reset.long(), (0, count * size - time)).view(batch, count, size)
+    sequence = flags.cumsum(-1)
+    last = sequence[..., -1:]
+
+    def per_row(mask: Tensor) -> Tensor:
+        return mask.to(x.dtype).unsqueeze(1).expand(batch, heads, count, mask.shape[-1])
+
+    return Blocks(
+        *(batch, heads, time, count, size),
+        enter=per_row(sequence == 0).reshape(-1, size, 1),
+        leave=per_row(sequence == last).reshape(-1, size, 1),
+        keep=per_row(last == 0).reshape(batch * heads, count, 1, 1),
+        same=(sequence.unsqueeze(-1) == sequence.unsqueeze(-2)).to(x.dtype).unsqueeze(1),
+    )
+
+
+def gate(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
+    return x if mask is None else x * mask
+
+
+def scan(local: Tensor, initial: Tensor, keep: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """The state before every block and after the last: state_{j+1} = keep_j * state_j + local_j.
+
+    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep: [rows, count, 1, 1] or None.
+    ``reverse`` runs from the last block to the first (gradients of states: the one after every block, and the
+    one before the first). Returns ([rows, count, m, n], [rows, m, n]), both in the dtype of ``initial``.
+    """
+    state = initial
+    states = []
+    steps = range(local.shape[1])
+    parts = local.unbind(1)
+    for j in reversed(steps) if reverse else steps:
+        states.append(state)
+        state = state + parts[j] if keep is None else torch.addcmul(parts[j].to(state), state, keep[:, j])
+    if reverse:
+        states.reverse()
+    return torch.stack(states, 1), state

@@ -1,0 +1,127 @@
+"""Linear attention block by block: quadratic inside a block, a running state between blocks.
+
+With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the block gives
+
+    out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
+
+(Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
+Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz, give
+
+    dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
+
+and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and one number per token
+are kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, scan
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    if q.shape[2] == 1:
+        return _step(q, k, v, s, z, eps, reset)
+    dtype = product_dtype(q, k, v)
+    accumulator = accumulator_dtype(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        out, s, z = _Chunked.apply(
+            q.to(dtype), k.to(dtype), v.to(dtype), s.to(accumulator), z.to(accumulator), eps, reset
+        )
+        return out.to(v.dtype), s, z
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token, in the dtype of the state."""
+    dtype = v.dtype
+    if q.dtype != s.dtype or k.dtype != s.dtype or dtype != s.dtype:
+        accumulator = accumulator_dtype(q, k, v)
+        q, k, v, s, z = (x.to(accumulator) for x in (q, k, v, s, z))
+    if reset is not None:
+        fresh = reset[:, :, None]
+        s, z = s.masked_fill(fresh[..., None], 0), z.masked_fill(fresh, 0)
+    s = torch.addcmul(s, k.mT, v)
+    z = z + k[:, :, 0]
+    out = (q.mT * s).sum(2, keepdim=True)
+    if eps is not None:
+        out = out / ((q[:, :, 0] * z).sum(-1) + eps)[..., None, None]
+    return out.to(dtype), s, z
+
+
+class _Chunked(torch.autograd.Function):
+    """q, k, v in the dtype of the products, s and z in that of the accumulators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = cut(q, reset)
+        Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
+        S, Z, last_s, last_z = _states(blocks, K, V, s, z)
+        P = blocks.hide_(torch.bmm(Q, K.mT))
+        Q_enter = gate(Q, blocks.enter)
+        out = torch.bmm(P, V).baddbmm_(Q_enter, S)
+        divisor = None
+        if eps is not None:
+            divisor = P.sum(-1, dtype=Z.dtype).add_((Q_enter * Z).sum(-1)).add_(eps).unsqueeze(-1)
+            out.div_(divisor)
+        ctx.save_for_backward(q, k, v, s, z, divisor, reset)
+        return blocks.join(out), last_s, last_z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, s, z, divisor, reset = ctx.saved_tensors
+        blocks = cut(q, reset)
+        Q, K, V, Y = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(grad_out)
+        S, Z, _, _ = _states(blocks, K, V, s, z)
+        Q_enter = gate(Q, blocks.enter)
+        P = blocks.hide_(torch.bmm(Q, K.mT))
+        if divisor is not None:
+            Y = (Y / divisor).to(q.dtype)
+        dQ = torch.bmm(Y, S.mT)
+        dP = torch.bmm(Y, V.mT)
+        g = None
+        if divisor is not None:
+            g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
+            dQ.addcmul_(g, Z.to(dQ.dtype))
+            dP.add_(g)
+        dQ = gate(dQ, blocks.enter).baddbmm_(blocks.hide_(dP), K)
+        dS, first_s = scan(blocks.by_row(torch.bmm(Q_enter.mT, Y)), grad_s.flatten(0, 1), blocks.keep, reverse=True)
+        dS = dS.flatten(0, 1).to(q.dtype)
+        dK = torch.bmm(V, dS.mT)
+        first_z = _add_normaliser_gradient(blocks, dK, Q_enter, g, grad_z)
+        dK = gate(dK, blocks.leave).baddbmm_(dP.mT, Q)
+        dV = gate(torch.bmm(K, dS), blocks.leave).baddbmm_(P.mT, Y)
+        first_s, first_z = first_s.view(s.shape), first_z.view(z.shape)
+        return blocks.join(dQ), blocks.join(dK), blocks.join(dV), first_s, first_z, None, None
+
+
+def _states(blocks: Blocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S [rows * count, features, head_dim] and z [rows * count, 1, features] before each block; both after the last."""
+    K = gate(K, blocks.leave)
+    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), s.flatten(0, 1), blocks.keep)
+    added = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype))
+    Z, last_z = scan(added, z.flatten(0, 1).unsqueeze(1), blocks.keep)
+    return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
+
+
+def _add_normaliser_gradient(blocks: Blocks, dK: Tensor, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> Tensor:
+    """Add dz, the gradient of z after each block, to every row of dK; returns that of the initial z."""
+    last = grad_z.flatten(0, 1).unsqueeze(1)
+    if g is None:
+        g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
+    added = blocks.by_row((Q * g).sum(1, keepdim=True, dtype=last.dtype))
+    dZ, first = scan(added, last, blocks.keep, reverse=True)
+    dK.add_(dZ.flatten(0, 1))
+    return first

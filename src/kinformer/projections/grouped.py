@@ -1,0 +1,39 @@
+"""Grouped-query projection (Ainslie et al. 2023): several query heads share one key and value head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import Projection, ProjectionConfig
+
+
+class Grouped(Projection):
+    """q [batch, num_heads, time, head_dim]; k, v [batch, num_kv_heads, time, head_dim]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ProjectionConfig):
+        kind = "grouped"
+        num_kv_heads: int = 1
+        bias: bool = True
+
+        def build(self, dim: int, num_heads: int, head_dim: int) -> Grouped:
+            if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+                raise KinformerError(
+                    f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {num_heads}; choose a divisor."
+                )
+            return Grouped(self, dim, num_heads, head_dim)
+
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_kv_heads = config.num_kv_heads
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.qkv = nn.Linear(dim, (num_heads + 2 * config.num_kv_heads) * head_dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, time, _ = x.shape
+        heads = self.qkv(x).view(batch, time, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return q, k, v

@@ -1,0 +1,32 @@
+"""One projection for all tokens: every head has its own query, key and value (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kinformer.core.parts import Projection, ProjectionConfig
+
+
+class Shared(Projection):
+    """x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ProjectionConfig):
+        kind = "shared"
+        bias: bool = True
+
+        def build(self, dim: int, num_heads: int, head_dim: int) -> Shared:
+            return Shared(self, dim, num_heads, head_dim)
+
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_kv_heads = num_heads
+        self.shape = (3, num_heads, head_dim)
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, time, *self.shape).permute(2, 0, 3, 1, 4).unbind()
+        return q, k, v

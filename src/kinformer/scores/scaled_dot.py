@@ -1,0 +1,21 @@
+"""Scaled dot product (Vaswani et al. 2017, equation 1): q.k / sqrt(head_dim)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kinformer.core.parts import Score, ScoreConfig
+
+
+class ScaledDot(Score):
+    """The factor is head_dim ** -0.5."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScoreConfig):
+        kind = "scaled_dot"
+
+        def build(self) -> ScaledDot:
+            return ScaledDot()
+
+    def scale(self, head_dim: int) -> float:
+        return head_dim**-0.5

@@ -1,0 +1,60 @@
+"""What the battery says when a law is broken: which check, which values, where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+
+VALUES = 1e-9
+GRADIENTS = 1e-7
+BITS = 1e-12
+
+
+class ContractError(AssertionError):
+    """A check of the battery failed; ``check`` is its name."""
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"[{check}] {message}")
+        self.check = check
+
+
+class Violation(AssertionError):
+    """A broken law, before the running check has put its name to it."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise a :class:`Violation` with ``message`` unless the law ``holds``."""
+    if not holds:
+        raise Violation(message)
+
+
+def agree(place: str, got: Tensor, want: Tensor, tolerance: float, scale: float | None = None) -> None:
+    """Two tensors of one shape agree within ``tolerance * scale``; NaN agrees with nothing.
+
+    ``scale`` is by default the largest entry of ``want``, at least 1.
+    """
+    require(got.shape == want.shape, f"{place}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
+    if got.numel() == 0:
+        return
+    left, right = got.detach().double(), want.detach().double()
+    limit = tolerance * (max(1.0, float(right.abs().max())) if scale is None else scale)
+    gap = (left - right).abs().nan_to_num(nan=torch.inf)
+    worst = int(gap.argmax())
+    if not bool((gap <= limit).all()):
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
+        raise Violation(
+            f"{place}: {float(left.flatten()[worst]):.6g} instead of {float(right.flatten()[worst]):.6g} at {index} "
+            f"of {tuple(got.shape)}; a difference of at most {limit:.1g} is allowed."
+        )
+
+
+def agree_states(place: str, got: Any, want: Any, tolerance: float = VALUES) -> None:
+    """Two states of one structure agree on their valid slots within ``tolerance`` times their largest entry."""
+    sizes = [float(leaf.detach().abs().max()) for leaf in states.tensors(states.value(want)) if leaf.numel()]
+    gap = states.difference(got, want)
+    limit = tolerance * max([1.0, *sizes])
+    require(gap <= limit, f"{place}: the states differ by {gap:.6g}; at most {limit:.1g} is allowed.")

@@ -1,0 +1,127 @@
+"""The laws of time and of rows: partition, causality, padding, resets, independence of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.testing.errors import BITS, VALUES, agree, agree_states
+from kinformer.testing.scenario import (
+    Plan,
+    absorb,
+    agree_outcomes,
+    agree_with_rows_alone,
+    outcome,
+    partitions,
+    starts,
+)
+from kinformer.testing.subject import Subject
+
+
+def causality(subject: Subject) -> None:
+    """Tokens from t on are changed strongly; no output before t moves. Gradients would miss leaks by selection."""
+    module = subject.build()
+    inputs = subject.inputs(subject.batch, subject.time, seed=1)
+    for kind, start in starts(subject, module):
+        with torch.no_grad():
+            want, _ = subject.run(module, inputs, start)
+            for since in sorted({1, 2, 5, subject.time // 2, subject.time - 4, subject.time - 1}):
+                for factor in (6.0, -6.0):
+                    got, _ = subject.run(module, subject.disturb(inputs, since, factor), start)
+                    place = f"outputs before token {since} when tokens from {since} on change, {kind}"
+                    agree(place, got[:, :since], want[:, :since], BITS)
+
+
+def partition(subject: Subject) -> None:
+    """However a sequence is cut into chunks, outputs, gradients and final state are those of one chunk."""
+    module = subject.build()
+    inputs = subject.inputs(subject.batch, subject.time, seed=2)
+    for kind, start in starts(subject, module):
+        want = outcome(subject, module, absorb, Plan(inputs, [subject.time]), start)
+        for sizes in partitions(subject.time):
+            got = outcome(subject, module, absorb, Plan(inputs, sizes), start)
+            agree_outcomes(f"chunks of {_brief(sizes)} against one chunk, {kind}", got, want)
+
+
+def padding(subject: Subject) -> None:
+    """Ragged chunks with NaN in their padding are as each row alone; a row without tokens keeps its state."""
+    sizes = _ragged_sizes(subject.time)
+    valid = _ragged_mask(subject, sizes)
+    inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)
+    agree_with_rows_alone(subject, Plan(inputs, sizes, valid), f"ragged chunks of {_brief(sizes)} against rows alone")
+
+
+def reset(subject: Subject) -> None:
+    """After a reset, at any place of a chunk, everything is as in a new sequence; partitions agree on it."""
+    inputs = subject.inputs(subject.batch, subject.time, seed=4)
+    inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
+    for places in _reset_places(subject):
+        for sizes in ([subject.time], [1] * subject.time, [4, 5, subject.time - 9]):
+            place = f"resets, chunks of {_brief(sizes)}, against sequences alone"
+            agree_with_rows_alone(subject, Plan(inputs, sizes, reset=places), place)
+
+
+def ragged_reset(subject: Subject) -> None:
+    """Resets in ragged chunks; a reset that stands on padding is none."""
+    sizes = _ragged_sizes(subject.time)
+    valid = _ragged_mask(subject, sizes)
+    inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
+    for seed in (1, 2):
+        chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(seed))
+        plan = Plan(inputs, sizes, valid, chance < 0.2)
+        agree_with_rows_alone(subject, plan, f"resets in ragged chunks of {_brief(sizes)} against sequences alone")
+
+
+def rows(subject: Subject) -> None:
+    """Rows permuted, selected, repeated, or beside other rows give what they gave before."""
+    module = subject.build()
+    inputs = subject.inputs(subject.batch, subject.time, seed=6)
+    batch = range(subject.batch)
+    with torch.no_grad():
+        for kind, start in starts(subject, module):
+            y, end = subject.run(module, inputs, start)
+            for chosen in ([*batch][::-1], [*batch][1:], [*batch][:1], [0, *batch]):
+                index = torch.tensor(chosen)
+                own = None if start is None else states.select_rows(start, index)
+                got, state = subject.run(module, inputs[index], own)
+                agree(f"outputs of rows {chosen} alone, {kind}", got, y[index], VALUES)
+                agree_states(f"state of rows {chosen} alone, {kind}", state, states.select_rows(end, index))
+            others = torch.cat([subject.disturb(inputs, 0, 6.0)[:1], inputs[1:]])
+            got, state = subject.run(module, others, start)
+            agree(f"outputs of rows that stayed when row 0 changed, {kind}", got[1:], y[1:], BITS)
+            stayed = torch.arange(1, subject.batch)
+            agree_states(
+                f"state of rows that stayed when row 0 changed, {kind}",
+                states.select_rows(state, stayed),
+                states.select_rows(end, stayed),
+                BITS,
+            )
+
+
+def _brief(sizes: list[int]) -> str:
+    return f"1 x {len(sizes)}" if set(sizes) == {1} else "+".join(map(str, sizes))
+
+
+def _ragged_sizes(time: int) -> list[int]:
+    return [7, 1, 3, time - 8, 4, 1]
+
+
+def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
+    """Row r has r fewer tokens in one chunk and r more in the next; some rows, and once all rows, have none."""
+    row = torch.arange(subject.batch)
+    masks = []
+    for index, size in enumerate(sizes):
+        counts = (size - 2 * row).clamp_min(0) if index % 2 == 0 else (1 + 3 * row).clamp_max(size)
+        masks.append(subject.mask(counts * (index != 2), size, seed=index))
+    return torch.cat(masks, dim=1)
+
+
+def _reset_places(subject: Subject) -> list[Tensor]:
+    """Different places per row with one row without any; and every row anew at its first token and later."""
+    unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
+    for row in range(1, subject.batch):
+        unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True
+    alike = torch.zeros_like(unlike)
+    alike[:, [0, 13]] = True
+    return [unlike, alike]

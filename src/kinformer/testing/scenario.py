@@ -1,0 +1,161 @@
+"""Runs to compare: one plan of chunks absorbed in order, or each of its sequences alone; values, state, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.testing.errors import GRADIENTS, VALUES, agree, agree_states, require
+from kinformer.testing.subject import Subject, named_leaves
+
+
+class Plan(NamedTuple):
+    """``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``; ``valid`` and ``reset`` [batch, time]."""
+
+    inputs: Tensor
+    sizes: Sequence[int]
+    valid: Tensor | None = None
+    reset: Tensor | None = None
+
+
+class Outcome(NamedTuple):
+    outputs: Tensor
+    state: Any
+    gradients: dict[str, Tensor]
+
+
+How = Callable[[Subject, Any, Plan, Any], tuple[Tensor, Any]]
+
+
+def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
+    """The plan as it stands, chunk after chunk; outputs [batch, time, ...] and the final state."""
+    outputs, begin = [], 0
+    for size in plan.sizes:
+        part = slice(begin, begin + size)
+        valid, reset = (None if mask is None else mask[:, part] for mask in (plan.valid, plan.reset))
+        y, state = subject.run(module, plan.inputs[:, part], state, valid, reset)
+        outputs.append(y)
+        begin += size
+    return torch.cat(outputs, dim=1), state
+
+
+def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
+    """What the plan means: every sequence of every row alone, whole, without padding; zeros at invalid places."""
+    rows, ends = [], []
+    for row in range(len(plan.inputs)):
+        own = None if state is None else states.select_rows(state, torch.tensor([row]))
+        blocks, places = [], []
+        for place, new in _sequences(plan, row):
+            own = subject.start(module, 1) if new else own
+            y, own = subject.run(module, plan.inputs[row, place][None], own)
+            blocks.append(y[0])
+            places.append(place)
+        rows.append(_scatter(blocks, places, plan.inputs.shape[1]))
+        ends.append(own)
+    shape = next(row.shape[1:] for row in rows if row is not None)
+    filled = [plan.inputs.new_zeros(plan.inputs.shape[1], *shape) if row is None else row for row in rows]
+    return torch.stack(filled), states.join_rows(ends)
+
+
+def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
+    """Places [n] of the valid tokens of each sequence of a row, and whether the sequence is new."""
+    everywhere = torch.ones(plan.inputs.shape[1], dtype=torch.bool)
+    places = (everywhere if plan.valid is None else plan.valid[row]).nonzero()[:, 0]
+    begins = [] if plan.reset is None else plan.reset[row, places].nonzero()[:, 0].tolist()
+    bounds = [0, *begins, len(places)]
+    for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if begin < end:
+            yield places[begin:end], index > 0
+
+
+def _scatter(blocks: list[Tensor], places: list[Tensor], time: int) -> Tensor | None:
+    if not blocks:
+        return None
+    values = torch.cat(blocks)
+    return values.new_zeros(time, *values.shape[1:]).index_copy(0, torch.cat(places), values)
+
+
+def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> Outcome:
+    """Outputs, final state, and the gradients of a random projection of both by inputs, weights and initial state."""
+    leaves = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    inputs = plan.inputs.clone()
+    if inputs.is_floating_point():
+        leaves["inputs"] = inputs.requires_grad_()
+    if start is not None:
+        start = states.map_tensors(_as_leaf, start)
+        leaves |= {f"initial {name}": leaf for name, leaf, _ in named_leaves(start) if leaf.requires_grad}
+    outputs, state = how(subject, module, plan._replace(inputs=inputs), start)
+    seen = outputs if plan.valid is None else outputs[plan.valid]
+    loss = (seen * _weights(seen)).sum() + project(state)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return Outcome(outputs.detach(), states.detach(state), dict(zip(leaves, gradients, strict=True)))
+
+
+def _as_leaf(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point() and leaf.numel() > 0)
+
+
+def _weights(values: Tensor) -> Tensor:
+    return torch.cos(1.3 * torch.arange(values.numel(), dtype=torch.float64) + 0.7).view(values.shape)
+
+
+def project(state: Any) -> Tensor:
+    """A fixed linear function of a state's floating leaves that does not depend on how many empty slots it has."""
+    total = torch.zeros((), dtype=torch.float64)
+    for _, leaf, is_slots in named_leaves(state):
+        if leaf.is_floating_point() and leaf.numel():
+            newest_first = leaf.flip(2).movedim(2, 1) if is_slots else leaf
+            flat = newest_first.reshape(len(leaf), -1)
+            total = total + (flat * _weights(flat[0])).sum()
+    return total
+
+
+def agree_outcomes(place: str, got: Outcome, want: Outcome) -> None:
+    """Values and states to 1e-9, gradients to 1e-7."""
+    agree(f"{place}, outputs", got.outputs, want.outputs, VALUES)
+    agree_states(f"{place}, final state", got.state, want.state)
+    for name, gradient in want.gradients.items():
+        agree(f"{place}, gradient of {name}", got.gradients[name], gradient, GRADIENTS)
+
+
+def agree_with_rows_alone(subject: Subject, plan: Plan, place: str) -> None:
+    """The plan's outputs, final state and gradients are those of every sequence alone, from both kinds of start."""
+    module = subject.build()
+    for kind, start in starts(subject, module):
+        where = f"{place}, {kind}"
+        got = outcome(subject, module, absorb, plan, start)
+        if plan.valid is not None:
+            padding = got.outputs[~plan.valid]
+            if subject.zero_at_padding:
+                require(bool((padding == 0).all()), f"{where}: outputs at invalid positions are not zero.")
+            require(bool(padding.isfinite().all()), f"{where}: outputs at invalid positions are not finite.")
+            got = got._replace(outputs=got.outputs.masked_fill(~plan.valid[..., None], 0))
+        agree_outcomes(where, got, outcome(subject, module, absorb_alone, plan, start))
+
+
+def starts(subject: Subject, module: Any) -> Iterator[tuple[str, Any]]:
+    """A new state and one that has a past, with a name for messages."""
+    yield "from a new state", subject.start(module, subject.batch)
+    yield "after a past of 9 tokens", subject.started(module, subject.batch)
+
+
+def partitions(time: int) -> Iterator[list[int]]:
+    """Ways of cutting ``time`` tokens: ones, odd sizes, one long and one short, one short and one long, random."""
+    yield [1] * time
+    yield _cut(time, [3, 5, 7])
+    yield [time - 2, 2]
+    yield [1, time - 1]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        yield _cut(time, torch.randint(1, 9, (time,), generator=generator).tolist())
+
+
+def _cut(time: int, sizes: list[int]) -> list[int]:
+    cut: list[int] = []
+    while (left := time - sum(cut)) > 0:
+        cut.append(min(left, sizes[len(cut) % len(sizes)]))
+    return cut

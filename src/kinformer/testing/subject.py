@@ -1,0 +1,162 @@
+"""What is examined: a mixer or a whole model behind one narrow interface, so that each law is written once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core import state as states
+from kinformer.core.contract import CausalMixer, Chunk
+
+JITTER = 0.1
+"""Noise added to every parameter, so that weights that begin at zero or one hide nothing."""
+
+
+class Subject(ABC):
+    """Builds the thing under examination, makes inputs for it and runs it.
+
+    ``batch`` rows of ``time`` tokens are enough to cross every window and segment; ``make`` must be repeatable under
+    a fixed seed. Outputs are [batch, time, ...].
+    """
+
+    zero_at_padding: bool
+
+    def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
+        self.make, self.batch, self.time = make, batch, time
+
+    def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
+        """A fresh module in eval mode with the same weights on every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = (make or self.make)()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=JITTER)
+        return module.to(dtype).eval()
+
+    def run(
+        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """One chunk after a copy of ``state``, so that a module that writes into its state spoils no other check."""
+        return self.call(module, inputs, None if state is None else states.fork(state), valid, reset)
+
+    def started(self, module: Any, batch: int, time: int = 9) -> Any:
+        """A state that has absorbed ``time`` tokens, cut from the graph."""
+        with torch.no_grad():
+            return states.detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
+
+    @abstractmethod
+    def inputs(self, batch: int, time: int, seed: int) -> Tensor:
+        """Random inputs [batch, time, ...]."""
+
+    @abstractmethod
+    def start(self, module: Any, batch: int) -> Any:
+        """The state of ``batch`` new sequences."""
+
+    @abstractmethod
+    def call(
+        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """One chunk after ``state`` itself."""
+
+    @abstractmethod
+    def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
+        """A validity mask [batch, time] with ``counts`` [batch] valid tokens per row, as this subject may get it."""
+
+    @abstractmethod
+    def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
+        """``inputs`` with what must never be looked at in the invalid places."""
+
+    @abstractmethod
+    def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
+        """``inputs`` with every token from ``since`` on changed strongly."""
+
+
+class MixerSubject(Subject):
+    """A :class:`CausalMixer` of width ``dim``; ``impls`` are other makers of the same mixer, by name."""
+
+    zero_at_padding = True
+
+    def __init__(
+        self,
+        make: Callable[[], CausalMixer],
+        *,
+        dim: int = 16,
+        batch: int = 3,
+        time: int = 23,
+        impls: Mapping[str, Callable[[], CausalMixer]] | None = None,
+    ) -> None:
+        super().__init__(make, batch, time)
+        self.dim, self.impls = dim, dict(impls or {})
+        self.time = max(time, (self.build().retained or 0) + 12)
+
+    def inputs(self, batch: int, time: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, time, self.dim, generator=generator, dtype=torch.float64)
+
+    def start(self, module: Any, batch: int) -> Any:
+        return module.initial_state(batch, dtype=torch.float64)
+
+    def call(
+        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return module(Chunk(inputs, valid, reset), state)
+
+    def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
+        return torch.arange(time) < counts[:, None]
+
+    def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
+        return inputs.masked_fill(~valid[..., None], torch.nan)
+
+    def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
+        noise = self.inputs(*inputs.shape[:2], seed=11)
+        return torch.cat([inputs[:, :since], (inputs * factor + noise)[:, since:]], dim=1)
+
+
+class ModelSubject(Subject):
+    """A causal model of tokens, ``logits, state = model(tokens, state, valid=, reset=)``; the state None is new.
+
+    At this edge ``valid`` may be any mask: padding on the left, on the right and in between.
+    """
+
+    zero_at_padding = False
+
+    def __init__(self, make: Callable[[], nn.Module], vocab_size: int, *, batch: int = 3, time: int = 23) -> None:
+        super().__init__(make, batch, time)
+        self.vocab_size = vocab_size
+
+    def inputs(self, batch: int, time: int, seed: int) -> Tensor:
+        return torch.randint(self.vocab_size, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+    def start(self, module: Any, batch: int) -> None:
+        return None
+
+    def call(
+        self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return module(inputs, state, valid=valid, reset=reset)
+
+    def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
+        order = torch.rand(len(counts), time, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+        return order < counts[:, None]
+
+    def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
+        return torch.where(valid, inputs, self.inputs(*inputs.shape, seed=13))
+
+    def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
+        step = 1 + self.inputs(*inputs.shape, seed=int(17 + 10 * abs(factor))) % (self.vocab_size - 1)
+        return torch.cat([inputs[:, :since], ((inputs + step) % self.vocab_size)[:, since:]], dim=1)
+
+
+def named_leaves(state: Any, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor, and whether its third axis counts past slots, of every leaf of a value state."""
+    if isinstance(state, Tensor):
+        yield name, state, is_slots
+        return
+    fields = getattr(state, "_fields", range(len(state)))
+    for field, item in zip(fields, state, strict=True):
+        yield from named_leaves(item, f"{name}.{field}", field in getattr(state, "slots", ()))
