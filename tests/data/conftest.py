@@ -3,9 +3,13 @@
 import random
 
 import pytest
+from hypothesis import settings
 
 from kinformer.data import Split
 from kinformer.data.extents import Extent, Extents
+
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 @pytest.fixture

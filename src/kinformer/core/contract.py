@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.autocast import autocast_dtype
 from kinformer.core.config import Config
 
 
@@ -90,10 +91,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def activation_dtype(weight: Tensor) -> torch.dtype:
     """The dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
-    device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
+    dtype = autocast_dtype(weight.device)
+    return weight.dtype if dtype is None or weight.dtype != torch.float32 else dtype
 
 
 def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         reason = error.strerror or str(error)
@@ -41,7 +41,8 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
         ) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -64,8 +65,8 @@ def read_json(path: Path) -> Any:
         raise KinformerError(f"{path}: is not readable JSON ({error}); restore it from a copy.") from None
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically and with their digest."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically and with their digest, which is returned."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -79,6 +80,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
             raise OSError(0, str(error)) from error
 
     write_atomic(path, write)
+    return extra[DIGEST]
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -154,7 +154,7 @@ def value(state: Any) -> Any:
 
 
 def difference(left: Any, right: Any) -> float:
-    """Largest absolute difference of two states of one structure, compared on valid slots (0.0 when equal)."""
+    """Largest absolute difference of two states of one structure, on valid slots (0.0 when equal, inf for NaN)."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
             raise KinformerError(f"States of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be compared.")
@@ -174,7 +174,8 @@ def difference(left: Any, right: Any) -> float:
 def _gap(left: Tensor, right: Tensor) -> float:
     if left.numel() == 0:
         return 0.0
-    return float((left.detach().double() - right.detach().double()).abs().max())
+    gap = (left.detach().double() - right.detach().double()).abs()
+    return float(gap.nan_to_num(nan=torch.inf).max())
 
 
 def _same_slots(leaves: list[Tensor]) -> list[Tensor]:

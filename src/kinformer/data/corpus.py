@@ -109,7 +109,9 @@ def _find(spec: str) -> tuple[str, str, list[SourceFile]]:
     if spec == STDLIB:
         return STDLIB, f"{platform.python_implementation()} {platform.python_version()}", stdlib_files()
     path = Path(spec).expanduser()
-    if not path.exists():
+    with reading(spec):
+        known = path.exists()
+    if not known:
         raise KinformerError(f"{spec} does not exist; give a file, a folder or 'stdlib' as data.")
     files = folder_files(path) if path.is_dir() else [single_file(path)]
     return path.resolve().name, "", files

@@ -6,11 +6,11 @@ import os
 import shutil
 import stat
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+from uuid import uuid4
 
 from kinformer.core.errors import KinformerError
 
@@ -39,15 +39,18 @@ def reading(path: str | Path) -> Iterator[None]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
             yield file
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{path} cannot be written ({reason}); choose a folder with room and rights.") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def spool(stream: BinaryIO, folder: Path) -> Path:

@@ -33,8 +33,8 @@ class _Order:
     def of(cls, grams: np.ndarray, counts: np.ndarray) -> _Order:
         contexts = grams >> np.uint64(8)
         first = np.flatnonzero(np.append(True, contexts[1:] != contexts[:-1]))
-        followers = np.diff(np.append(first, len(grams)))
-        return cls(grams, counts, contexts[first], np.add.reduceat(counts, first), followers)
+        followers = np.diff(np.append(first, len(grams))).astype(np.uint16)
+        return cls(grams, counts, contexts[first], np.add.reduceat(counts, first, dtype=counts.dtype), followers)
 
     def interpolate(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """P of each gram's last byte given the bytes before it, ``lower`` being P given one byte less."""
@@ -42,7 +42,7 @@ class _Order:
         known = place >= 0
         place, gram = place[known], _find(self.grams, grams[known])
         count = np.where(gram >= 0, self.counts[gram], 0)
-        followers = self.followers[place]
+        followers = self.followers[place].astype(np.float64)
         result = lower.copy()
         result[known] = (count + followers * lower[known]) / (self.totals[place] + followers)
         return result
@@ -64,7 +64,7 @@ class NgramModel:
         for size in range(context, 0, -1):
             first = _grams(split.text.tokens(0, size), size)
             suffixes = np.append(grams & _mask(size), first)
-            grams, counts = _merge(suffixes, np.append(counts, 1))
+            grams, counts = _merge(suffixes, np.append(counts, counts.dtype.type(1)))
             self._orders.insert(0, _Order.of(grams, counts))
 
     def probabilities(self, data: np.ndarray, start: int = 0) -> np.ndarray:
@@ -92,11 +92,11 @@ class NgramModel:
 
 def _count(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The distinct runs of ``size`` bytes of the split, sorted, and how often each occurs."""
-    grams, counts = np.empty(0, np.uint64), np.empty(0, np.int64)
+    grams, counts = np.empty(0, np.uint64), np.empty(0, np.uint32 if len(split) < 1 << 32 else np.uint64)
     for start in range(0, len(split) - size + 1, _BLOCK):
         data = split.tokens(start, min(_BLOCK + size - 1, len(split) - start))
         fresh, times = np.unique(_grams(data, size), return_counts=True)
-        grams, counts = _merge(np.append(grams, fresh), np.append(counts, times))
+        grams, counts = _merge(np.append(grams, fresh), np.append(counts, times.astype(counts.dtype)))
     return grams, counts
 
 
@@ -105,7 +105,7 @@ def _merge(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarra
     order = np.argsort(grams, kind="stable")
     grams = grams[order]
     first = np.flatnonzero(np.append(True, grams[1:] != grams[:-1]))
-    return grams[first], np.add.reduceat(counts[order], first)
+    return grams[first], np.add.reduceat(counts[order], first, dtype=counts.dtype)
 
 
 def _grams(data: np.ndarray, size: int) -> np.ndarray:

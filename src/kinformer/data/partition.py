@@ -18,16 +18,21 @@ def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict
     """Pieces of files for each of "train", "validation" and "test".
 
     Without ``holdout`` about 90, 5 and 5 % of the bytes. With it, that share is held out and is validation and test
-    at once. Ten files or more are split by file, fewer within each file by position (its last bytes are held out).
+    at once. Ten files or more are split by file. Fewer, or files too unlike in size to come within a factor of two of
+    the shares, are split within each file by position: its last bytes are held out.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out the last tenth.")
     shares = SHARES if holdout is None else (1 - holdout, holdout)
-    if len(files) < FEWEST_FILES:
+    parts = _by_file(files, shares)
+    if len(files) < FEWEST_FILES or not _close(parts, shares):
         parts = _by_position(files, shares)
-    else:
-        parts = _by_file(files, shares)
     return {"train": parts[0], "validation": parts[1], "test": parts[-1]}
+
+
+def _close(parts: Sequence[Sequence[Extent]], shares: Sequence[float]) -> bool:
+    sizes = [sum(piece.size for piece in part) for part in parts]
+    return all(share / 2 <= size / sum(sizes) <= share * 2 for size, share in zip(sizes, shares, strict=True))
 
 
 def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
@@ -51,7 +56,7 @@ def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
         if filled + file.size <= target:
             taken.add(file)
             filled += file.size
-    return taken or {min(files, key=lambda file: file.size)}
+    return taken or set(sorted(files, key=lambda file: file.size)[:1])
 
 
 def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:

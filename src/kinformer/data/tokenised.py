@@ -51,7 +51,7 @@ def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray
         with np.load(index_path, allow_pickle=False) as index:
             marks = index["marks"]
         whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize
-    except (OSError, BadZipFile, ValueError, KeyError):
+    except (OSError, EOFError, BadZipFile, ValueError, KeyError):
         return None
     return marks if whole else None
 

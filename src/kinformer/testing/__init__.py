@@ -1,0 +1,33 @@
+"""The contract as an executable battery, for Kinformer's own mixers and models and for anybody else's.
+
+    from kinformer.testing import verify_mixer
+
+    def test_contract():
+        verify_mixer(lambda: MyMixer(dim=16), dim=16, skip={"compile": "branches on the host when it evicts"})
+
+or with one test per check::
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_contract(check):
+        CHECKS[check](MixerSubject(lambda: MyMixer(dim=16), dim=16))
+"""
+
+from kinformer.testing.errors import ContractError
+from kinformer.testing.roundtrip import verify_config
+from kinformer.testing.subject import MixerSubject, ModelSubject, Subject
+from kinformer.testing.verify import CHECKS, MODEL_CHECKS, Check, Report, examine, verify_mixer, verify_model
+
+__all__ = [
+    "CHECKS",
+    "MODEL_CHECKS",
+    "Check",
+    "ContractError",
+    "MixerSubject",
+    "ModelSubject",
+    "Report",
+    "Subject",
+    "examine",
+    "verify_config",
+    "verify_mixer",
+    "verify_model",
+]

@@ -22,14 +22,14 @@ class ContractError(AssertionError):
         self.check = check
 
 
-class Violation(AssertionError):
+class BrokenLawError(AssertionError):
     """A broken law, before the running check has put its name to it."""
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise a :class:`Violation` with ``message`` unless the law ``holds``."""
+    """Raise a :class:`BrokenLawError` with ``message`` unless the law ``holds``."""
     if not holds:
-        raise Violation(message)
+        raise BrokenLawError(message)
 
 
 def agree(place: str, got: Tensor, want: Tensor, tolerance: float, scale: float | None = None) -> None:
@@ -46,7 +46,7 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float, scale: float 
     worst = int(gap.argmax())
     if not bool((gap <= limit).all()):
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
-        raise Violation(
+        raise BrokenLawError(
             f"{place}: {float(left.flatten()[worst]):.6g} instead of {float(right.flatten()[worst]):.6g} at {index} "
             f"of {tuple(got.shape)}; a difference of at most {limit:.1g} is allowed."
         )
@@ -54,7 +54,7 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float, scale: float 
 
 def agree_states(place: str, got: Any, want: Any, tolerance: float = VALUES) -> None:
     """Two states of one structure agree on their valid slots within ``tolerance`` times their largest entry."""
-    sizes = [float(leaf.detach().abs().max()) for leaf in states.tensors(states.value(want)) if leaf.numel()]
+    sizes = [float(leaf.detach().double().abs().max()) for leaf in states.tensors(states.value(want)) if leaf.numel()]
     gap = states.difference(got, want)
     limit = tolerance * max([1.0, *sizes])
     require(gap <= limit, f"{place}: the states differ by {gap:.6g}; at most {limit:.1g} is allowed.")

@@ -56,9 +56,7 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
             places.append(place)
         rows.append(_scatter(blocks, places, plan.inputs.shape[1]))
         ends.append(own)
-    shape = next(row.shape[1:] for row in rows if row is not None)
-    filled = [plan.inputs.new_zeros(plan.inputs.shape[1], *shape) if row is None else row for row in rows]
-    return torch.stack(filled), states.join_rows(ends)
+    return torch.stack(rows), states.join_rows(ends)
 
 
 def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
@@ -72,9 +70,7 @@ def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
             yield places[begin:end], index > 0
 
 
-def _scatter(blocks: list[Tensor], places: list[Tensor], time: int) -> Tensor | None:
-    if not blocks:
-        return None
+def _scatter(blocks: list[Tensor], places: list[Tensor], time: int) -> Tensor:
     values = torch.cat(blocks)
     return values.new_zeros(time, *values.shape[1:]).index_copy(0, torch.cat(places), values)
 

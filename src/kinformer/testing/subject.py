@@ -113,7 +113,7 @@ class MixerSubject(Subject):
         return inputs.masked_fill(~valid[..., None], torch.nan)
 
     def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
-        noise = self.inputs(*inputs.shape[:2], seed=11)
+        noise = self.inputs(inputs.shape[0], inputs.shape[1], seed=11)
         return torch.cat([inputs[:, :since], (inputs * factor + noise)[:, since:]], dim=1)
 
 
@@ -145,10 +145,10 @@ class ModelSubject(Subject):
         return order < counts[:, None]
 
     def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
-        return torch.where(valid, inputs, self.inputs(*inputs.shape, seed=13))
+        return torch.where(valid, inputs, self.inputs(inputs.shape[0], inputs.shape[1], seed=13))
 
     def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
-        step = 1 + self.inputs(*inputs.shape, seed=int(17 + 10 * abs(factor))) % (self.vocab_size - 1)
+        step = 1 + self.inputs(inputs.shape[0], inputs.shape[1], seed=int(17 + factor)) % (self.vocab_size - 1)
         return torch.cat([inputs[:, :since], ((inputs + step) % self.vocab_size)[:, since:]], dim=1)
 
 

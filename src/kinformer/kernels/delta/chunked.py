@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kinformer.core.autocast import no_autocast
 from kinformer.kernels.delta.inverse import unit_lower_inverse
-from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype
+from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, tiles
 
 
 def chunked(
@@ -32,8 +33,8 @@ def chunked(
         return _step(q, k, v, beta, state, reset)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v, beta)
-    with torch.autocast(q.device.type, enabled=False):
-        out, state = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), state.to(accumulator), reset)
+    with no_autocast(q.device):
+        out, state = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1), state.to(accumulator), reset)
         return out.to(v.dtype), state
 
 
@@ -52,55 +53,77 @@ def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tenso
 
 
 class _Chunked(torch.autograd.Function):
-    """q, k, v, beta in the dtype of the products, W in that of the accumulators."""
+    """q, k, v, beta [batch, heads, time, 1] in the dtype of the products, w in that of the accumulators."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        blocks = cut(q, reset)
-        Q, K, V, B = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(beta.unsqueeze(-1))
-        _, inverse = _inverse(blocks, K, B)
-        scaled = inverse * B.mT
-        U, W, last = _write(
-            blocks, torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter)), gate(K, blocks.leave), w
-        )
-        P = blocks.hide_(torch.bmm(Q, K.mT))
-        out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
-        ctx.save_for_backward(q, k, v, beta, W, reset)
-        return blocks.join(out), last.view(w.shape)
+        out, last = torch.empty_like(v), w.clone()
+        states = []
+        for batch, time in tiles(q, v):
+            at = batch, slice(None), time
+            flags = None if reset is None else reset[batch, time]
+            out[at], before, last[batch] = _absorb(q[at], k[at], v[at], beta[at], last[batch], flags)
+            states.append(before)
+        ctx.save_for_backward(q, k, v, beta, reset, *states)
+        return out, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, W, reset = ctx.saved_tensors
-        blocks = cut(q, reset)
-        Q, K, V, B = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(beta.unsqueeze(-1))
-        Y = blocks.split(grad_out)
-        Q_enter, K_enter, K_leave = gate(Q, blocks.enter), gate(K, blocks.enter), gate(K, blocks.leave)
-        A, inverse = _inverse(blocks, K, B)
-        error = torch.baddbmm(V, K_enter, W, alpha=-1)
-        U = torch.bmm(inverse * B.mT, error)
-        P = blocks.hide_(torch.bmm(Q, K.mT))
-        G, dW, first = _read_back(
-            blocks,
-            torch.bmm(inverse.mT, torch.bmm(P.mT, Y)),
-            torch.bmm(inverse.mT, K_leave),
-            torch.bmm(Q_enter.mT, Y),
-            K_enter * B,
-            grad_w,
-        )
-        dV = G * B
-        dP = blocks.hide_(torch.bmm(Y, U.mT))
-        dQ = gate(torch.bmm(Y, W.mT), blocks.enter).baddbmm_(dP, K)
-        dA = blocks.hide_(torch.bmm(G, U.mT), diagonal=-1)
-        dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
-        dA.mul_(B)
-        dK = gate(torch.bmm(U, dW.mT), blocks.leave)
-        dK.sub_(gate(torch.bmm(dV, W.mT), blocks.enter))
-        dK.baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
-        grads = blocks.join(dQ), blocks.join(dK), blocks.join(dV), blocks.join(dB).squeeze(-1)
-        return *grads, first.view(grad_w.shape), None
+        q, k, v, beta, reset, *states = ctx.saved_tensors
+        dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, beta))
+        dw = grad_w.clone()
+        for batch, time in reversed(tiles(q, v)):
+            at = batch, slice(None), time
+            flags = None if reset is None else reset[batch, time]
+            dq[at], dk[at], dv[at], db[at], dw[batch] = _gradients(
+                (q[at], k[at], v[at], beta[at], states.pop(), flags), grad_out[at], dw[batch]
+            )
+        return dq, dk, dv, db, dw, None
+
+
+def _absorb(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
+    blocks = cut(q, reset)
+    Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
+    _, inverse = _inverse(blocks, K, B)
+    scaled = inverse * B.mT
+    U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter))
+    W, last = _write(blocks, U, X, gate(K, blocks.leave), w)
+    P = blocks.hide_(torch.bmm(Q, K.mT))
+    out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
+    return blocks.join(out), W, last.view(w.shape)
+
+
+def _gradients(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], grad_out: Tensor, grad_w: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta and of W before the tile, from those of the outputs and of W after it."""
+    q, k, v, beta, W, reset = inputs
+    blocks = cut(q, reset)
+    Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
+    K_enter = gate(K, blocks.enter)
+    A, inverse = _inverse(blocks, K, B)
+    error = torch.baddbmm(V, K_enter, W, alpha=-1)
+    U = torch.bmm(inverse * B.mT, error)
+    P = blocks.hide_(torch.bmm(Q, K.mT))
+    G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, gate(K, blocks.leave))
+    local = torch.bmm(gate(Q, blocks.enter).mT, Y)
+    dW, first = _read_back(blocks, G, X, local, K_enter * B, grad_w)
+    dP = blocks.hide_(torch.bmm(Y, U.mT))
+    dQ = gate(torch.bmm(Y, W.mT), blocks.enter).baddbmm_(dP, K)
+    dA = blocks.hide_(torch.bmm(G, U.mT), diagonal=-1)
+    dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
+    dV = G.mul_(B)
+    dA.mul_(B)
+    dK = gate(torch.bmm(U, dW.mT), blocks.leave).sub_(gate(torch.bmm(dV, W.mT), blocks.enter))
+    dK.baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
+    dq, dk, dv, db = (blocks.join(x) for x in (dQ, dK, dV, dB))
+    return dq, dk, dv, db, first.view(grad_w.shape)
 
 
 def _inverse(blocks: Blocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,21 +132,21 @@ def _inverse(blocks: Blocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
 
 
-def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run U <- U - X W, W <- W + K^T U over the blocks; U in place. Returns U, W before each block, the last W."""
+def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; returns W before each block and the last W."""
     W = w.flatten(0, 1)
     states = []
     for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
         states.append(W.to(U.dtype))
         u.baddbmm_(x, states[-1], alpha=-1)
         W = _add_product(gate(W, None if blocks.keep is None else blocks.keep[:, j]), k.mT, u)
-    return U, torch.stack(states, 1).flatten(0, 1), W
+    return torch.stack(states, 1).flatten(0, 1), W
 
 
 def _read_back(
     blocks: Blocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block; G in place. Returns G, dW after each block, the first."""
+) -> tuple[Tensor, Tensor]:
+    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place; returns dW after each block and the first."""
     dW = grad_w.flatten(0, 1)
     states = []
     parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))
@@ -132,7 +155,7 @@ def _read_back(
         g.baddbmm_(x, states[-1])
         dW = gate(dW, None if blocks.keep is None else blocks.keep[:, j]) + added
         dW = _add_product(dW, k.mT, g, alpha=-1)
-    return G, torch.stack(states[::-1], 1).flatten(0, 1), dW
+    return torch.stack(states[::-1], 1).flatten(0, 1), dW
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kinformer.core.autocast import autocast_dtype
+
 SIZES = (8, 16, 32, 64)
+TILE_ELEMENTS = 2**18
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
@@ -27,14 +30,31 @@ def product_dtype(*tensors: Tensor) -> torch.dtype:
 
     float16 products are left out on purpose: a state summed over a long past overflows them.
     """
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device) and tensors[0].dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    else:
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None or tensors[0].dtype == torch.float64:
         dtype = tensors[0].dtype
         for tensor in tensors[1:]:
             dtype = torch.promote_types(dtype, tensor.dtype)
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
+    """(batch, time) slices, in order of time for each batch row, which the kernels work through one after another.
+
+    On a CPU a tile's intermediate results stay in the cache and in memory that is handed out again at once; elsewhere,
+    and in a compiled graph, everything is one tile.
+    """
+    batch, heads, time, features = q.shape
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return [(slice(0, batch), slice(0, time))]
+    tokens = TILE_ELEMENTS // (heads * max(features, v.shape[-1], SIZES[-1]))
+    rows = max(1, tokens // time)
+    span = max(1, tokens // SIZES[-1]) * SIZES[-1]
+    return [
+        (slice(row, row + rows), slice(start, start + span))
+        for row in range(0, batch, rows)
+        for start in range(0, time, span)
+    ]
 
 
 @dataclass(frozen=True)

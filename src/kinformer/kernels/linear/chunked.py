@@ -9,8 +9,8 @@ Y the gradient of the numerator and g that of the denominator, the gradients of 
 
     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
 
-and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and one number per token
-are kept for it.
+and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before every
+tile are kept for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, scan
+from kinformer.core.autocast import no_autocast
+from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, scan, tiles
 
 
 def chunked(
@@ -32,7 +33,7 @@ def chunked(
         return _step(q, k, v, s, z, eps, reset)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         out, s, z = _Chunked.apply(
             q.to(dtype), k.to(dtype), v.to(dtype), s.to(accumulator), z.to(accumulator), eps, reset
         )
@@ -65,46 +66,86 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = cut(q, reset)
-        Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
-        S, Z, last_s, last_z = _states(blocks, K, V, s, z)
-        P = blocks.hide_(torch.bmm(Q, K.mT))
-        Q_enter = gate(Q, blocks.enter)
-        out = torch.bmm(P, V).baddbmm_(Q_enter, S)
-        divisor = None
-        if eps is not None:
-            divisor = P.sum(-1, dtype=Z.dtype).add_((Q_enter * Z).sum(-1)).add_(eps).unsqueeze(-1)
-            out.div_(divisor)
-        ctx.save_for_backward(q, k, v, s, z, divisor, reset)
-        return blocks.join(out), last_s, last_z
+        out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
+        begun = []
+        for batch, time in tiles(q, v):
+            at = batch, slice(None), time
+            begun += last_s[batch].clone(), last_z[batch].clone()
+            flags = None if reset is None else reset[batch, time]
+            out[at], last_s[batch], last_z[batch] = _absorb(q[at], k[at], v[at], *begun[-2:], eps, flags)
+        ctx.eps = eps
+        ctx.save_for_backward(q, k, v, reset, *begun)
+        return out, last_s, last_z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, s, z, divisor, reset = ctx.saved_tensors
-        blocks = cut(q, reset)
-        Q, K, V, Y = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(grad_out)
-        S, Z, _, _ = _states(blocks, K, V, s, z)
-        Q_enter = gate(Q, blocks.enter)
-        P = blocks.hide_(torch.bmm(Q, K.mT))
-        if divisor is not None:
-            Y = (Y / divisor).to(q.dtype)
-        dQ = torch.bmm(Y, S.mT)
-        dP = torch.bmm(Y, V.mT)
-        g = None
-        if divisor is not None:
-            g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
-            dQ.addcmul_(g, Z.to(dQ.dtype))
-            dP.add_(g)
-        dQ = gate(dQ, blocks.enter).baddbmm_(blocks.hide_(dP), K)
-        dS, first_s = scan(blocks.by_row(torch.bmm(Q_enter.mT, Y)), grad_s.flatten(0, 1), blocks.keep, reverse=True)
-        dS = dS.flatten(0, 1).to(q.dtype)
-        dK = torch.bmm(V, dS.mT)
-        first_z = _add_normaliser_gradient(blocks, dK, Q_enter, g, grad_z)
-        dK = gate(dK, blocks.leave).baddbmm_(dP.mT, Q)
-        dV = gate(torch.bmm(K, dS), blocks.leave).baddbmm_(P.mT, Y)
-        first_s, first_z = first_s.view(s.shape), first_z.view(z.shape)
-        return blocks.join(dQ), blocks.join(dK), blocks.join(dV), first_s, first_z, None, None
+        q, k, v, reset, *begun = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ds, dz = grad_s.clone(), grad_z.clone()
+        for batch, time in reversed(tiles(q, v)):
+            at = batch, slice(None), time
+            z, s = begun.pop(), begun.pop()
+            flags = None if reset is None else reset[batch, time]
+            dq[at], dk[at], dv[at], ds[batch], dz[batch] = _gradients(
+                (q[at], k[at], v[at], s, z, ctx.eps, flags), grad_out[at], ds[batch], dz[batch]
+            )
+        return dq, dk, dv, ds, dz, None, None
+
+
+def _absorb(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, and S and z after the tile."""
+    blocks = cut(q, reset)
+    Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
+    S, Z, s, z = _states(blocks, K, V, s, z)
+    P = blocks.hide_(torch.bmm(Q, K.mT))
+    Q_enter = gate(Q, blocks.enter)
+    out = torch.bmm(P, V).baddbmm_(Q_enter, S)
+    if eps is not None:
+        out.div_(_divisor(blocks, P, Q_enter, Z, eps))
+    return blocks.join(out), s, z
+
+
+def _gradients(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Tensor | None],
+    grad_out: Tensor,
+    grad_s: Tensor,
+    grad_z: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of S and z before the tile, from those of the outputs and of S and z after it."""
+    q, k, v, s, z, eps, reset = inputs
+    blocks = cut(q, reset)
+    Q, K, V, Y = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(grad_out)
+    S, Z, _, _ = _states(blocks, K, V, s, z)
+    Q_enter = gate(Q, blocks.enter)
+    P = blocks.hide_(torch.bmm(Q, K.mT))
+    g = None
+    if eps is not None:
+        divisor = _divisor(blocks, P, Q_enter, Z, eps)
+        Y = (Y / divisor).to(q.dtype)
+    dQ = torch.bmm(Y, S.mT)
+    dP = torch.bmm(Y, V.mT)
+    if eps is not None:
+        g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
+        dQ.addcmul_(g, Z.to(dQ.dtype))
+        dP.add_(g)
+    dQ = gate(dQ, blocks.enter).baddbmm_(blocks.hide_(dP), K)
+    dS, grad_s = scan(blocks.by_row(torch.bmm(Q_enter.mT, Y)), grad_s.flatten(0, 1), blocks.keep, reverse=True)
+    dS = dS.flatten(0, 1).to(q.dtype)
+    dK = torch.bmm(V, dS.mT)
+    grad_z = _add_normaliser_gradient(blocks, dK, Q_enter, g, grad_z)
+    dK = gate(dK, blocks.leave).baddbmm_(dP.mT, Q)
+    dV = gate(torch.bmm(K, dS), blocks.leave).baddbmm_(P.mT, Y)
+    return blocks.join(dQ), blocks.join(dK), blocks.join(dV), grad_s.view(s.shape), grad_z.view(z.shape)
+
+
+def _divisor(blocks: Blocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float) -> Tensor:
+    """q . z + eps [rows * count, size, 1]; 1 where the last block was filled up."""
+    divisor = P.sum(-1, dtype=Z.dtype).add_((Q * Z).sum(-1)).add_(eps)
+    divisor.view(blocks.rows, -1)[:, blocks.time :] = 1
+    return divisor.unsqueeze(-1)
 
 
 def _states(blocks: Blocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax import chunked, reference, sdpa
+from kinformer.kernels.softmax import chunked, flops, reference, sdpa
 from kinformer.kernels.softmax.geometry import Dropout, Problem, Span, dropout_mask
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Span",
     "choose_impl",
     "dropout_mask",
+    "flops",
     "softmax_attention",
     "softmax_attention_lse",
 ]
@@ -107,10 +109,8 @@ def _problem(span: Span, scale: float, reach: Tensor | None, dropout: Dropout | 
 
 def _cast(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, all in its dtype (float64 stays), as torch's own attention does."""
-    device = qkv[0].device.type
-    if not torch.is_autocast_enabled(device) or qkv[0].dtype == torch.float64:
-        return qkv
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in qkv)
+    dtype = autocast_dtype(qkv[0].device)
+    return qkv if dtype is None or qkv[0].dtype == torch.float64 else tuple(x.to(dtype) for x in qkv)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> None:

@@ -1,0 +1,19 @@
+"""Autocast on every device. The meta device, on which costs are counted, knows none and raises when asked."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast gives to products on ``device``, or None where it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast is off on ``device``."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -1,0 +1,177 @@
+"""What a model costs before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
+
+Nothing is computed: one layer of every distinct config is run on shapes only (``estimate_parts``), long lengths are
+continued from short ones (``estimate_length``), and like layers are multiplied. A training step is one forward, the
+cross-entropy of every token and one backward; activations are what autograd saves for it. The peak is higher by what
+lives for a moment, mostly the logits and their gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.errors import KinformerError, choose
+from kinformer.evaluation.estimate_length import at_length, through
+from kinformer.evaluation.estimate_parts import Costs, measure, measure_state
+
+Precision = Literal["fp32", "bf16-mixed"]
+OPTIMIZER_BYTES = {"adamw": 8, "momentum": 4, "sgd": 0}
+"""Optimiser state per parameter, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A row of the table: ``count`` like parts of the model taken together."""
+
+    part: str
+    count: int
+    parameters: int
+    flops_forward: int
+    flops_backward: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest."""
+
+    parameters: int
+    flops_forward: int
+    flops_step: int
+    train_bytes: int
+    inference_bytes: int
+    state_bytes: int
+    memory: dict[str, dict[str, int]]
+    parts: list[Part]
+
+
+def estimate(
+    config: Any, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
+) -> Estimate:
+    """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
+
+    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
+    include the bfloat16 copies of the weights that autocast keeps. Inference memory is weights and the state after
+    ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+
+    Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
+    """
+    choose(optimizer, OPTIMIZER_BYTES, "optimizer")
+    with torch.device("meta"):
+        model = config.build()
+    _check(model, length, batch)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = _table(config, model, _costs(config, model, batch, length, precision))
+    memory = {
+        "train": {
+            "weights": 4 * parameters,
+            "gradients": 4 * parameters,
+            "optimizer": OPTIMIZER_BYTES[optimizer] * parameters,
+            "activations": sum(row.activation_bytes for row in rows),
+        },
+        "inference_fp32": {"weights": 4 * parameters, "state": _state(config, model, batch, length, torch.float32)},
+        "inference_bf16": {"weights": 2 * parameters, "state": _state(config, model, batch, length, torch.bfloat16)},
+    }
+    inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
+    forward = sum(row.flops_forward for row in rows)
+    return Estimate(
+        parameters=parameters,
+        flops_forward=forward,
+        flops_step=forward + sum(row.flops_backward for row in rows),
+        train_bytes=sum(memory["train"].values()),
+        inference_bytes=sum(inference.values()),
+        state_bytes=inference["state"],
+        memory=memory,
+        parts=rows,
+    )
+
+
+def _check(model: Any, length: int, batch: int) -> None:
+    for name, value in (("length", length), ("batch", batch)):
+        if value < 1:
+            raise KinformerError(f"{name} must be 1 or more, but is {value}.")
+    if model.max_length is not None and length > model.max_length:
+        raise KinformerError(
+            f"length is {length}, but the learned positions of this model end at max_length = {model.max_length}; "
+            f"use a shorter length, or --set position.max_length={length}."
+        )
+
+
+def _horizon(model: Any) -> int:
+    """The widest window of the model's mixers."""
+    mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
+    return max((mixer.retained or 0 for mixer in mixers), default=0)
+
+
+def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
+    """The costs of the model of distinct layers."""
+    single = config.replace(layers=tuple(dict.fromkeys(config.layers)))
+    costs = at_length(lambda n: measure(single, batch, n), length, _horizon(model))
+    if precision == "fp32":
+        return costs
+    step = 64
+    samples = [measure(single, 1, n, autocast=True) for n in (step, 2 * step, 3 * step)]
+    fixed, row = through(samples, step, step, 0), through(samples, step, step, length)
+    for key in row:
+        if key[0] == "saved":
+            costs[key] = fixed[key] + batch * (row[key] - fixed[key])
+    return costs
+
+
+def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the state, like layers multiplied."""
+    layers = Counter(config.layers)
+    single = config.replace(layers=tuple(layers))
+    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, _horizon(model))
+    times = {f"layers.{index}": count for index, count in enumerate(layers.values())}
+    return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
+
+
+def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
+    """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
+    alike: dict[Any, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        alike.setdefault(layer, []).append(index)
+    groups = list(alike.values())
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    parameters: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameters[_part(name.split("."), group_of)] += parameter.numel()
+    rows = []
+    for name in dict.fromkeys([*parameters, *(part for _, part in costs)]):
+        label, count = name, 1
+        if name.startswith("layers."):
+            _, number, *rest = name.split(".")
+            group = groups[int(number)]
+            label, count = ".".join(["layers", _span(group), *rest]), len(group)
+        forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
+        rows.append(
+            Part(
+                part=label,
+                count=count,
+                parameters=parameters[name],
+                flops_forward=forward,
+                flops_backward=backward,
+                activation_bytes=saved,
+            )
+        )
+    return [row for row in rows if row.parameters or row.flops_forward or row.flops_backward or row.activation_bytes]
+
+
+def _part(path: list[str], group_of: dict[int, int]) -> str:
+    """The part that owns a parameter, in the model of distinct layers."""
+    if path[0] != "layers":
+        return path[0]
+    return ".".join(["layers", str(group_of[int(path[1])]), path[2]])
+
+
+def _span(indices: list[int]) -> str:
+    """``0-11``, or ``0,2,4``."""
+    if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

@@ -1,0 +1,140 @@
+"""What a training step costs, part by part, by running it without data: shapes only, on the meta device.
+
+FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
+bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
+its layers; what lies between them is the part ``model`` or ``layers.N``, and the cross-entropy is the part ``loss``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from kinformer.core import state as states
+
+Costs = dict[tuple[str, str], int]
+"""Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
+
+
+class _Ledger:
+    """Books FLOPs and saved storages on the part that is at work."""
+
+    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+        self.costs: Costs = defaultdict(int)
+        self._counter = counter
+        self._direction, self._counted = "forward", 0
+        self._stack = ["model"]
+        self._keep: dict[int, Any] = {parameter.untyped_storage()._cdata: parameter for parameter in model.parameters()}
+        for name, module in parts(model):
+            module.register_forward_pre_hook(self._entering(name))
+            module.register_forward_hook(self._leave)
+
+    def book(self) -> None:
+        """Credit what was counted since the last booking to the part at work."""
+        total = self._counter.get_total_flops()
+        self.costs[self._direction, self._stack[-1]] += total - self._counted
+        self._counted = total
+
+    def enter(self, part: str) -> None:
+        self.book()
+        self._stack.append(part)
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Book a tensor that autograd saves, unless its storage is a parameter's or already booked."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._keep:
+            self._keep[storage._cdata] = storage
+            self.costs["saved", self._stack[-1]] += storage.nbytes()
+        return tensor
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """From here on, nodes of the graph say which part is at work."""
+        self._mark([loss])
+        self.book()
+        self._direction, self._stack = "backward", ["loss"]
+
+    def _entering(self, part: str) -> Any:
+        return lambda module, args: self.enter(part)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._mark(torch.utils._pytree.tree_leaves(output))
+        self.book()
+        self._stack.pop()
+
+    def _mark(self, outputs: Iterable[Any]) -> None:
+        """Let the nodes that made ``outputs`` and belong to no part yet announce the part at work when they run."""
+        nodes: list[Node | None] = [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or "part" in node.metadata:
+                continue
+            node.metadata["part"] = part = self._stack[-1]
+            node.register_prehook(lambda grads, part=part: self._turn(part))
+            nodes += [following for following, _ in node.next_functions]
+
+    def _turn(self, part: str) -> None:
+        self.book()
+        self._stack[-1] = part
+
+
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model by name: its children, its layers and their children."""
+    for name, child in model.named_children():
+        if not isinstance(child, nn.ModuleList):
+            yield name, child
+            continue
+        for index, layer in child.named_children():
+            yield f"{name}.{index}", layer
+            yield from ((f"{name}.{index}.{sub}", module) for sub, module in layer.named_children())
+
+
+def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
+    """The costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
+
+    With ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
+    imitated CPU tensors, which takes several times longer: keep ``length`` small.
+    """
+    counter = FlopCounterMode(display=False)
+    device = "cpu" if autocast else "meta"
+    with FakeTensorMode() if autocast else nullcontext():
+        with torch.device(device):
+            model = config.build()
+            tokens = torch.empty(batch, length, dtype=torch.int64)
+        if autocast:
+            _without_seeds(model)
+        ledger = _Ledger(model, counter)
+        with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                logits, _ = model(tokens)
+                ledger.enter("loss")
+                loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            ledger.begin_backward(loss)
+            loss.backward()
+            ledger.book()
+    return ledger.costs
+
+
+def _without_seeds(model: nn.Module) -> None:
+    """Only dropout modules, whose masks are saved, stay in training mode: imitated tensors give kernels no seed."""
+    for module in model.modules():
+        module.training = isinstance(module, nn.Dropout)
+
+
+def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:
+    """Bytes (``state``) of every layer's state, and of the rest, after ``length`` tokens with weights of ``dtype``."""
+    with torch.device("meta"):
+        model = config.build().to(dtype).eval()
+        tokens = torch.empty(batch, length, dtype=torch.int64)
+    with torch.no_grad():
+        _, state = model(tokens)
+    costs = {("state", f"layers.{index}"): states.nbytes(layer) for index, layer in enumerate(state.layers)}
+    return costs | {("state", "model"): states.nbytes(state) - sum(costs.values())}

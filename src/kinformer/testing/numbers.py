@@ -1,0 +1,108 @@
+"""The laws of arithmetic: dtypes, autocast, other implementations, numerical gradients, compilation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from kinformer.core import state as states
+from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.testing.declared import alike
+from kinformer.testing.errors import BrokenLawError, agree, require
+from kinformer.testing.scenario import Plan, absorb, agree_outcomes, outcome, starts
+from kinformer.testing.subject import MixerSubject, named_leaves
+
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Allowed error relative to the largest output: rounding of a few operations in each dtype."""
+
+
+def dtype(subject: MixerSubject) -> None:
+    """Other dtypes give outputs of their own dtype near the float64 ones; states keep theirs; autocast runs."""
+    inputs = subject.inputs(subject.batch, subject.time, seed=71)
+    with torch.no_grad():
+        want = _in_two_chunks(subject, subject.build(), inputs)
+        for kind in CLOSE:
+            got = _in_two_chunks(subject, subject.build(kind), inputs.to(kind))
+            require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
+            agree(f"outputs in {kind} against float64", got, want, CLOSE[kind], float(want.abs().max()))
+        with torch.autocast("cpu", torch.bfloat16):
+            got = _in_two_chunks(subject, subject.build(torch.float32), inputs.float())
+        agree("outputs under autocast", got, want, CLOSE[torch.bfloat16], float(want.abs().max()))
+
+
+def _in_two_chunks(subject: MixerSubject, module: CausalMixer, inputs: Tensor) -> Tensor:
+    autocast = torch.is_autocast_enabled("cpu")
+    where = "under autocast" if autocast else f"in {inputs.dtype}"
+    start = state = module.initial_state(len(inputs), dtype=None if autocast else inputs.dtype)
+    outputs = []
+    for part in inputs.split(subject.time // 2, dim=1):
+        y, state = subject.run(module, part, state)
+        outputs.append(y)
+        alike(state, start, where)
+        if autocast:
+            _check_accumulators(state)
+    return torch.cat(outputs, dim=1)
+
+
+def _check_accumulators(state: Any) -> None:
+    for name, leaf, is_slots in named_leaves(state):
+        if leaf.is_floating_point() and not is_slots:
+            require(leaf.element_size() >= 4, f"the accumulator {name} is {leaf.dtype} under autocast, not float32.")
+
+
+def implementations(subject: MixerSubject) -> None:
+    """Every other implementation with the same weights: the same outputs, state and gradients."""
+    oracle = subject.build(make=subject.impls.get("reference"))
+    inputs = subject.inputs(subject.batch, subject.time, seed=72)
+    sizes = [subject.time // 2, 1, subject.time - subject.time // 2 - 1]
+    others = {name: make for name, make in subject.impls.items() if name != "reference"}
+    for kind, start in starts(subject, oracle):
+        want = outcome(subject, oracle, absorb, Plan(inputs, sizes), start)
+        for name, make in {"the default": subject.make, **others}.items():
+            module = subject.build(make=make)
+            module.load_state_dict(oracle.state_dict())
+            got = outcome(subject, module, absorb, Plan(inputs, sizes), start)
+            agree_outcomes(f"implementation {name!r}, {kind}", got, want)
+
+
+def gradcheck(subject: MixerSubject) -> None:
+    """Analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
+    module = subject.build()
+    start = subject.started(module, batch=1, time=2)
+    names = [name for name, _ in module.named_parameters()]
+    leaves = [subject.inputs(1, 3, seed=73), *filter(_moves, states.tensors(start)), *module.parameters()]
+
+    def function(inputs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        replacements = iter(rest)
+        state = states.map_tensors(lambda leaf: next(replacements) if _moves(leaf) else leaf, start)
+        weights = dict(zip(names, replacements, strict=True))
+        y, end = torch.func.functional_call(module, weights, (Chunk(inputs), state))
+        return y, *filter(_moves, states.tensors(end))
+
+    points = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    try:
+        torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
+    except GradcheckError as error:
+        raise BrokenLawError(f"gradients by [inputs, initial state, {', '.join(names)}]: {error}") from error
+
+
+def _moves(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() and leaf.numel() > 0
+
+
+def compile_(subject: MixerSubject) -> None:
+    """``torch.compile(fullgraph=True)`` captures the forward; outputs, state and gradients are the eager ones."""
+    torch._dynamo.reset()
+    module = subject.build()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    plan = Plan(subject.inputs(subject.batch, 7, seed=74), [7])
+    start = subject.started(module, subject.batch)
+    want = outcome(subject, module, absorb, plan, start)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        got = outcome(subject, module, lambda who, _, what, state: absorb(who, compiled, what, state), plan, start)
+    agree_outcomes("compiled against eager", got, want)

@@ -1,0 +1,150 @@
+"""The battery: named checks, what each needs to be judged, and one call that runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.errors import KinformerError, choose
+from kinformer.testing import declared, laws, numbers, ownership
+from kinformer.testing.errors import ContractError
+from kinformer.testing.subject import MixerSubject, ModelSubject
+
+
+@dataclass(frozen=True)
+class Check:
+    """A law under its name. ``needs`` are the checks that must hold before this one says anything new:
+    ragged rows are defined by rows alone in chunks of another length, for example."""
+
+    name: str
+    law: Callable[[Any], None]
+    needs: tuple[str, ...] = ()
+
+    def __call__(self, subject: Any) -> None:
+        """Raise :class:`ContractError` when the subject breaks the law, or breaks down under it."""
+        try:
+            self.law(subject)
+        except AssertionError as error:
+            raise ContractError(self.name, str(error)) from error
+        except Exception as error:
+            raise ContractError(self.name, f"{type(error).__name__} was raised: {error}") from error
+
+
+def _table(*checks: Check) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+LAWS = _table(
+    Check("causality", laws.causality),
+    Check("rows", laws.rows),
+    Check("partition", laws.partition, needs=("causality",)),
+    Check("padding", laws.padding, needs=("rows", "partition")),
+    Check("reset", laws.reset, needs=("rows", "partition")),
+    Check("ragged_reset", laws.ragged_reset, needs=("padding", "reset")),
+    Check("purity", ownership.purity),
+    Check("reserved", ownership.reserved, needs=("purity",)),
+)
+
+CHECKS: dict[str, Check] = (
+    _table(Check("structure", declared.structure))
+    | LAWS
+    | _table(
+        Check("state_size", declared.state_size),
+        Check("dtype", numbers.dtype),
+        Check("implementations", numbers.implementations),
+        Check("gradcheck", numbers.gradcheck, needs=("partition",)),
+        Check("compile", numbers.compile_),
+    )
+)
+"""The checks of a mixer; each takes a :class:`MixerSubject`."""
+
+MODEL_CHECKS: dict[str, Check] = LAWS
+"""The checks of a model; each takes a :class:`ModelSubject`."""
+
+
+@dataclass
+class Report:
+    """What became of every check: passed, failed with its error, skipped and why, not judged and for want of what."""
+
+    passed: list[str] = field(default_factory=list)
+    failed: dict[str, ContractError] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    not_judged: dict[str, str] = field(default_factory=dict)
+
+
+def examine(checks: Mapping[str, Check], subject: Any, skip: Mapping[str, str] | None = None) -> Report:
+    """Run every check in order. One whose need failed (or was not judged itself) is not judged; a skipped need counts
+    as met, so that a skip hides nothing else."""
+    report = Report(skipped=_reasons(skip or {}, checks))
+    for name, check in checks.items():
+        if name in report.skipped:
+            continue
+        unmet = [need for need in check.needs if need in report.failed or need in report.not_judged]
+        if unmet:
+            report.not_judged[name] = unmet[0]
+            continue
+        try:
+            check(subject)
+        except ContractError as error:
+            report.failed[name] = error
+        else:
+            report.passed.append(name)
+    return report
+
+
+def verify_mixer(
+    make: Callable[[], CausalMixer],
+    *,
+    dim: int = 16,
+    batch: int = 3,
+    time: int = 23,
+    skip: Mapping[str, str] | None = None,
+    impls: Mapping[str, Callable[[], CausalMixer]] | None = None,
+) -> Report:
+    """Hold the mixer that ``make()`` builds against the whole contract.
+
+    ``dim`` is the width of its inputs. ``time`` tokens must cross its windows and segments more than once (a declared
+    ``retained`` lengthens it by itself). ``impls`` maps names to makers of the same mixer by other implementations;
+    one called ``"reference"`` is the oracle. ``skip`` maps the name of a check to the reason why the mixer lacks that
+    property.
+
+    Returns the report, or raises the :class:`ContractError` of the first failed check, followed by the names of others.
+    """
+    skip = dict(skip or {})
+    if not impls:
+        skip.setdefault("implementations", "no other implementation is listed")
+    return _verdict(examine(CHECKS, MixerSubject(make, dim=dim, batch=batch, time=time, impls=impls), skip))
+
+
+def verify_model(
+    make: Callable[[], nn.Module],
+    vocab_size: int,
+    *,
+    batch: int = 3,
+    time: int = 23,
+    skip: Mapping[str, str] | None = None,
+) -> Report:
+    """Hold a causal model, ``logits, state = model(tokens, state, valid=, reset=)``, against the laws at its edge."""
+    return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
+
+
+def _verdict(report: Report) -> Report:
+    if not report.failed:
+        return report
+    first, *others = report.failed.values()
+    if others:
+        names = ", ".join(error.check for error in others)
+        raise ContractError(first.check, f"{str(first).split('] ', 1)[1]} Also failed: {names}.") from first
+    raise first
+
+
+def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    for name, reason in skip.items():
+        choose(name, names, "skip")
+        if not reason.strip():
+            raise KinformerError(f"skip: {name!r} has no reason; say in a few words why the property is lacking.")
+    return dict(skip)

@@ -1,0 +1,121 @@
+"""Checkpoints: folders of safetensors and a JSON plan that are there whole or not at all, whatever happens meanwhile.
+
+``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
+sha256 and the numbers of the run. Nothing depends on how many processes wrote it, and nothing is a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import DIGEST, load_tensors, read_json, save_tensors, sync_folder, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = 1
+PLAN = "plan.json"
+_PREFIX, _PARTIAL = "step-", ".partial"
+PAUSE = "KINFORMER_PAUSE"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``files``: named groups of tensors, on the CPU. ``numbers``: what JSON can hold."""
+
+    step: int
+    files: Mapping[str, Mapping[str, Tensor]]
+    numbers: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The last ``keep`` checkpoints of a run, in ``folder``."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, in order."""
+        names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
+        return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+    def path(self, step: int) -> Path:
+        """The folder of step ``step``."""
+        return self.folder / f"{_PREFIX}{step:08d}"
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write ``checkpoint``, then remove what is older than the ones to keep.
+
+        A failure leaves the earlier ones as they were and is told in one sentence.
+        """
+        final = self.path(checkpoint.step)
+        partial = final.with_name(f".{final.name}{_PARTIAL}")
+        try:
+            self.clean()
+            _fill(partial, checkpoint)
+            _pause("before-fsync")
+            sync_folder(partial)
+            _pause("before-rename")
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync_folder(self.folder)
+        except (KinformerError, OSError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise KinformerError(self._failed(final, error)) from error
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def load(self) -> Checkpoint | None:
+        """The newest checkpoint, verified to the last byte; None if there is none."""
+        steps = self.steps()
+        if not steps:
+            return None
+        folder = self.path(steps[-1])
+        try:
+            plan = read_json(folder / PLAN)
+            if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
+                raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads.")
+            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+            return Checkpoint(int(plan["step"]), files, plan["numbers"])
+        except (KinformerError, KeyError, TypeError, ValueError, AttributeError) as error:
+            told = str(error) if isinstance(error, KinformerError) else f"{folder / PLAN}: is damaged ({error!r})"
+            remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
+            raise KinformerError(f"{told.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
+
+    def clean(self) -> None:
+        """Remove what an interrupted write left behind."""
+        for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _failed(self, final: Path, error: BaseException) -> str:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        steps = self.steps()
+        kept = f"the checkpoint of step {steps[-1]} is whole, so free space and add --resume" if steps else "free space and begin anew"
+        return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {kept}."
+
+
+def _fill(folder: Path, checkpoint: Checkpoint) -> None:
+    folder.mkdir(parents=True)
+    digests = {name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()}
+    plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
+    write_json(folder / PLAN, plan)
+
+
+def _load(path: Path, digest: str) -> dict[str, Tensor]:
+    tensors, metadata = load_tensors(path)
+    if metadata.get(DIGEST) != digest:
+        raise KinformerError(f"{path}: is not the file that the checkpoint's plan names; restore it from a copy.")
+    return tensors
+
+
+def _pause(point: str) -> None:
+    """Stop this process (SIGSTOP) where the environment's KINFORMER_PAUSE says so: lets a test kill it just there."""
+    if os.environ.get(PAUSE) == point:
+        os.kill(os.getpid(), signal.SIGSTOP)

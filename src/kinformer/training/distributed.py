@@ -1,0 +1,183 @@
+"""Several processes on PyTorch's own engine: DDP (Li et al. 2020) and FSDP2, started by torchrun or by ourselves.
+
+Everything is arranged so that one process is the case ``world = 1``: same rows, same losses, same files.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, distributed, nn
+
+from kinformer.core.errors import KinformerError
+
+Strategy = Literal["ddp", "fsdp"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that train one model together; this one has number ``rank`` of ``world``."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    strategy: Strategy = "ddp"
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    def wrap(self, step: nn.Module) -> nn.Module:
+        """``step`` under the strategy's engine; with FSDP the layers and what is left are sharded in place."""
+        if self.world == 1:
+            return step
+        if self.strategy == "ddp":
+            return nn.parallel.DistributedDataParallel(step)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for layer in getattr(step.model, "layers", ()):
+            fully_shard(cast(nn.Module, layer), mesh=mesh)
+        return fully_shard(step, mesh=mesh)
+
+    def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+        """Whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
+        if self.world > 1 and self.strategy == "fsdp":
+            cast(Any, engine).set_requires_gradient_sync(wanted)
+        elif self.world > 1 and not wanted:
+            return cast(Any, engine).no_sync()
+        return nullcontext()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over processes."""
+        return self.sum(values) / self.world
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over processes."""
+        if self.world > 1:
+            values = values.clone()
+            distributed.all_reduce(values)
+        return values
+
+    def most(self, *numbers: float) -> list[float]:
+        """The largest of each number over processes."""
+        if self.world == 1:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX)
+        return values.tolist()
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """What ``function`` gives on the first process, on all of them; so are its :class:`KinformerError`."""
+        if self.world == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome = [function(), None]
+            except KinformerError as error:
+                outcome = [None, str(error)]
+        distributed.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise KinformerError(outcome[1])
+        return outcome[0]
+
+    def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """Each process's ``tensors`` (as many, of any shapes) on the CPU of the first, in order of rank; else []."""
+        tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        if self.world == 1:
+            return [tensors]
+        forms: list[Any] = [None] * self.world
+        distributed.all_gather_object(forms, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        if not self.first:
+            for tensor in tensors:
+                distributed.send(tensor, 0)
+            return []
+        received = [[torch.empty(shape, dtype=dtype) for shape, dtype in form] for form in forms[1:]]
+        for rank, parts in enumerate(received, start=1):
+            for tensor in parts:
+                distributed.recv(tensor, rank)
+        return [tensors, *received]
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several that torchrun (or another launcher that sets its variables) started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+@contextmanager
+def join(device: str, strategy: Strategy) -> Iterator[Group]:
+    """The group that the launcher's environment variables describe, left in good order at the end.
+
+    Hold no model or optimiser outside of the block.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    place = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    try:
+        yield Group(place, rank, world, strategy)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        shutdown()
+
+
+def shutdown() -> None:
+    """Leave the process group: what still holds communication buffers is let go first, since exits abort otherwise."""
+    gc.collect()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: int) -> T:
+    """Run ``function(*arguments)`` in ``processes`` new processes of this machine; returns what the first one returned.
+
+    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` tells that a signal ended them.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"kinformer-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        outcome = elastic_launch(config, _guarded)(function, arguments)[0]
+    except SignalException as ended:
+        raise InterruptedError(128 + int(ended.sigval)) from None
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        raise KinformerError(
+            f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
+            "continue from the last checkpoint with --resume."
+        ) from None
+    if isinstance(outcome, KinformerError):
+        raise outcome
+    return outcome
+
+
+def _guarded(function: Callable[..., T], arguments: tuple[Any, ...]) -> T | KinformerError:
+    try:
+        return function(*arguments)
+    except KinformerError as error:
+        return KinformerError(str(error))

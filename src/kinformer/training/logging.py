@@ -1,0 +1,128 @@
+"""What a run tells: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from kinformer.core.files import write_atomic
+
+METRICS, EVENTS = "metrics.jsonl", "events"
+QUIET_SECONDS = 10.0
+
+
+class Log:
+    """Appends records to the run folder; a resumed run first drops those beyond the step that it resumes."""
+
+    def __init__(self, folder: Path, resumed: int) -> None:
+        path = folder / METRICS
+        kept = [line for line in _lines(path) if _step(line) <= resumed]
+        write_atomic(path, lambda target: target.write_text("".join(kept), encoding="utf-8") and None)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = _event_writer(folder / EVENTS, resumed)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One line of JSON and one point per curve."""
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+def _event_writer(folder: Path, resumed: int) -> Any:
+    if find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder, purge_step=resumed + 1 if resumed else None)
+
+
+class Progress:
+    """Bits per byte, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
+        self.total, self.done, self._begun = total, done, done
+        self._stream = stream or sys.stderr
+        self._start = self._told = time.monotonic()
+        self._bar = _bar(self._stream) if self._stream.isatty() else None
+        self._task = self._bar.add_task("", total=total, completed=done, told="") if self._bar else None
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, bits: float, speed: float) -> None:
+        """``done`` steps are done, at ``bits`` per byte and ``speed`` tokens per second."""
+        self.done = done
+        told = f"{bits:.4f} bits per byte  {speed:,.0f} tokens/s"
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, told=told)
+            return
+        now = time.monotonic()
+        if now - self._told >= QUIET_SECONDS or done == self.total:
+            self._told = now
+            left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
+            self.say(f"step {done}/{self.total}  {told}  {_clock(left)} left")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+class Silence(Progress):
+    """For processes that are not the first."""
+
+    def __init__(self) -> None:
+        self._bar = None
+
+    def update(self, done: int, bits: float, speed: float) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=stream))

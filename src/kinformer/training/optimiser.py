@@ -1,0 +1,136 @@
+"""Optimisers over groups of parameters, and their state as plain named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Adafactor, AdamW, Muon, Optimizer, SGD
+
+from kinformer.core.errors import KinformerError
+from kinformer.training.settings import Settings
+
+MOMENTUM = 0.9
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Optimiser:
+    """One or two of PyTorch's optimisers over all parameters of a model.
+
+    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices inside
+    ``model.layers``, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        hidden = [item for item in named if item[0].startswith("layers.") and item[1].dim() == 2]
+        parts = [named]
+        if settings.optimizer == "muon" and hidden:
+            parts = [hidden, [item for item in named if not (item[0].startswith("layers.") and item[1].dim() == 2)]]
+        self.parameters = [parameter for _, parameter in named]
+        self.optimisers: list[Optimizer] = []
+        self.names: list[list[str]] = []
+        for kind, part in zip([settings.optimizer, "adamw"], parts, strict=False):
+            groups = _groups(part, settings.weight_decay)
+            self.names.append([name for group in groups for name in group.pop("names")])
+            self.optimisers.append(_build(kind, groups, settings))
+
+    def step(self, rate: float) -> None:
+        """One update with learning rate ``rate``; the gradients are let go."""
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def forget(self) -> None:
+        """Empty the state, as if no update had been made."""
+        for optimiser in self.optimisers:
+            optimiser.state.clear()
+
+    def clip(self, largest: float) -> Tensor:
+        """The norm of all gradients, as a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if largest:
+            nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
+        return norm
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The state as (``"parameter:key"``, tensor) pairs; sharded ones are still sharded."""
+        for optimiser, names in zip(self.optimisers, self.names, strict=True):
+            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+            for name, parameter in zip(names, parameters, strict=True):
+                for key, value in optimiser.state.get(parameter, {}).items():
+                    yield f"{name}:{key}", value
+
+    def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
+        """Put back what :meth:`tensors` gave, whole, whatever the number of processes was then and is now."""
+        known = {name for names in self.names for name in names}
+        states: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition(":")
+            if name not in known:
+                raise KinformerError(f"{place}: holds the optimiser's state of {name!r}, which the model lacks; use its own run folder.")
+            states.setdefault(name, {})[key] = tensor
+        for optimiser, names in zip(self.optimisers, self.names, strict=True):
+            data = optimiser.state_dict()
+            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+            data["state"] = {
+                index: {key: _like(parameter, value) for key, value in states[name].items()}
+                for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+                if name in states
+            }
+            optimiser.load_state_dict(data)
+
+
+def _groups(named: Named, weight_decay: float) -> list[dict]:
+    matrices = [item for item in named if item[1].dim() >= 2]
+    vectors = [item for item in named if item[1].dim() < 2]
+    return [
+        {"names": [name for name, _ in group], "params": [parameter for _, parameter in group], "weight_decay": decay}
+        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if group
+    ]
+
+
+def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
+    if kind == "muon":
+        return Muon(groups, lr=settings.lr, adjust_lr_fn="match_rms_adamw")
+    if kind == "adafactor":
+        return Adafactor(groups, lr=settings.lr)
+    if kind == "sgd":
+        return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
+    return AdamW(groups, lr=settings.lr, betas=(MOMENTUM, settings.beta2), fused=True)
+
+
+def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """``value`` spread over processes as ``parameter`` is, where it has its shape."""
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be spread over processes, gathered (by all of them together), on the CPU, sharing no memory."""
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.to("cpu", copy=True)
+
+
+def gather(named: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+    """Every tensor :func:`whole`, one at a time; processes that do not ``keep`` them only take part."""
+    kept = {}
+    for name, tensor in named:
+        value = whole(tensor)
+        if keep:
+            kept[name] = value
+    return kept
+
+
+def finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no tensor holds NaN or infinity."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())

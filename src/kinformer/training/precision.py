@@ -1,0 +1,34 @@
+"""In which numbers products are computed."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+
+def use_fast_products() -> None:
+    """Let float32 products on a CPU take oneDNN's path, which on many CPUs is twice as fast at float32 accuracy.
+
+    PyTorch calls the setting "medium". With AMX it would mean bfloat16, and for a GPU it does too, so it is made only
+    where the processor is known to have no AMX and there is no GPU. It holds for the whole process.
+    """
+    if platform.machine() in ("x86_64", "AMD64") and not has_amx() and not torch.cuda.is_available():
+        torch.set_float32_matmul_precision("medium")
+
+
+def has_amx() -> bool:
+    """Whether this x86 processor has AMX tiles; True where that cannot be found out."""
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """The context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)

@@ -1,0 +1,99 @@
+"""How a model is trained: every option that is not about the model, the data or the machine. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kinformer.core.errors import KinformerError
+
+DEFAULT_STEPS = 1000
+PARTS_OF_A_RUN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the weights that come out, and when they are measured and kept."""
+
+    steps: int | None = None
+    """Optimiser steps in all (1000 if --minutes is not given either)."""
+    minutes: float | None = None
+    """Train for so long instead: the number of steps is fixed once, from the speed of some steps that change nothing."""
+    length: int = 512
+    """Tokens that each row of a batch predicts."""
+    batch_size: int = 8
+    """Rows per step, over all processes and all accumulated parts."""
+    accumulate: int = 1
+    """Parts that each process's rows are taken in, one after the other, to save memory."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    """Muon takes the layers' matrices and AdamW the rest; sgd has momentum 0.9."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end, as a share of the highest; the way there is a cosine."""
+    warmup: float = 0.05
+    """Steps in which the learning rate rises: a share of all steps if below 1, else a number of steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment (its first has 0.9)."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 lets any pass."""
+    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
+    compile: bool = False
+    """Compile the model with torch.compile (needs a C++ compiler)."""
+    segments: bool = False
+    """Train on consecutive segments of --length tokens, the state carried from each to the next, gradients cut there."""
+    seed: int = 0
+    """Decides the first weights, the order of the data and every random mask."""
+    validate_every: int | None = None
+    """Steps between validations; a tenth of the run if not given, 0 for none."""
+    validation_tokens: int = 65536
+    """Tokens of the validation split that a validation measures."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; a tenth of the run if not given, 0 for none but the last."""
+    checkpoint_minutes: float = 10.0
+    """A checkpoint is also written when the last one is so old; 0 for never."""
+    keep: int = 2
+    """Checkpoints that are kept; older ones are removed."""
+    log_every: int = 10
+    """Steps between two looks at the loss (each waits for the device)."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.minutes is not None:
+            raise KinformerError(f"--steps {self.steps} and --minutes {self.minutes:g} contradict; give one of them.")
+        for name in ("length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
+            _require(name, getattr(self, name), 1)
+        for name in ("steps", "validate_every", "checkpoint_every", "minutes", "checkpoint_minutes", "warmup"):
+            _require(name, getattr(self, name), 0)
+        for name in ("lr", "weight_decay", "clip", "seed"):
+            _require(name, getattr(self, name), 0)
+        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0)):
+            if not 0 <= getattr(self, name) <= high:
+                raise KinformerError(f"--{_flag(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
+        if self.steps == 0 or self.minutes == 0:
+            raise KinformerError("nothing is to be trained: --steps or --minutes is 0; give more.")
+
+    def rows(self, world: int) -> int:
+        """Rows of each accumulated part of each of ``world`` processes."""
+        if self.batch_size % (world * self.accumulate):
+            raise KinformerError(
+                f"--batch-size {self.batch_size} cannot be shared by {world} process{'es' if world > 1 else ''} "
+                f"x {self.accumulate} accumulated parts; give a multiple of {world * self.accumulate}."
+            )
+        return self.batch_size // (world * self.accumulate)
+
+
+def cadence(every: int | None, total: int) -> int:
+    """Steps between two events of a run of ``total`` steps: as told, or a tenth of the run."""
+    return max(1, -(-total // PARTS_OF_A_RUN)) if every is None else every
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _require(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise KinformerError(f"--{_flag(name)} is {value:g} but must be {least} or more.")

@@ -1,0 +1,179 @@
+"""Configs to and from plain data, strict about names and types, and dotted overrides."""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kinformer.core.config import Config, field_types, from_dict, override, to_dict
+from kinformer.core.errors import KinformerError, choose, nearest
+
+
+class PatternConfig(Config):
+    slot = "pattern"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Causal(PatternConfig):
+    kind = "causal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(PatternConfig):
+    kind = "local"
+    window: int = 8
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise KinformerError(f"window is {self.window}; give 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Config):
+    num_heads: int = 4
+    rate: float = 0.0
+    bias: bool = True
+    norm: Literal["pre", "post"] = "pre"
+    name: str = ""
+    limit: int | None = None
+    pattern: PatternConfig = Causal()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Config):
+    dim: int
+    layers: tuple[Layer, ...] = (Layer(),)
+    sizes: tuple[int, ...] = ()
+
+
+KINDS = {"pattern": {"causal": Causal, "local": Local}}
+
+patterns = st.one_of(st.just(Causal()), st.builds(Local, window=st.integers(1, 10**6)))
+layers = st.builds(
+    Layer,
+    num_heads=st.integers(),
+    rate=st.floats(allow_nan=False, allow_infinity=False),
+    bias=st.booleans(),
+    norm=st.sampled_from(["pre", "post"]),
+    name=st.text(),
+    limit=st.none() | st.integers(),
+    pattern=patterns,
+)
+stacks = st.builds(
+    Stack,
+    dim=st.integers(),
+    layers=st.lists(layers, max_size=4).map(tuple),
+    sizes=st.lists(st.integers(), max_size=4).map(tuple),
+)
+
+
+@given(stacks)
+def test_any_config_survives_json(stack):
+    assert from_dict(Stack, json.loads(json.dumps(to_dict(stack))), KINDS) == stack
+
+
+@given(stacks, st.integers(), st.integers(1, 5))
+def test_an_override_changes_what_it_names_and_nothing_else(stack, heads, count):
+    changed = override(stack, {"layers.*.num_heads": heads}, KINDS)
+    assert changed == stack.replace(layers=tuple(layer.replace(num_heads=heads) for layer in stack.layers))
+    if stack.layers:
+        repeated = override(stack, {"layers": count}, KINDS)
+        assert repeated.layers == tuple(stack.layers[i % len(stack.layers)] for i in range(count))
+
+
+def test_kinds_are_written_and_fields_resolved():
+    assert to_dict(Layer(pattern=Local(window=3)))["pattern"] == {"kind": "local", "window": 3}
+    assert "kind" not in to_dict(Layer())
+    assert field_types(Local) == {"window": int}
+
+
+STACK = Stack(dim=16, layers=(Layer(), Layer(pattern=Local())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"dim": "32"}, lambda s: s.dim == 32),
+        ({"layers.1.pattern.window": "64"}, lambda s: s.layers[1].pattern.window == 64),
+        ({"layers.0.pattern": "local"}, lambda s: s.layers[0].pattern == Local()),
+        ({"layers.0.pattern": {"kind": "local", "window": 2}}, lambda s: s.layers[0].pattern.window == 2),
+        ({"layers.0.pattern": '{"kind": "local", "window": 2}'}, lambda s: s.layers[0].pattern.window == 2),
+        ({"layers.0.pattern": Local(window=5)}, lambda s: s.layers[0].pattern.window == 5),
+        ({"layers.1.pattern.kind": "causal"}, lambda s: s.layers[1].pattern == Causal()),
+        ({"layers.*.bias": "false"}, lambda s: [layer.bias for layer in s.layers] == [False, False]),
+        ({"layers.0.rate": 1}, lambda s: type(s.layers[0].rate) is float),
+        ({"layers.0.limit": "7"}, lambda s: s.layers[0].limit == 7),
+        ({"layers.0.limit": "none"}, lambda s: s.layers[0].limit is None),
+        ({"layers.0.name": "12"}, lambda s: s.layers[0].name == "12"),
+        ({"layers": "1"}, lambda s: s.layers == STACK.layers[:1]),
+        ({"layers": 3, "layers.2.num_heads": 8}, lambda s: [layer.num_heads for layer in s.layers] == [4, 4, 8]),
+        ({"sizes": "[1, 2]"}, lambda s: s.sizes == (1, 2)),
+    ],
+)
+def test_overrides(changes, read):
+    assert read(override(STACK, changes, KINDS))
+    assert Stack(dim=16, layers=(Layer(), Layer(pattern=Local()))) == STACK
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dims": 3}, r"--set dims: 'dims' is not a field of Stack; did you mean 'dim'\?"),
+        ({"layers.0.head": 3}, "'head' is not a field of Layer; did you mean 'num_heads'"),
+        ({"layers.7.bias": True}, "'7' is no item of a list of 2; use 0 to 1"),
+        ({"layers.x.bias": True}, "'x' is no item"),
+        ({"dim.x": 3}, "'x' is looked for inside 16, which is a plain value"),
+        ({"dim": "wide"}, "dim: 'wide' is not a whole number"),
+        ({"dim": True}, "True is not a whole number"),
+        ({"dim": 1.5}, "1.5 is not a whole number"),
+        ({"layers.0.bias": 1}, "1 is not true or false"),
+        ({"layers.0.rate": "x"}, "'x' is not a number"),
+        ({"layers.0.norm": "both"}, "'both' is not one of 'pre', 'post'"),
+        ({"layers.0.pattern": "locl"}, r"'locl' is not a known pattern; did you mean 'local'\?"),
+        ({"layers.0.pattern": {"window": 3}}, "does not say which pattern it is; valid names are causal, local"),
+        ({"layers.0.pattern": {"kind": "local", "size": 3}}, "'size' is not a field of the pattern 'local'"),
+        ({"layers.1.pattern.window": 0}, r"layers\.1\.pattern\.window: window is 0; give 1 or more\."),
+        ({"layers": 0}, "0 is no length for this list"),
+        ({"sizes": "3.5"}, "'3.5' is not a list"),
+        ({"sizes": [1, "x"]}, r"sizes\.1: 'x' is not a whole number"),
+    ],
+)
+def test_wrong_overrides_name_place_and_remedy(changes, message):
+    with pytest.raises(KinformerError, match=message):
+        override(STACK, changes, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "config: Stack needs dim, which is missing"),
+        ({"dim": 1, "layer": []}, r"config: 'layer' is not a field of Stack; did you mean 'layers'\?"),
+        (
+            {"dim": 1, "layers": [{"pattern": {"kind": "local", "window": -1}}]},
+            r"config\.layers\.0\.pattern: window is -1",
+        ),
+        ([], "config: \\[\\] is not a table of settings"),
+    ],
+)
+def test_wrong_data_names_place_and_remedy(data, message):
+    with pytest.raises(KinformerError, match=message):
+        from_dict(Stack, data, KINDS)
+
+
+def test_a_place_is_named_once():
+    with pytest.raises(KinformerError) as caught:
+        override(STACK, {"layers.1.pattern.window": 0}, KINDS)
+    assert str(caught.value).count("layers.1.pattern.window") == 1
+
+
+def test_names_near_a_word():
+    assert nearest("causl", ["causal", "local"]) == "did you mean 'causal'?"
+    assert nearest("zzz", ["b", "a"]) == "valid names are a, b."
+    assert nearest("x", []) == "there are no valid names here."
+    assert choose("a", ["a", "b"], "here") == "a"
+    with pytest.raises(KinformerError, match="here: 'c' is unknown; valid names are a, b."):
+        choose("c", ["a", "b"], "here")
+    assert issubclass(KinformerError, ValueError)

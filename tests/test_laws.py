@@ -1,0 +1,184 @@
+"""The laws of the house, read off the syntax trees: sizes, who may import whom, what the text may not hold."""
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "kinformer"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
+
+PARTS = {"core", "kernels", "projections", "positions", "scores", "patterns", "features", "memory"}
+PROTOCOL = {"core", "data", "tasks", "training", "generation", "evaluation"}
+BELOW_FAMILY = PARTS | PROTOCOL | {"mixers", "blocks", "depth", "heads", "models", "interop", "testing"}
+MAY_IMPORT = {
+    "core": set(),
+    **dict.fromkeys(("kernels", "projections", "positions", "scores", "patterns", "features"), {"core"}),
+    **dict.fromkeys(("data", "testing", "blocks", "depth", "heads", "interop"), {"core"}),
+    "tasks": {"core", "data"},
+    "memory": {"core", "kernels"},
+    "mixers": PARTS,
+    "models": {"core", "blocks", "depth"},
+    **dict.fromkeys(("training", "generation", "evaluation"), PROTOCOL),
+    "family": BELOW_FAMILY,
+    "compare": BELOW_FAMILY | {"family"},
+    "cli": BELOW_FAMILY | {"family", "compare"},
+}
+"""Folder to the other folders of the package that it may import."""
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module_name(path: Path) -> str:
+    names = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[str]:
+    """Dotted names of all that a module imports, at any depth; a name taken from a module counts with it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> list[list[str]]:
+    """What a module imports from the package, as parts below it: [["core", "state", "fork"], ...]."""
+    package = ".".join(("kinformer", *path.relative_to(PACKAGE).parent.parts))
+    return [name.split(".")[1:] for name in imports_of(tree_of(path), package) if name.split(".")[0] == "kinformer"]
+
+
+def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    starred = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
+    return [each.arg for each in (*named, *starred) if each.arg not in ("self", "cls")]
+
+
+def test_imports_are_seen_at_any_depth_and_in_any_form():
+    source = """
+import kinformer.core.state as states
+from kinformer.kernels import softmax
+def late():
+    from ..mixers.linear import LinearAttention
+    from . import chunked
+"""
+    assert set(imports_of(ast.parse(source), "kinformer.models")) == {
+        "kinformer.core.state",
+        "kinformer.kernels.softmax",
+        "kinformer.mixers.linear.LinearAttention",
+        "kinformer.models.chunked",
+    }
+
+
+@each_module
+def test_file_is_short(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= FILE_LINES or path.name == "triton.py", f"{lines} lines; split it"
+
+
+@each_module
+def test_functions_are_short_and_take_few_parameters(path):
+    if path.name == "triton.py":
+        return
+    long, wide = {}, {}
+    for function in functions_of(tree_of(path)):
+        long[function.name] = (function.end_lineno or 0) - function.lineno + 1
+        wide[function.name] = len(parameters_of(function))
+    assert not {name: lines for name, lines in long.items() if lines > FUNCTION_LINES}
+    assert not {name: count for name, count in wide.items() if count > PARAMETERS}
+
+
+@each_module
+def test_import_law(path):
+    folder, *inner = path.relative_to(PACKAGE).with_suffix("").parts
+    if not inner:
+        assert all(parts[:1] != ["cli"] for parts in own_imports(path)), "nobody imports cli"
+        return
+    assert folder in MAY_IMPORT, f"{folder} has no line in the table of this test"
+    foreign = {parts[0] for parts in own_imports(path) if parts and parts[0] not in (folder, "__version__")}
+    assert foreign <= MAY_IMPORT[folder]
+
+
+@each_module
+def test_no_wildcard_imports(path):
+    assert not any(name.endswith(".*") for name in imports_of(tree_of(path), "kinformer"))
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "mixers").glob("*.py")), ids=lambda path: path.stem)
+def test_a_mixer_never_imports_another_mixer(path):
+    others = {parts[1] for parts in own_imports(path) if parts[0] == "mixers" and len(parts) > 1}
+    assert others <= {path.stem} or path.name == "__init__.py"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "kernels").glob("*/*.py")), ids=lambda path: "/".join(path.parts[-2:])
+)
+def test_reference_and_kernels_are_strangers(path):
+    operation = path.parent.name
+    siblings = {parts[2] for parts in own_imports(path) if parts[:2] == ["kernels", operation] and len(parts) > 2}
+    if path.stem == "reference":
+        assert not siblings & {"chunked", "triton"}
+    elif path.stem != "__init__":
+        assert "reference" not in siblings
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def requires(module: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        pytest.skip(f"{module} is not written yet")
+
+
+@pytest.mark.parametrize(
+    "code", ["import kinformer", "import kinformer; assert kinformer.members()", "import kinformer.cli.main"]
+)
+def test_no_torch_before_it_is_needed(code):
+    if "members" in code:
+        requires("kinformer.family.table")
+    if "cli" in code:
+        requires("kinformer.cli.main")
+    done = run_python(f"{code}\nimport sys\nprint('torch' in sys.modules)")
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+MACHINE_PATHS = tuple(f"/{folder}/" for folder in ("work", "home", "root"))
+
+
+def test_text_holds_no_paths_of_a_machine():
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = []
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if not path.is_file() or b"\0" in (data := path.read_bytes()):
+            continue
+        found += [f"{name}: {word}" for word in MACHINE_PATHS if word.encode() in data]
+    assert not found
