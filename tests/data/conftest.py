@@ -3,14 +3,9 @@
 import random
 
 import pytest
-from hypothesis import settings
 
 from kinformer.data import Split
 from kinformer.data.extents import Extent, Extents
-
-settings.register_profile("steady", deadline=None, derandomize=True)
-settings.load_profile("steady")
-
 
 @pytest.fixture
 def text_file(tmp_path):
