@@ -20,7 +20,7 @@ Kinds = Mapping[str, Mapping[str, type["Config"]]]
 
 
 class Config:
-    """Base of all configs. Subclasses are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are not fields."""
+    """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields."""
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
@@ -40,7 +40,7 @@ def field_types(config: type[Config]) -> dict[str, Any]:
 
 
 def to_dict(value: Any) -> Any:
-    """A config (or a tuple or plain value inside one) as JSON-ready data; every config of a slot carries its ``kind``."""
+    """A config (or a tuple or plain value inside one) as JSON-ready data; a config of a slot carries its ``kind``."""
     if isinstance(value, Config):
         data = {"kind": value.kind} if value.kind else {}
         return data | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}

@@ -1,6 +1,7 @@
 """Files that survive a crash: atomic writes, and tensors whose every byte is checked when they are read.
 
-Tensors are kept as safetensors, never as pickles. The sha256 of the tensors' names, shapes, types and bytes stands in the file's metadata.
+Tensors are kept as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
+file's metadata.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 DIGEST = "kinformer.sha256"
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, flush it to the disk and rename it into place.
 
     A crash at any moment leaves either the old file or the new one, whole. A full disk is one clear sentence.
@@ -52,7 +53,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """``data`` as indented JSON, atomically."""
-    write_atomic(path, lambda target: target.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8") and None)
+    text = json.dumps(data, indent=2) + "\n"
+    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
@@ -66,7 +68,7 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically and with their digest, which is returned."""
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; returns their digest, kept with them."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -20,8 +20,8 @@ from kinformer.core.errors import KinformerError
 class ReservedState:
     """A single-owner state for long generation: using it consumes it, ``fork`` copies it.
 
-    A subclass keeps its tensors in buffers that it writes in place. ``ticket`` is a host-side generation number shared by all
-    descendants of one reservation: :meth:`consume` raises when a later step has already written into the buffers.
+    A subclass keeps its tensors in buffers that it writes in place. ``ticket`` is a host-side generation number that all
+    descendants of one reservation share: :meth:`consume` raises when a later step has already written into the buffers.
     """
 
     def __init__(self, ticket: list[int]) -> None:
@@ -32,8 +32,8 @@ class ReservedState:
         """Raise unless this is the newest state of its reservation."""
         if self._generation != self._ticket[0]:
             raise KinformerError(
-                f"This reserved state was already used (it is generation {self._generation}, its buffers are at {self._ticket[0]}); "
-                "a reserved state has one owner: use the state that the last step returned, or fork() it before stepping twice."
+                f"This reserved state was already used (generation {self._generation}; its buffers are at "
+                f"{self._ticket[0]}); it has one owner: use the state that the last step returned, or fork() it first."
             )
 
     def consume(self) -> list[int]:
@@ -112,7 +112,7 @@ def join_rows(states: list[Any]) -> Any:
 
 
 def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
-    """The state on ``device``; floating leaves of width <= 32 bits as ``dtype`` when one is given."""
+    """The state on ``device``; floating leaves as ``dtype`` when one is given."""
 
     def move(leaf: Tensor) -> Tensor:
         return leaf.to(device=device, dtype=dtype if dtype and leaf.is_floating_point() else None)

@@ -32,16 +32,13 @@ def require(holds: bool, message: str) -> None:
         raise BrokenLawError(message)
 
 
-def agree(place: str, got: Tensor, want: Tensor, tolerance: float, scale: float | None = None) -> None:
-    """Two tensors of one shape agree within ``tolerance * scale``; NaN agrees with nothing.
-
-    ``scale`` is by default the largest entry of ``want``, at least 1.
-    """
+def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN agrees with nothing."""
     require(got.shape == want.shape, f"{place}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
     if got.numel() == 0:
         return
     left, right = got.detach().double(), want.detach().double()
-    limit = tolerance * (max(1.0, float(right.abs().max())) if scale is None else scale)
+    limit = tolerance * max(1.0, float(right.abs().max()))
     gap = (left - right).abs().nan_to_num(nan=torch.inf)
     worst = int(gap.argmax())
     if not bool((gap <= limit).all()):

@@ -107,10 +107,10 @@ def verify_mixer(
 ) -> Report:
     """Hold the mixer that ``make()`` builds against the whole contract.
 
-    ``dim`` is the width of its inputs. ``time`` tokens must cross its windows and segments more than once (a declared
-    ``retained`` lengthens it by itself). ``impls`` maps names to makers of the same mixer by other implementations;
-    one called ``"reference"`` is the oracle. ``skip`` maps the name of a check to the reason why the mixer lacks that
-    property.
+    ``dim`` is the width of its inputs. ``time`` tokens must cross its windows, its segments and the tiles of its
+    kernels more than once (a declared ``retained`` lengthens it by itself). ``impls`` maps names to makers of the same
+    mixer by other implementations; one called ``"reference"`` is the oracle. ``skip`` maps the name of a check to the
+    reason why the mixer lacks that property.
 
     Returns the report, or raises the :class:`ContractError` of the first failed check, followed by the names of others.
     """

@@ -1,0 +1,23 @@
+"""Formulas that PyTorch's ``FlopCounterMode`` lacks: it counts ``bmm`` and ``baddbmm``, but nothing for ``baddbmm_``.
+
+Importing this module registers them; kernels that multiply in place import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+Shape = tuple[int, int, int]
+
+
+def batched_product(total: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """total + left @ right for shapes [batch, m, k] and [batch, k, n]: 2 batch m k n."""
+    batch, rows, inner = left
+    return 2 * batch * rows * inner * right[2]
+
+
+if torch.ops.aten.baddbmm_ not in flop_registry:
+    register_flop_formula(torch.ops.aten.baddbmm_)(batched_product)
