@@ -68,7 +68,7 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; returns their digest, kept with them."""
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; returns their digest."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -20,8 +20,8 @@ from kinformer.core.errors import KinformerError
 class ReservedState:
     """A single-owner state for long generation: using it consumes it, ``fork`` copies it.
 
-    A subclass keeps its tensors in buffers that it writes in place. ``ticket`` is a host-side generation number that all
-    descendants of one reservation share: :meth:`consume` raises when a later step has already written into the buffers.
+    A subclass keeps its tensors in buffers that it writes in place. ``ticket`` is a host-side generation number that
+    all descendants of one reservation share: :meth:`consume` raises when a later step has already written into them.
     """
 
     def __init__(self, ticket: list[int]) -> None:

@@ -19,3 +19,12 @@ MEMBERS: dict[str, Member] = {
 def member(name: str) -> Member:
     """The record called ``name``; an unknown name is an error that lists the nearest."""
     return MEMBERS[choose(name, MEMBERS, "member")]
+
+
+def markdown() -> str:
+    """The family as the table that README shows; a test keeps the two equal."""
+    rows = [
+        f"| `{one.name}` | {one.title} | {one.paper} | {', '.join(one.axes) or 'none'} | {one.growth} |"
+        for one in MEMBERS.values()
+    ]
+    return "\n".join(["| member | title | paper | changes | state growth |", "| --- | --- | --- | --- | --- |", *rows])
