@@ -1,8 +1,8 @@
 """The delta rule: a fast weight memory that corrects what it has stored under a key.
 
-Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25; block by block
-as in Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
-With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, head_dim]:
+Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25; block
+by block as in Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over
+Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, head_dim]:
 
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
 """
@@ -28,7 +28,7 @@ def delta_rule(
     reset: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Absorb a chunk of any length; returns the outputs [batch, heads, time, head_dim], in v's dtype, and the new state.
+    """Absorb a chunk of any length; returns outputs [batch, heads, time, head_dim] in v's dtype and the new state.
 
     q, k: [batch, heads, time, features], already feature-mapped. The rule is stable for beta in (0, 1) when every
     key sums to 1 (non-negative features) or has length 1; neither is enforced, and nothing is scaled.
@@ -65,8 +65,8 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, rese
         )
     if state.shape != (batch, heads, features, v.shape[3]):
         raise KinformerError(
-            f"delta_rule: state {tuple(state.shape)} does not fit the inputs; expected {(batch, heads, features, v.shape[3])}: "
-            "begin with zeros of this shape."
+            f"delta_rule: state {tuple(state.shape)} does not fit the inputs; expected "
+            f"{(batch, heads, features, v.shape[3])}: begin with zeros of this shape."
         )
     if reset is not None and reset.shape != (batch, time):
         raise KinformerError(

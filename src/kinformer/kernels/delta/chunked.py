@@ -22,34 +22,37 @@ from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
 from kinformer.kernels.delta.inverse import unit_lower_inverse
-from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, tiles
+from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, operand_dtype, product_dtype, tiles
 
 
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    cast = operand_dtype(q)
+    if cast is not None:
+        with no_autocast(q.device):
+            out, state = chunked(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), state, reset)
+            return out.to(v.dtype), state
     if q.shape[2] == 1:
         return _step(q, k, v, beta, state, reset)
     dtype = product_dtype(q, k, v)
-    accumulator = accumulator_dtype(q, k, v, beta)
-    with no_autocast(q.device):
-        out, state = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1), state.to(accumulator), reset)
-        return out.to(v.dtype), state
+    accumulator = accumulator_dtype(q, k, v)
+    operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1)
+    out, state = _Chunked.apply(*operands, state.to(accumulator), reset)
+    return out.to(v.dtype), state
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token, in the dtype of the state."""
     dtype = v.dtype
     if any(x.dtype != w.dtype for x in (q, k, v, beta)):
-        accumulator = accumulator_dtype(q, k, v, beta)
+        accumulator = accumulator_dtype(q, k, v)
         q, k, v, beta, w = (x.to(accumulator) for x in (q, k, v, beta, w))
     if reset is not None:
         w = w.masked_fill(reset[:, :, None, None], 0)
-    key = k.mT
-    stored = (key * w).sum(2, keepdim=True)
-    w = torch.addcmul(w, key, (v - stored) * beta[..., None])
-    return (q.mT * w).sum(2, keepdim=True).to(dtype), w
+    w = torch.addcmul(w, k.mT, (v - k @ w) * beta.unsqueeze(-1))
+    return (q @ w).to(dtype), w
 
 
 class _Chunked(torch.autograd.Function):
@@ -143,10 +146,11 @@ def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[
     return torch.stack(states, 1).flatten(0, 1), W
 
 
-def _read_back(
-    blocks: Blocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place; returns dW after each block and the first."""
+def _read_back(blocks: Blocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place.
+
+    Returns dW after each block and dW before the first.
+    """
     dW = grad_w.flatten(0, 1)
     states = []
     parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))

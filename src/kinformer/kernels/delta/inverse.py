@@ -15,8 +15,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. Faster than a batched triangular solve, and unlike
     a product of powers free of cancellation when many keys are alike.
     """
-    count, size, _ = lower.shape
-    tiles = size // TILE
+    size = lower.shape[-1]
     inverse = torch.zeros_like(lower)
     _diagonal_tiles(inverse).copy_(_substitute(_diagonal_tiles(lower).permute(1, 2, 0, 3)).permute(2, 0, 1, 3))
     half = TILE

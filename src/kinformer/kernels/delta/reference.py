@@ -12,7 +12,7 @@ def recurrence(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
-    dtype = accumulator_dtype(q, k, v, beta)
+    dtype = accumulator_dtype(q, k, v)
     w = state.to(dtype)
     outputs = []
     for t in range(q.shape[2]):

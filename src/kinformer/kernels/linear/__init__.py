@@ -39,7 +39,7 @@ def linear_attention(
     reset: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, LinearState]:
-    """Absorb a chunk of any length; returns the outputs [batch, heads, time, head_dim], in v's dtype, and the new state.
+    """Absorb a chunk of any length; returns outputs [batch, heads, time, head_dim] in v's dtype and the new state.
 
     q, k: [batch, heads, time, features], already feature-mapped, k zero at invalid tokens.
     v: [batch, heads, time, head_dim].
@@ -71,8 +71,9 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, state: LinearState, reset: Tensor
     batch, heads, time, features = q.shape
     if state.s.shape != (batch, heads, features, v.shape[3]) or state.z.shape != (batch, heads, features):
         raise KinformerError(
-            f"linear_attention: state s {tuple(state.s.shape)}, z {tuple(state.z.shape)} does not fit the inputs; expected "
-            f"{(batch, heads, features, v.shape[3])} and {(batch, heads, features)}: begin with zeros of these shapes."
+            f"linear_attention: state s {tuple(state.s.shape)}, z {tuple(state.z.shape)} does not fit the inputs; "
+            f"expected {(batch, heads, features, v.shape[3])} and {(batch, heads, features)}: begin with zeros of "
+            "these shapes."
         )
     if reset is not None and reset.shape != (batch, time):
         raise KinformerError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import kinformer.core.flops  # noqa: F401 (products in place are counted)
 from kinformer.core.autocast import autocast_dtype
 
 SIZES = (8, 16, 32, 64)
@@ -26,16 +27,18 @@ def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of the big products: autocast's where it is on, bfloat16 for bfloat16 inputs, else the accumulators'.
+    """The dtype of the big products: bfloat16 for bfloat16 inputs, else that of the accumulators.
 
     float16 products are left out on purpose: a state summed over a long past overflows them.
     """
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None or tensors[0].dtype == torch.float64:
-        dtype = tensors[0].dtype
-        for tensor in tensors[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.float32 if dtype == torch.float16 else dtype
+    if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return torch.bfloat16
+    return accumulator_dtype(*tensors)
+
+
+def operand_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast, where it is on, gives to operands like ``x``; None where they stay as they are."""
+    return None if x.dtype == torch.float64 else autocast_dtype(x.device)
 
 
 def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
@@ -98,7 +101,7 @@ class Blocks:
         return x.view(self.rows, self.count, *x.shape[1:])
 
     def hide_(self, scores: Tensor, diagonal: int = 0) -> Tensor:
-        """Zero, in place, the scores [rows * count, size, size] of tokens after the row's own, or of another sequence."""
+        """Zero, in place, scores [rows * count, size, size] of tokens after the row's own, or of another sequence."""
         scores.tril_(diagonal)
         if self.same is not None:
             scores.view(self.batch, self.heads, self.count, self.size, self.size).mul_(self.same)

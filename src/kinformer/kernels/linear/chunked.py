@@ -22,22 +22,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
-from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, product_dtype, scan, tiles
+from kinformer.kernels.linear.blocks import (
+    Blocks,
+    accumulator_dtype,
+    cut,
+    gate,
+    operand_dtype,
+    product_dtype,
+    scan,
+    tiles,
+)
 
 
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    cast = operand_dtype(q)
+    if cast is not None:
+        with no_autocast(q.device):
+            out, s, z = chunked(q.to(cast), k.to(cast), v.to(cast), s, z, eps, reset)
+            return out.to(v.dtype), s, z
     if q.shape[2] == 1:
         return _step(q, k, v, s, z, eps, reset)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v)
-    with no_autocast(q.device):
-        out, s, z = _Chunked.apply(
-            q.to(dtype), k.to(dtype), v.to(dtype), s.to(accumulator), z.to(accumulator), eps, reset
-        )
-        return out.to(v.dtype), s, z
+    out, s, z = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), s.to(accumulator), z.to(accumulator), eps, reset)
+    return out.to(v.dtype), s, z
 
 
 def _step(
@@ -52,10 +63,10 @@ def _step(
         fresh = reset[:, :, None]
         s, z = s.masked_fill(fresh[..., None], 0), z.masked_fill(fresh, 0)
     s = torch.addcmul(s, k.mT, v)
-    z = z + k[:, :, 0]
-    out = (q.mT * s).sum(2, keepdim=True)
+    z = z + k.squeeze(2)
+    out = q @ s
     if eps is not None:
-        out = out / ((q[:, :, 0] * z).sum(-1) + eps)[..., None, None]
+        out = out / (q @ z.unsqueeze(-1) + eps)
     return out.to(dtype), s, z
 
 
@@ -67,12 +78,13 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
-        begun = []
+        begun: list[Tensor] = []
         for batch, time in tiles(q, v):
             at = batch, slice(None), time
-            begun += last_s[batch].clone(), last_z[batch].clone()
+            before = last_s[batch].clone(), last_z[batch].clone()
             flags = None if reset is None else reset[batch, time]
-            out[at], last_s[batch], last_z[batch] = _absorb(q[at], k[at], v[at], *begun[-2:], eps, flags)
+            out[at], last_s[batch], last_z[batch] = _absorb(q[at], k[at], v[at], *before, eps, flags)
+            begun.extend(before)
         ctx.eps = eps
         ctx.save_for_backward(q, k, v, reset, *begun)
         return out, last_s, last_z

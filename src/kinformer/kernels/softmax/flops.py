@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+import kinformer.core.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.softmax import chunked
 from kinformer.kernels.softmax.tiles import Layout
 

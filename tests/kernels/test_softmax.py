@@ -1,0 +1,322 @@
+"""Exact softmax attention: every implementation against the dense reference, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.kernels.softmax import (
+    Dropout,
+    Span,
+    choose_impl,
+    chunked,
+    dropout_mask,
+    softmax_attention,
+    softmax_attention_lse,
+)
+
+SPANS = [
+    Span(),
+    Span(behind=0),
+    Span(behind=2),
+    Span(behind=9),
+    Span(ahead=None),
+    Span(behind=4, ahead=3),
+    Span(behind=0, ahead=None),
+    Span(ahead=-1),
+    Span(behind=-1, ahead=2),
+]
+REACHES = ("none", "ragged", "reset")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles small enough for short sequences to be cut into many."""
+    monkeypatch.setattr(chunked, "_ROWS", 8)
+    monkeypatch.setattr(chunked, "_FEWEST_ROWS", 4)
+    monkeypatch.setattr(chunked, "_PAIRS", 200)
+
+
+def operands(seed, batch, q_heads, kv_heads, time, past, dim, width, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((q_heads, time, dim), (kv_heads, past + time, dim), (kv_heads, past + time, width))
+    return [torch.randn(batch, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def reach_of(kind: str, batch: int, time: int, past: int) -> Tensor | None:
+    """None; rows whose past begins at unlike slots; or new sequences in mid-chunk, at unlike places per row."""
+    row, query = torch.arange(batch)[:, None], torch.arange(time)[None]
+    if kind == "none":
+        return None
+    if kind == "ragged":
+        return query + (past * (row + 1)) // (batch + 1)
+    start = (time * (row + 1)) // (batch + 1)
+    return torch.where(query < start, query + past, query - start)
+
+
+def outcome(impl, qkv, with_lse=True, **options):
+    """Output, lse and the gradients of q, k, v for a loss that weights every number of both differently."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in qkv)
+    if with_lse:
+        out, lse = softmax_attention_lse(q, k, v, impl=impl, **options)
+        results = [out, lse.where(lse.isfinite(), 0)]
+    else:
+        results = [softmax_attention(q, k, v, impl=impl, **options)]
+    loss = sum(
+        (x.double() * torch.linspace(-1, 2, x.numel(), dtype=torch.float64).view(x.shape)).sum() for x in results
+    )
+    return *(x.detach() for x in results), *torch.autograd.grad(loss, (q, k, v))
+
+
+def assert_alike(found, expected, tolerance):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def cases(draw):
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 3), (3, 2)]))
+    time = draw(st.integers(1, 40))
+    past = draw(st.sampled_from([0, 1, 7, 30]))
+    batch = draw(st.integers(1, 3))
+    dim, width = draw(st.sampled_from([(4, 4), (3, 5)]))
+    qkv = operands(draw(st.integers(0, 99)), batch, kv_heads * group, kv_heads, time, past, dim, width)
+    options = {
+        "span": draw(st.sampled_from(SPANS)),
+        "scale": draw(st.sampled_from([0.3, 1.0])),
+        "reach": reach_of(draw(st.sampled_from(REACHES)), batch, time, past),
+    }
+    return qkv, options
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(), st.sampled_from([None, Dropout(0.4, 7)]))
+def test_chunked_is_the_reference(case, dropout):
+    qkv, options = case
+    expected = outcome("reference", qkv, dropout=dropout, **options)
+    assert_alike(outcome("chunked", qkv, dropout=dropout, **options), expected, 1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases())
+def test_sdpa_and_the_plain_call_are_the_reference(case):
+    qkv, options = case
+    expected = outcome("reference", qkv, with_lse=False, **options)
+    for impl in ("sdpa", "chunked", "auto"):
+        assert_alike(outcome(impl, qkv, with_lse=False, **options), expected, 1e-9)
+
+
+@pytest.mark.parametrize("span", SPANS[:4], ids=str)
+@pytest.mark.parametrize("impl", ["reference", "chunked", "sdpa"])
+def test_every_cut_gives_one_result(span, impl):
+    time, options = 37, {"span": span, "scale": 0.5, "impl": impl}
+    q, k, v = (x.requires_grad_() for x in operands(1, 2, 4, 2, time, 0, 4, 4))
+    reach = reach_of("reset", 2, time, 0)
+    weights = torch.randn(2, 4, time, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def cut(edges):
+        parts = [
+            softmax_attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], reach=reach[:, a:b], **options)
+            for a, b in zip(edges, edges[1:])
+        ]
+        out = torch.cat(parts, 2)
+        return out, torch.autograd.grad((out * weights).sum(), (q, k, v))
+
+    whole, grads = cut([0, time])
+    for edges in (list(range(time + 1)), [0, 1, 12, 13, 30, time]):
+        out, cut_grads = cut(edges)
+        torch.testing.assert_close(out, whole, rtol=0, atol=1e-9)
+        assert_alike(cut_grads, grads, 1e-7)
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(0.5, 3)])
+@pytest.mark.parametrize("span", [Span(), Span(behind=3, ahead=1)], ids=str)
+def test_gradcheck(span, dropout):
+    qkv = [x.requires_grad_() for x in operands(3, 1, 2, 1, 10, 3, 2, 3)]
+
+    def attend(q, k, v):
+        return softmax_attention_lse(q, k, v, span=span, scale=0.7, dropout=dropout, impl="chunked")
+
+    assert torch.autograd.gradcheck(attend, qkv)
+
+
+def test_disjoint_slots_merge_by_their_lse():
+    q, k, v = operands(4, 2, 3, 3, 20, 5, 4, 4)
+    near = softmax_attention_lse(q, k, v, span=Span(behind=6), scale=0.5)
+    far = softmax_attention_lse(q, k, v, span=Span(ahead=-7), scale=0.5)
+    weights = torch.softmax(torch.stack([near[1], far[1]]), 0)[..., None]
+    merged = weights[0] * near[0] + weights[1] * far[0]
+    torch.testing.assert_close(merged, softmax_attention(q, k, v, span=Span(), scale=0.5), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "sdpa"])
+@pytest.mark.parametrize("time", [1, 12])
+def test_a_query_that_sees_nothing_gives_zero_and_takes_no_gradient(impl, time):
+    qkv = operands(5, 2, 2, 2, time, 0, 4, 4)
+    reach = torch.zeros(2, time, dtype=torch.int64)
+    out, dq, dk, dv = outcome(impl, qkv, with_lse=False, span=Span(ahead=-1), scale=0.5, reach=reach)
+    for x in (out, dq, dk, dv):
+        assert torch.equal(x, torch.zeros_like(x))
+    if impl != "sdpa":
+        lse = softmax_attention_lse(*qkv, span=Span(ahead=-1), scale=0.5, reach=reach, impl=impl)[1]
+        assert bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("impl", ["chunked", "sdpa"])
+def test_bfloat16_is_near_float64(impl):
+    qkv = operands(6, 2, 4, 2, 40, 9, 16, 16, torch.bfloat16)
+    options = {"span": Span(behind=20), "scale": 0.25}
+    expected = outcome("reference", [x.double() for x in qkv], with_lse=False, **options)
+    found = outcome(impl, qkv, with_lse=False, **options)
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    for x, y in zip(found, expected):
+        assert float((x.double() - y).norm() / y.norm()) < 0.02
+
+
+def test_autocast_brings_all_to_its_dtype():
+    q, k, v = operands(7, 1, 2, 2, 9, 0, 8, 8, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = softmax_attention_lse(q, k.bfloat16(), v, span=Span(), scale=0.3)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    torch.testing.assert_close(out.float(), softmax_attention(q, k, v, span=Span(), scale=0.3), rtol=0.05, atol=0.05)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = operands(8, 1, 2, 2, 30, 0, 4, 4, torch.float32)
+    expected = outcome("reference", [q.double() * 1e3, k.double(), v.double()], span=Span(), scale=1.0)
+    for x, y in zip(outcome("chunked", [q * 1e3, k, v], span=Span(), scale=1.0), expected):
+        torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-3 * float(y.abs().max()))
+
+
+def test_a_slice_of_a_buffer_and_transposed_operands_are_read_where_they_are():
+    q, k, v = operands(9, 2, 4, 2, 6, 11, 4, 4)
+    buffers = [torch.full((2, 2, 30, 4), math.nan, dtype=torch.float64) for _ in range(2)]
+    for buffer, x in zip(buffers, (k, v)):
+        buffer[:, :, :17] = x
+    slices = [buffer[:, :, :17] for buffer in buffers]
+    outside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    expected = softmax_attention(q, k, v, span=Span(), scale=0.5, impl="reference")
+    for impl in ("chunked", "sdpa"):
+        for operand in ([q, *slices], outside):
+            found = softmax_attention(*operand, span=Span(), scale=0.5, impl=impl)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_dropout_repeats_its_seed_and_no_other():
+    qkv = operands(10, 2, 2, 1, 25, 3, 4, 4)
+    first, again, other = (
+        softmax_attention(*qkv, span=Span(), scale=0.5, dropout=Dropout(0.3, seed)) for seed in (1, 1, 2**40 + 1)
+    )
+    assert torch.equal(first, again) and not torch.allclose(first, other)
+
+
+def test_dropout_keeps_its_share_without_pattern():
+    mask = dropout_mask(Dropout(0.3, 11), 2, 4, 128, 128, torch.device("cpu")).double()
+    noise = 0.46 / math.sqrt(128)
+    assert abs(float(mask.mean()) - 0.7) < 4 * 0.46 / math.sqrt(mask.numel())
+    for axes in ((0, 1, 2), (0, 1, 3)):
+        assert float((mask.mean(axes) - 0.7).abs().max()) < 5 * noise / math.sqrt(8)
+    rest = mask - 0.7
+    for shift in ((0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 1, 1)):
+        moved = rest.roll(shift, (0, 1, 2, 3))
+        assert abs(float((rest * moved).mean())) < 5 * 0.21 / math.sqrt(mask.numel())
+    corners = rest[..., :-1, :-1] * rest[..., 1:, :-1] * rest[..., :-1, 1:] * rest[..., 1:, 1:]
+    assert abs(float(corners.mean())) < 5 * 0.21**2 / math.sqrt(mask.numel())
+
+
+def test_dropout_is_unbiased_over_seeds():
+    qkv = operands(11, 1, 2, 2, 16, 0, 4, 4)
+    expected = softmax_attention(*qkv, span=Span(), scale=0.5)
+    samples = torch.stack(
+        [softmax_attention(*qkv, span=Span(), scale=0.5, dropout=Dropout(0.4, seed)) for seed in range(200)]
+    )
+    error = (samples.mean(0) - expected) / (samples.std(0) / math.sqrt(200) + 1e-12)
+    assert float(error.abs().max()) < 5
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked", "sdpa", "reference"])
+def test_compiles_into_one_graph(impl):
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in operands(12, 2, 4, 2, 20, 5, 4, 4))
+    reach = reach_of("ragged", 2, 20, 5)
+    dropout = Dropout(0.2, 5) if impl != "sdpa" else None
+
+    def attend(q, k, v):
+        return softmax_attention(q, k, v, span=Span(behind=6), scale=0.5, reach=reach, dropout=dropout, impl=impl)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    expected, found = attend(q, k, v), compiled(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert_alike(
+        torch.autograd.grad(found.square().sum(), (q, k, v)),
+        torch.autograd.grad(expected.square().sum(), (q, k, v)),
+        1e-9,
+    )
+
+
+def test_the_kernel_describes_itself_to_torch():
+    q, k, v = (x.requires_grad_() for x in operands(13, 1, 2, 1, 9, 2, 3, 3))
+    torch.library.opcheck(chunked._forward, (q, k, v, reach_of("ragged", 1, 9, 2), [4, 0], 0.5, 0.0, 0))
+
+
+def test_memory_is_linear_in_time():
+    """What the backward keeps is inputs, outputs and one number per query, never a pair of tokens."""
+    time, kept = 256, []
+    q, k, v = (x.requires_grad_() for x in operands(14, 1, 2, 2, time, 0, 8, 8))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        softmax_attention(q, k, v, span=Span(), scale=0.5, impl="chunked")
+    assert 0 < sum(kept) <= 2 * time * (4 * 8 + 1)
+
+
+@pytest.mark.parametrize("span", [Span(), Span(behind=15), Span(behind=12, ahead=6)], ids=str)
+def test_work_follows_the_attended_pairs(span):
+    q, k, _ = operands(15, 1, 1, 1, 512, 0, 1, 1)
+    layout = chunked.Layout.of(q, k, span.limits(512, 0), None)
+    tiles = layout.tiles(chunked._rows_per_tile(layout), chunked._PAIRS)
+    computed = sum(math.prod(tile.shape) for tile in tiles)
+    distance = torch.arange(512)[:, None] - torch.arange(512)
+    behind, ahead = span.limits(512, 0)
+    attended = int(((distance <= behind) & (distance >= -ahead)).sum())
+    assert attended <= computed <= 1.6 * attended
+
+
+def test_auto_says_what_it_takes():
+    q, k, v = operands(16, 1, 2, 2, 8, 0, 4, 4)
+    name = choose_impl(q, k, Span(), None, Dropout(0.1, 1))
+    assert name == "chunked"
+    found = softmax_attention(q, k, v, span=Span(), scale=0.5)
+    taken = softmax_attention(q, k, v, span=Span(), scale=0.5, impl=choose_impl(q, k, Span(), None, None))
+    assert torch.equal(found, taken)
+
+
+def test_errors_name_the_value_and_the_remedy():
+    q, k, v = operands(17, 1, 4, 2, 6, 0, 4, 4)
+    call = {"span": Span(), "scale": 0.5}
+    with pytest.raises(KinformerError, match="'flash'.*reference, chunked, sdpa"):
+        softmax_attention(q, k, v, impl="flash", **call)
+    with pytest.raises(KinformerError, match=r"dropout p=0\.1 with impl='sdpa'"):
+        softmax_attention(q, k, v, dropout=Dropout(0.1, 0), impl="sdpa", **call)
+    with pytest.raises(KinformerError, match="with lse: impl is 'sdpa'"):
+        softmax_attention_lse(q, k, v, impl="sdpa", **call)
+    with pytest.raises(KinformerError, match="4 query heads over 3"):
+        softmax_attention(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], **call)
+    with pytest.raises(KinformerError, match="hold the past"):
+        softmax_attention(q, k[:, :, :5], v[:, :, :5], **call)
+    with pytest.raises(KinformerError, match=r"reach is torch.float64 \[1, 6\]"):
+        softmax_attention(q, k, v, reach=torch.zeros(1, 6, dtype=torch.float64), **call)
+    with pytest.raises(KinformerError, match="dtypes"):
+        softmax_attention(q, k.float(), v.float(), **call)
+    with pytest.raises(KinformerError, match="scale is 0"):
+        softmax_attention(q, k, v, span=Span(), scale=0.0)
+    with pytest.raises(KinformerError, match=r"dropout p is 1\.0"):
+        softmax_attention(q, k, v, dropout=Dropout(1.0, 0), **call)
+    with pytest.raises(KinformerError, match="behind=-3 and ahead=2"):
+        Span(behind=-3, ahead=2)
+    with pytest.raises(KinformerError, match="behind is 1.5"):
+        Span(behind=1.5)
