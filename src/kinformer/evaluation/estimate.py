@@ -20,8 +20,7 @@ from kinformer.evaluation.estimate_length import at_length, through
 from kinformer.evaluation.estimate_parts import Costs, measure, measure_state
 
 Precision = Literal["fp32", "bf16-mixed"]
-OPTIMIZER_BYTES = {"adamw": 8, "momentum": 4, "sgd": 0}
-"""Optimiser state per parameter, float32."""
+OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def estimate(
 
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
-    choose(optimizer, OPTIMIZER_BYTES, "optimizer")
+    choose(optimizer, OPTIMIZERS, "optimizer")
     with torch.device("meta"):
         model = config.build()
     _check(model, length, batch)
@@ -71,7 +70,7 @@ def estimate(
         "train": {
             "weights": 4 * parameters,
             "gradients": 4 * parameters,
-            "optimizer": OPTIMIZER_BYTES[optimizer] * parameters,
+            "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
         },
         "inference_fp32": {"weights": 4 * parameters, "state": _state(config, model, batch, length, torch.float32)},
@@ -89,6 +88,24 @@ def estimate(
         memory=memory,
         parts=rows,
     )
+
+
+def optimizer_bytes(model: Any, optimizer: str) -> int:
+    """Bytes of an optimiser's float32 state: two numbers a parameter for AdamW, one for SGD with momentum.
+
+    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        matrix = parameter.dim() >= 2
+        if optimizer == "adafactor" and matrix:
+            numbers = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and name.startswith("layers."))):
+            numbers = 2 * parameter.numel()
+        else:
+            numbers = parameter.numel()
+        total += 4 * numbers
+    return total
 
 
 def _check(model: Any, length: int, batch: int) -> None:
@@ -115,8 +132,9 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     if precision == "fp32":
         return costs
     step = 64
-    samples = [measure(single, 1, n, autocast=True) for n in (step, 2 * step, 3 * step)]
-    fixed, row = through(samples, step, step, 0), through(samples, step, step, length)
+    start = step * (1 + _horizon(model) // step)
+    samples = [measure(single, 1, start + i * step, autocast=True) for i in range(3)]
+    fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
     for key in row:
         if key[0] == "saved":
             costs[key] = fixed[key] + batch * (row[key] - fixed[key])

@@ -14,7 +14,7 @@ STEP = 512
 
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
-    """``measure(length)``, continued from three shorter lengths beyond ``horizon`` (the widest window) if it is long."""
+    """``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window."""
     start = length % STEP + STEP * max(2, -(-horizon // STEP))
     if length <= max(DIRECT, start + 2 * STEP):
         return measure(length)
@@ -22,7 +22,7 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
-    """The value at ``length`` of the parabola through three samples at ``start``, ``start + step``, ``start + 2 step``."""
+    """The value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
     away = Fraction(length - start, step)
     costs = {}
     for key in samples[0].keys() | samples[1].keys() | samples[2].keys():

@@ -3,6 +3,8 @@
 FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
 bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
 its layers; what lies between them is the part ``model`` or ``layers.N``, and the cross-entropy is the part ``loss``.
+
+Attention by ``impl="sdpa"`` is an exception: the meta device takes it apart, so that its scores count as kept.
 """
 
 from __future__ import annotations
@@ -75,9 +77,12 @@ class _Ledger:
         nodes: list[Node | None] = [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
         while nodes:
             node = nodes.pop()
-            if node is None or "part" in node.metadata:
+            if node is None:
                 continue
-            node.metadata["part"] = part = self._stack[-1]
+            notes: dict[str, str] = node.metadata  # type: ignore[assignment]
+            if "part" in notes:
+                continue
+            notes["part"] = part = self._stack[-1]
             node.register_prehook(lambda grads, part=part: self._turn(part))
             nodes += [following for following, _ in node.next_functions]
 

@@ -1,0 +1,8 @@
+"""``python -m kinformer``: the command line."""
+
+import sys
+
+from kinformer.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

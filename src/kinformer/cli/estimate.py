@@ -1,0 +1,118 @@
+"""``kinformer estimate MEMBER``: what a model costs, before anything is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.cli.options import Changes, Common, Count, Member
+from kinformer.cli.output import print_json, print_table, size
+from kinformer.cli.parsing import overrides
+
+if TYPE_CHECKING:
+    from kinformer.evaluation.estimate import Estimate
+    from kinformer.evaluation.estimate_rules import Rules
+
+RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "sgd": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Common):
+    """Parameters, FLOPs, training and inference memory of a member, by part and in all, before anything is run."""
+
+    member: Member
+    """A member of the family (see: kinformer list)."""
+    recipe: str = "small"
+    """Which of the member's recipes (see: kinformer show MEMBER)."""
+    vocab_size: Count = None
+    """Size of the vocabulary; the recipe's own if not given."""
+    set: Changes = ()
+    """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""
+    length: int = 1024
+    """Tokens of a row."""
+    batch: int = 1
+    """Rows."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    """Whose state is counted; sgd has momentum."""
+    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """Precision of the activations in training, and of the weights in inference."""
+
+
+def run(options: Options) -> int:
+    """Print the estimate; returns the exit status."""
+    from kinformer.evaluation.estimate import estimate
+    from kinformer.evaluation.estimate_rules import rules_of_thumb
+    from kinformer.family.build import configure
+
+    config = configure(options.member, options.recipe, options.vocab_size, overrides(options.set))
+    result = estimate(
+        config,
+        length=options.length,
+        batch=options.batch,
+        optimizer=options.optimizer,
+        precision=options.precision,
+    )
+    rules = rules_of_thumb(
+        config,
+        length=options.length,
+        batch=options.batch,
+        optimizer_bytes=RULE_BYTES[options.optimizer],
+        precision=options.precision,
+    )
+    if options.json:
+        print_json(asdict(result) | {"rules_of_thumb": asdict(rules) if rules else None})
+    else:
+        _show(options, result, rules)
+    return 0
+
+
+def _show(options: Options, result: Estimate, rules: Rules | None) -> None:
+    rows = f"{options.batch} row{'s' if options.batch > 1 else ''} of {options.length} tokens"
+    print(f"{options.member} ({options.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
+    _print_parts(result)
+    print(_memory(result))
+    if rules:
+        print(
+            f"rules of thumb: {rules.parameters:,} parameters (V E + 12 L E^2), {_flops(rules.flops_step)} a step "
+            f"(6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) numbers; "
+            f"T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
+        )
+
+
+def _print_parts(result: Estimate) -> None:
+    rows = [
+        (
+            row.part,
+            f"{row.parameters:,}",
+            _flops(row.flops_forward),
+            _flops(row.flops_forward + row.flops_backward),
+            size(row.activation_bytes),
+        )
+        for row in result.parts
+    ]
+    activations = size(result.memory["train"]["activations"])
+    rows.append(
+        ("total", f"{result.parameters:,}", _flops(result.flops_forward), _flops(result.flops_step), activations)
+    )
+    print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numbers=(1, 2, 3, 4))
+
+
+def _memory(result: Estimate) -> str:
+    lines = []
+    for name, title in (
+        ("train", "training"),
+        ("inference_fp32", "inference in float32"),
+        ("inference_bf16", "inference in bfloat16"),
+    ):
+        amounts = result.memory[name]
+        terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
+        lines.append(f"{title}: {size(sum(amounts.values()))} = {terms}")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _flops(number: float) -> str:
+    for unit in ("", "K", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g} {unit}".rstrip()
+        number /= 1000
+    return f"{number:.3g} P"

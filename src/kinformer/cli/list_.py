@@ -1,0 +1,36 @@
+"""``kinformer list``: the family as a table or as JSON, without importing PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kinformer.cli.options import Common
+from kinformer.cli.output import print_json, print_table
+from kinformer.family.record import Member
+from kinformer.family.table import MEMBERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Common):
+    """Which form the list takes."""
+
+
+def run(options: Options) -> int:
+    """Print the family."""
+    members = list(MEMBERS.values())
+    if options.json:
+        print_json([facts(member) for member in members])
+        return 0
+    rows = [
+        (member.name, member.title, member.year, ", ".join(member.axes) or "-", member.growth, " ".join(member.recipes))
+        for member in members
+    ]
+    print_table(("member", "title", "year", "changes", "state", "recipes"), rows)
+    return 0
+
+
+def facts(member: Member) -> dict[str, Any]:
+    """A member's record as JSON-ready data."""
+    names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
+    return {name: getattr(member, name) for name in names} | {"recipes": list(member.recipes)}

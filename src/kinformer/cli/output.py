@@ -1,0 +1,51 @@
+"""How commands print: JSON, tables (framed on a terminal, plain in a pipe), sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def print_json(data: Any) -> None:
+    """``data`` as indented JSON on standard output."""
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> None:
+    """A table on standard output; the columns in ``numbers`` are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_framed(headers, cells, numbers)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for row in [list(headers), *cells]:
+        aligned = (
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(aligned).rstrip())
+
+
+def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index in numbers else "left", overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def size(count: float) -> str:
+    """``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

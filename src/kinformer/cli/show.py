@@ -1,0 +1,138 @@
+"""``kinformer show MEMBER``: its record, config, parameters, state size and attention pattern."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kinformer.cli.list_ import facts
+from kinformer.cli.options import Changes, Common, Count, Member, require
+from kinformer.cli.output import print_json, print_table, size
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+LENGTHS = (1, 128, 1024, 8192, 65536)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Common):
+    """Tell all about one member without computing anything."""
+
+    member: Member
+    """The member's name, as in kinformer list."""
+    recipe: str = "small"
+    """Which of its recipes."""
+    set: Changes = ()
+    """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
+    vocab_size: Count = None
+    """Tokens of the vocabulary; the recipe's own if not given."""
+
+
+def run(options: Options) -> int:
+    """Print the member."""
+    from kinformer.cli.parsing import overrides
+    from kinformer.family.table import member
+
+    record = member(options.member)
+    changes = overrides(options.set)
+    require("--vocab-size", options.vocab_size, 1)
+    import torch
+
+    from kinformer.core.config import to_dict
+    from kinformer.evaluation.picture import pictures
+    from kinformer.family.build import configure
+
+    config = configure(options.member, options.recipe, options.vocab_size, changes)
+    with torch.device("meta"):
+        model = config.build()
+    told = facts(record) | {
+        "recipe": options.recipe,
+        "config": to_dict(config),
+        "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
+        "max_length": model.max_length,
+        "state_bytes": {str(length): _state_bytes(model, length) for length in _lengths(model)},
+        "patterns": pictures(model),
+    }
+    if options.json:
+        print_json(told)
+    else:
+        _print(told)
+    return 0
+
+
+def _parameters(model: Decoder) -> dict[str, int]:
+    """Parameters of each part, like parts of all layers together."""
+    from torch import nn
+
+    parts: dict[str, int] = {}
+    for name, child in model.named_children():
+        inner = [pair for layer in child for pair in layer.named_children()] if isinstance(child, nn.ModuleList) else []
+        for part, module in [(f"{name}.*.{part}", module) for part, module in inner] or [(name, child)]:
+            parts[part] = parts.get(part, 0) + sum(each.numel() for each in module.parameters())
+    return {part: count for part, count in parts.items() if count}
+
+
+def _lengths(model: Decoder) -> list[int]:
+    limit = model.max_length
+    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
+
+
+def _state_bytes(model: Decoder, length: int) -> int:
+    """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters."""
+    from kinformer.core.contract import CausalMixer
+    from kinformer.core.state import nbytes
+
+    mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
+    own = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0) for mixer in mixers)
+    return own + sum(mixer.state_bytes(length) for mixer in mixers)
+
+
+def _print(told: dict[str, Any]) -> None:
+    changes = f" (changes: {', '.join(told['axes'])})" if told["axes"] else ""
+    print(f"{told['title']}{changes}\n{told['paper']}\n")
+    for title, text in (("exact limit", told["exact_limit"]), *(("departure", each) for each in told["departures"])):
+        print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
+    print(f"recipes: {', '.join(told['recipes'])}\n\nconfig of {told['name']}, recipe {told['recipe']}")
+    print("\n".join(tree(told["config"], "  ")))
+    total = told["parameters"]["total"]
+    print(f"\nparameters: {total:,}")
+    print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in told["parameters"]["parts"].items()], (1,))
+    limit = f"; positions end at {told['max_length']}" if told["max_length"] else ""
+    print(f"\nstate of one row in float32 (growth of the member: {told['growth']}{limit})")
+    states = [(length, f"{n:,}", size(n)) for length, n in told["state_bytes"].items()]
+    print_table(("tokens", "bytes", ""), states, (0, 1, 2))
+    for picture in told["patterns"]:
+        scale = "" if picture["tokens_per_cell"] == 1 else f", {picture['tokens_per_cell']} tokens to a cell"
+        print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
+        print("\n".join(f"  {row}" for row in picture["rows"]))
+
+
+def tree(config: Any, indent: str) -> Iterator[str]:
+    """A config's dict form as indented lines; equal neighbours in a list are told once."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
+            yield from tree(_without_kind(value), indent + "  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for first, last, item in _runs(value):
+                places = str(first) if first == last else f"{first} to {last}"
+                yield f"{indent}{name} {places}: {item.get('kind', '')}".rstrip()
+                yield from tree(_without_kind(item), indent + "  ")
+        elif name != "kind":
+            yield f"{indent}{name} = {value}"
+
+
+def _without_kind(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != "kind"}
+
+
+def _runs(items: list[Any]) -> Iterator[tuple[int, int, Any]]:
+    """(first, last, item) of each run of equal items."""
+    first = 0
+    for index in range(1, len(items) + 1):
+        if index == len(items) or items[index] != items[first]:
+            yield first, index - 1, items[first]
+            first = index

@@ -1,0 +1,260 @@
+"""What ``kinformer train`` is to do, checked and written down before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from kinformer.cli.parsing import overrides
+from kinformer.core.config import to_dict
+from kinformer.core.errors import KinformerError
+from kinformer.data import ByteTokenizer, Corpus, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
+from kinformer.data.corpus import STDLIB
+from kinformer.family.build import configure
+from kinformer.family.runs import CONFIG, Run, open_run
+from kinformer.training.settings import DEFAULT_STEPS, Settings
+
+if TYPE_CHECKING:
+    from kinformer.cli.train import Options
+    from kinformer.models.decoder import Decoder
+
+TOKENIZER = "tokenizer.json"
+MAY_CHANGE = {
+    "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
+    "compile",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run folder that is ready, and how to train in it. Plain enough to be sent to other processes."""
+
+    run: Run
+    settings: Settings
+    device: str
+    strategy: Literal["ddp", "fsdp"]
+    threads: int | None
+
+    def corpus(self) -> Corpus:
+        """The data of the run, as ids of its tokenizer."""
+        return _corpus(self.run)
+
+
+def device_type(device: str) -> str:
+    """ "cpu" or "cuda" for the option ``device``."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
+
+
+def prepare(options: Options) -> Job:
+    """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+    if options.compile:
+        _require_compiler()
+    device = device_type(options.device)
+    if device == "cuda" and options.devices > torch.cuda.device_count():
+        raise KinformerError(
+            f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
+        )
+    run, settings = _resumed(options) if options.resume else _begun(options)
+    return Job(run, settings, device, options.strategy, options.threads)
+
+
+def _begun(options: Options) -> tuple[Run, Settings]:
+    folder = Path(options.out)
+    _require_empty(folder)
+    settings = _settings(options)
+    if settings.steps is None and settings.minutes is None:
+        settings = Settings(**vars(settings) | {"steps": DEFAULT_STEPS})
+    configure(options.member, options.recipe, None, overrides(options.set))
+    with _tidy(folder):
+        spec = _spec(options.data, folder)
+        tokenizer = _tokenizer(options, spec)
+        corpus = open_corpus(spec, tokenizer=tokenizer, holdout=options.holdout)
+        model = configure(options.member, options.recipe, tokenizer.vocab_size, overrides(options.set))
+        _check_model(model, tokenizer, settings)
+        _check_data(corpus, settings)
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(folder / TOKENIZER)
+        run = Run(
+            folder=folder,
+            member=options.member,
+            recipe=options.recipe,
+            model=to_dict(model),
+            tokenizer=TOKENIZER if isinstance(tokenizer, FileTokenizer) else "bytes",
+            data={"spec": spec, "holdout": options.holdout, "identity": corpus.identity},
+            training=vars(settings),
+        )
+        run.save()
+    return run, settings
+
+
+def _resumed(options: Options) -> tuple[Run, Settings]:
+    run = open_run(Path(options.out))
+    if run.member != options.member:
+        raise KinformerError(
+            f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another --out."
+        )
+    settings = _merged(run, options)
+    _check_unchanged(run, options)
+    spec = run.data["spec"] if options.data == STDLIB else _spec(options.data, run.folder)
+    run = replace(run, data=dict(run.data) | {"spec": spec}, training=vars(settings))
+    found, begun_with = _corpus(run).fingerprint, run.data["identity"].get("fingerprint")
+    if found != begun_with:
+        raise KinformerError(
+            f"{spec}: is not the data that the run in {run.folder} was begun with ({found} instead of {begun_with}); "
+            "give that data, or another --out."
+        )
+    run.save()
+    return run, settings
+
+
+def _settings(options: Options) -> Settings:
+    return Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+
+
+def _merged(run: Run, options: Options) -> Settings:
+    """The run's own settings, with those that were given and may change."""
+    stored = dict(run.training)
+    if unknown := sorted(stored.keys() - {field.name for field in fields(Settings)}):
+        raise KinformerError(f"{run.folder / CONFIG}: has the unknown setting {unknown[0]!r}; use a matching version.")
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    given = {field.name: given[field.name] for field in fields(Settings) if given[field.name] != field.default}
+    for name, value in given.items():
+        if name not in MAY_CHANGE and value != stored.get(name):
+            flag = name.replace("_", "-")
+            raise KinformerError(
+                f"--{flag} {value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
+                f"on as it was; leave --{flag} out, or give another --out."
+            )
+    if "steps" in given or "minutes" in given:
+        stored |= {"steps": None, "minutes": None}
+    return Settings(**stored | given)
+
+
+def _check_unchanged(run: Run, options: Options) -> None:
+    """Refuse a recipe, overrides, a tokenizer or a holdout unlike the run's own."""
+    own = ByteTokenizer() if run.tokenizer == "bytes" else FileTokenizer(run.folder / run.tokenizer)
+    changed = None
+    if options.recipe not in ("small", run.recipe):
+        changed = f"--recipe {options.recipe}"
+    elif (
+        options.set and to_dict(configure(run.member, run.recipe, own.vocab_size, overrides(options.set))) != run.model
+    ):
+        changed = f"--set {options.set[0]}"
+    elif options.tokenizer != "bytes" and FileTokenizer(options.tokenizer).fingerprint != own.fingerprint:
+        changed = f"--tokenizer {options.tokenizer}"
+    elif options.holdout not in (None, run.data.get("holdout")):
+        changed = f"--holdout {options.holdout}"
+    if changed:
+        raise KinformerError(
+            f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+            "leave it out, or give another --out."
+        )
+
+
+def _corpus(run: Run) -> Corpus:
+    tokenizer = ByteTokenizer() if run.tokenizer == "bytes" else FileTokenizer(run.folder / run.tokenizer)
+    return open_corpus(run.data["spec"], tokenizer=tokenizer, holdout=run.data.get("holdout"))
+
+
+def _spec(data: str, folder: Path) -> str:
+    """``data`` as it can be found again: an absolute path, standard input as a file in the run folder."""
+    if data == STDLIB:
+        return data
+    if data == "-":
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(spool(sys.stdin.buffer, folder.resolve()))
+    return str(Path(data).expanduser().resolve())
+
+
+def _tokenizer(options: Options, spec: str) -> Tokenizer:
+    if options.train_tokenizer is None:
+        return ByteTokenizer() if options.tokenizer == "bytes" else FileTokenizer(options.tokenizer)
+    if options.tokenizer != "bytes":
+        raise KinformerError(
+            f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
+        )
+    split = open_corpus(spec, holdout=options.holdout).splits["train"]
+    with tempfile.TemporaryDirectory() as folder:
+        return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
+
+
+def _check_model(config: Decoder.Config, tokenizer: Tokenizer, settings: Settings) -> None:
+    if config.vocab_size < tokenizer.vocab_size:
+        raise KinformerError(
+            f"--set vocab_size={config.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens, and the model "
+            "needs as many; leave it out, or choose another tokenizer."
+        )
+    longest = config.position.build(config.dim).max_length
+    if settings.segments:
+        _check_endless(config, longest)
+    if longest is not None and settings.length > longest:
+        raise KinformerError(
+            f"--length {settings.length}: this model's positions end at {longest}; give --length {longest} or less, or "
+            f"--set position.max_length={settings.length}."
+        )
+
+
+def _check_endless(config: Decoder.Config, longest: int | None) -> None:
+    """A state that is carried through the whole corpus must not grow with it."""
+    if longest is not None:
+        raise KinformerError(
+            f"--segments: the state goes on without end, but this model's positions end at {longest}; choose another "
+            "member, or another position such as --set position=sinusoidal."
+        )
+    with torch.device("meta"):
+        growing = any(getattr(module, "growth", "") == "linear" for module in config.build().modules())
+    if growing:
+        raise KinformerError(
+            "--segments: the state goes on without end, but this model's grows with every token; choose another member, "
+            'or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+        )
+
+
+def _check_data(corpus: Corpus, settings: Settings) -> None:
+    rows = settings.batch_size if settings.segments else 1
+    corpus.splits["train"].require(rows * settings.length + 1, f"training with --length {settings.length}")
+    corpus.splits["validation"].require(2, "validation")
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise KinformerError(f"--out {folder}: is a file; give a folder.")
+    if (folder / CONFIG).exists():
+        raise KinformerError(
+            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
+
+
+def _require_compiler() -> None:
+    """torch.compile writes C++ for a CPU; without a compiler it would fail in the midst of the first step."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise KinformerError(
+            f"--compile: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave --compile out."
+        )
+
+
+@contextmanager
+def _tidy(folder: Path) -> Iterator[None]:
+    """Leave no new folder behind when what follows fails before anything is trained."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder.exists():
+            for path in folder.iterdir():
+                path.unlink()
+            if new:
+                folder.rmdir()
+        raise

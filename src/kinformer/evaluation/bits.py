@@ -1,0 +1,148 @@
+"""Bits per byte of a model on a split, by the one protocol: every token is scored once, in order.
+
+    bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
+
+The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
+unlike tokenizers compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.errors import KinformerError
+from kinformer.data import EvaluationStream, Split
+from kinformer.evaluation.windows import Windows, batches
+from kinformer.generation.protocol import LanguageModel, device_of
+
+CHUNK = 2048
+_LOGITS_AT_ONCE = 1 << 24
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried."""
+
+    bits_per_byte: float
+    nats: float
+    tokens: int
+    bytes: int
+    context: int | None
+    overlap: float
+
+    @property
+    def bits_per_token(self) -> float:
+        """Bits of a predicted token on average."""
+        return self.nats / log(2) / self.tokens
+
+
+def carries_for_ever(model: Any) -> bool:
+    """Whether the state stays bounded and positions do not end, so that a stream of any length can be carried."""
+    mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
+    return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
+
+
+def measure(
+    model: LanguageModel,
+    split: Split,
+    windows: Windows | None = None,
+    *,
+    chunk: int = CHUNK,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure ``model`` (in eval mode) on ``split``: with its state carried from end to end, or in ``windows``.
+
+    ``chunk`` is how many tokens are computed at a time (whole windows side by side, at least one); it bounds the memory
+    and changes nothing else. ``progress(done, total)`` is told after every chunk.
+
+    Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
+    that are no numbers.
+    """
+    _check(model, split, windows, chunk)
+    stream = EvaluationStream(split, chunk)
+    scores = _carried(model, stream) if windows is None else _windowed(model, split, windows, chunk)
+    nats, done = 0.0, 0
+    with torch.inference_mode():
+        for score, count in scores:
+            nats, done = nats + score, done + count
+            if not isfinite(nats):
+                raise KinformerError(
+                    f"the model's predictions are not finite numbers within the first {done} tokens of split "
+                    f"{split.name!r}; its weights are damaged or diverged."
+                )
+            if progress is not None:
+                progress(done, stream.predictions)
+    assert done == stream.predictions
+    return Measurement(
+        bits_per_byte=stream.bits_per_byte(nats),
+        nats=nats,
+        tokens=done,
+        bytes=split.bytes,
+        context=None if windows is None else windows.context,
+        overlap=0.0 if windows is None else windows.overlap,
+    )
+
+
+def _carried(model: LanguageModel, stream: EvaluationStream) -> Iterator[tuple[float, int]]:
+    state: Any = None
+    device = device_of(model)
+    for segment in stream:
+        nats, state = surprise(model, torch.from_numpy(segment.tokens).to(device), state)
+        yield float(nats.sum()), nats.numel()
+
+
+def _windowed(model: LanguageModel, split: Split, windows: Windows, chunk: int) -> Iterator[tuple[float, int]]:
+    device = device_of(model)
+    for group in batches(len(split) - 1, windows, max(1, chunk // windows.context)):
+        size = group[0].size
+        tokens = split.rows(np.array([window.start for window in group]), size + 1)
+        nats, _ = surprise(model, torch.from_numpy(tokens).to(device), None)
+        unscored = torch.tensor([window.unscored for window in group], device=device)
+        counted = torch.arange(size, device=device) >= unscored[:, None]
+        yield float(nats.where(counted, 0.0).sum()), sum(window.size - window.unscored for window in group)
+
+
+def surprise(model: LanguageModel, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """-ln p of each of ``tokens`` [batch, n + 1] but the first, [batch, n] float64, and the state after the inputs."""
+    hidden, state, _ = model.hidden(tokens[:, :-1], state)
+    hidden, targets = hidden.flatten(0, 1), tokens[:, 1:].flatten()
+    step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
+    nats = [
+        nn.functional.cross_entropy(
+            _wide(model.logits(hidden[None, start : start + step])[0]), targets[start : start + step], reduction="none"
+        )
+        for start in range(0, len(targets), step)
+    ]
+    return torch.cat(nats).double().view(tokens.shape[0], -1), state
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _check(model: LanguageModel, split: Split, windows: Windows | None, chunk: int) -> None:
+    if chunk < 1:
+        raise KinformerError(f"chunk is {chunk} but must be 1 token or more.")
+    if model.training:
+        raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+    if split.vocab_size > model.vocab_size:
+        raise KinformerError(
+            f"split {split.name!r} of {split.corpus} has ids up to {split.vocab_size - 1}, but this model knows "
+            f"{model.vocab_size}; use the tokenizer that the model was trained with."
+        )
+    needed = len(split) - 1 if windows is None else min(windows.context, len(split) - 1)
+    if model.max_length is not None and needed > model.max_length:
+        raise KinformerError(
+            f"a context of {needed} tokens is beyond this model's positions, which end at max_length = "
+            f"{model.max_length}; choose a smaller context."
+        )

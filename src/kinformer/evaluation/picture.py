@@ -1,0 +1,39 @@
+"""A softmax pattern as a small picture in text: row i is a query, column j a key, a filled cell one that it sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kinformer.core.parts import Pattern
+
+CELLS = 16
+SEEN, UNSEEN = "■", "·"
+
+
+def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list[str]:
+    """``cells`` lines: whether the last query of each cell's tokens sees any key of the other cell."""
+    index = torch.arange(cells * tokens_per_cell)
+    last = index[tokens_per_cell - 1 :: tokens_per_cell]
+    seen = pattern.allowed(last[:, None], index[None]).view(cells, cells, tokens_per_cell).any(dim=-1)
+    return [" ".join(SEEN if cell else UNSEEN for cell in row) for row in seen.tolist()]
+
+
+def scale(pattern: Pattern, cells: int = CELLS) -> int:
+    """Tokens per cell at which the reach of ``pattern`` fills about a third of the picture."""
+    return 1 if pattern.behind is None else max(1, 3 * pattern.behind // cells)
+
+
+def pictures(model: nn.Module) -> list[dict[str, Any]]:
+    """Each unlike pattern of the model's mixers, in order: its name, scale and lines."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for module in model.modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, Pattern):
+            cell = scale(pattern)
+            rows = draw(pattern, cell)
+            name = type(pattern).__name__.lower()
+            found.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
+    return list(found.values())

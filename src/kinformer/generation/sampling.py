@@ -1,0 +1,151 @@
+"""From logits to tokens: greedy, temperature, top-k and nucleus sampling, and :func:`generate` for a whole batch.
+
+The logits are divided by the temperature, then only the ``top_k`` most probable tokens stay, then of these the fewest
+whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+if TYPE_CHECKING:
+    from kinformer.generation.protocol import LanguageModel
+
+_BLOCK = 256
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The keywords of :class:`Sampling`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn: ``temperature`` 0 takes the most probable, ``seed`` None is PyTorch's next number."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise KinformerError(f"temperature is {self.temperature} but must be 0 (greedy) or a number above it.")
+        if self.top_k is not None and self.top_k < 1:
+            raise KinformerError(f"top_k is {self.top_k} but must be 1 or more; leave it out to allow every token.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise KinformerError(f"top_p is {self.top_p} but must be above 0 and at most 1.")
+        if self.seed is None:
+            object.__setattr__(self, "seed", int(torch.randint(2**62, ())))
+        elif self.seed < 0:
+            raise KinformerError(f"seed is {self.seed} but must be 0 or more.")
+
+
+class Sampler:
+    """Draws a token for each row: a function of its logits, the seed, its stream's index and how many it drew before.
+
+    So a row's tokens do not depend on the rows beside it. Each draw takes one uniform number, inverting the cumulated
+    probabilities; the numbers are made 256 at a time.
+    """
+
+    def __init__(self, sampling: Sampling, streams: Sequence[int]) -> None:
+        self.sampling = sampling
+        self.streams = tuple(streams)
+        self.drawn = 0
+        self._uniforms = torch.empty(0)
+
+    def fork(self, copies: int) -> Sampler:
+        """Each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
+        forked = Sampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
+        forked.drawn = self.drawn
+        return forked
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens [batch] int64 for ``logits`` [batch, vocab]."""
+        if self.sampling.temperature == 0:
+            return logits.argmax(dim=-1)
+        probabilities, tokens = candidates(logits, self.sampling)
+        mass = probabilities.cumsum(dim=-1)
+        uniform = self._uniform(logits.device)
+        chosen = torch.searchsorted(mass, uniform * mass[:, -1:], right=True).clamp_max_(mass.shape[1] - 1)
+        return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
+
+    def _uniform(self, device: torch.device) -> Tensor:
+        """The next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
+        block, index = divmod(self.drawn, _BLOCK)
+        self.drawn += 1
+        if index == 0 or len(self._uniforms) == 0:
+            rows = [_uniforms(self.sampling.seed, stream, block) for stream in self.streams]
+            self._uniforms = torch.from_numpy(np.stack(rows, axis=1)[..., None]).to(device)
+        return self._uniforms[index]
+
+
+def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream, block)))
+    return np.random.Generator(bits).integers(1 << 48, size=_BLOCK) * 2.0**-48
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Weights [batch, n] float64 (0 where excluded) and the tokens [batch, n] they belong to; None: all, in order."""
+    tokens = None
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        logits, tokens = logits.topk(sampling.top_k, dim=-1)
+    elif sampling.top_p is not None and sampling.top_p < 1:
+        logits, tokens = logits.sort(dim=-1, descending=True)
+    logits = logits.double()
+    highest = logits.amax(dim=-1, keepdim=True) if tokens is None else logits[:, :1]
+    probabilities = ((logits - highest) / sampling.temperature).softmax(dim=-1)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        if tokens is None:
+            probabilities, tokens = probabilities.sort(dim=-1, descending=True)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    return probabilities, tokens
+
+
+def generate(
+    model: LanguageModel,
+    prompt_tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[Sequence[int]] | None = None,
+    valid: Tensor | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Tensor:
+    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
+
+    ``valid`` [batch, time] bool marks the real tokens of prompts of unlike length. A row ends with the first of the
+    token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
+    every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
+    ``seed``; row r draws from stream r of the seed. The model is put in eval mode meanwhile.
+
+    Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
+    """
+    from kinformer.generation.session import Session, evaluating
+
+    if max_new_tokens < 1:
+        raise KinformerError(f"max_new_tokens is {max_new_tokens} but must be 1 or more.")
+    if prompt_tokens.dim() != 2:
+        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt_tokens.shape)}.")
+    with evaluating(model):
+        session = Session(model, prompt_tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
+        longest = prompt_tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
+        session.require(max_new_tokens, [longest] * session.batch)
+        session.feed(prompt_tokens, valid)
+        new: list[Tensor] = []
+        while len(new) < max_new_tokens and not session.finished:
+            new.append(session.step())
+    return torch.stack(new, dim=1)

@@ -1,0 +1,201 @@
+"""A session: a model, the state of some sequences, and the next token of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core import state as states
+from kinformer.core.errors import KinformerError
+from kinformer.generation.protocol import LanguageModel, device_of
+from kinformer.generation.sampling import Sampler, Sampling, SamplingOptions
+from kinformer.generation.stops import StopTokens
+
+_MOST_RESERVED = 4096
+_CHECKED_EVERY = 256
+
+
+class Session:
+    """``batch`` sequences that grow side by side: :meth:`feed` text of any length, then :meth:`step` token by token.
+
+    A step draws from the logits of what was absorbed before, so a token is known before it is absorbed itself, and the
+    last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model
+    sees at a time, ``room`` how many more are expected (a hint for buffers); the rest is :class:`Sampling`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch: int = 1,
+        *,
+        stop: Sequence[Sequence[int]] = (),
+        chunk: int = 1024,
+        room: int = 256,
+        **sampling: Unpack[SamplingOptions],
+    ) -> None:
+        for name, value in (("batch", batch), ("chunk", chunk)):
+            if value < 1:
+                raise KinformerError(f"{name} is {value} but must be 1 or more.")
+        if model.training:
+            raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
+        self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)
+        self._device = device_of(model)
+        self._sampler = Sampler(Sampling(**sampling), range(batch))
+        self._stops = StopTokens(stop, batch)
+        self._lengths = [0] * batch
+        self._steps = 0
+        self._state: Any = None
+        self._logits: Tensor | None = None
+        self._pending: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def seed(self) -> int:
+        """The seed of all draws, also when none was given."""
+        assert self._sampler.sampling.seed is not None
+        return self._sampler.sampling.seed
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, drawn ones included."""
+        return max(self._lengths)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has met a stop sequence."""
+        return self._stops.all_ended
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the state holds now for all rows, reserved room included."""
+        return 0 if self._state is None else states.nbytes(self._state)
+
+    def require(self, draws: int, counts: Sequence[int] = ()) -> None:
+        """Raise unless the model's positions suffice for ``counts`` more tokens per row and then ``draws`` draws."""
+        limit = self.model.max_length
+        needed = max(map(sum, zip(self._lengths, counts or [0] * self.batch, strict=True))) + draws - 1
+        if limit is not None and needed > limit:
+            raise KinformerError(
+                f"{needed} tokens are to be absorbed, but this model's positions end at max_length = {limit}; "
+                "shorten the prompt, ask for fewer new tokens, or take a member whose positions do not end."
+            )
+
+    def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
+        """Absorb ``tokens`` [batch, time] int64, of which only those marked in ``valid`` [batch, time] count."""
+        counts = self._counts(tokens, valid)
+        self.require(1, counts)
+        with torch.inference_mode():
+            tokens = tokens.to(self._device)
+            valid = None if valid is None or valid.all() else valid.to(self._device)
+            if self._pending is not None:
+                tokens = torch.cat([self._pending[:, None], tokens], dim=1)
+                valid = None if valid is None else nn.functional.pad(valid, (1, 0), value=True)
+                self._pending = None
+            if self._state is None:
+                self._state = states.reserve(self.model.initial_state(self.batch), tokens.shape[1] + self.room)
+            for start in range(0, tokens.shape[1], self.chunk):
+                part = slice(start, start + self.chunk)
+                self._absorb(tokens[:, part], None if valid is None else valid[:, part])
+            self._require_finite()
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+
+    def step(self) -> Tensor:
+        """Draw the next token of each row, [batch] int64; a row that has ended repeats its last token."""
+        if self._logits is None:
+            raise KinformerError("nothing was fed to this session yet; feed a prompt of one token or more first.")
+        self.require(1)
+        with torch.inference_mode():
+            if self._pending is not None:
+                self._absorb(self._pending[:, None], None)
+            self._steps += 1
+            if self._steps % _CHECKED_EVERY == 0:
+                self._require_finite()
+            tokens = self._sampler(self._logits)
+            self._pending = tokens = self._stops.watch(tokens) if self._stops else tokens
+        self._lengths = [length + 1 for length in self._lengths]
+        return tokens.clone()
+
+    def stream(self, max_new_tokens: int | None = None) -> Iterator[list[int]]:
+        """Each step's tokens, one per row, before the next are computed; ends with the last row's stop sequence."""
+        if max_new_tokens is not None:
+            self.require(max_new_tokens)
+        drawn = 0
+        while not self.finished and (max_new_tokens is None or drawn < max_new_tokens):
+            yield self.step().tolist()
+            drawn += 1
+
+    def fork(self, copies: int = 1) -> Session:
+        """An independent session with each row ``copies`` times, one after the other; both may go on.
+
+        One copy draws what this session would; of several, row r's copy j draws from stream ``r * copies + j``.
+        """
+        sampling = self._sampler.sampling
+        forked = Session(self.model, self.batch * copies, chunk=self.chunk, room=self.room, seed=sampling.seed)
+        forked._sampler, forked._stops = self._sampler.fork(copies), self._stops.fork(copies)
+        forked._lengths = [length for length in self._lengths for _ in range(copies)]
+        with torch.inference_mode():
+            if self._state is not None:
+                forked._state = states.repeat_rows(self._state, copies)
+            for name in ("_logits", "_pending"):
+                tensor = getattr(self, name)
+                setattr(forked, name, None if tensor is None else tensor.repeat_interleave(copies, dim=0))
+        return forked
+
+    def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
+        """One chunk into the state; the logits after each row's last token (unchanged where a row has none)."""
+        hidden, self._state, _ = self.model.hidden(tokens, self._state, valid=valid)
+        if valid is None:
+            self._logits = self.model.logits(hidden[:, -1:])[:, 0]
+            return
+        places = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
+        last = (places.amax(dim=1) - 1).clamp_min(0)
+        logits = self.model.logits(hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])))[:, 0]
+        before = torch.zeros_like(logits) if self._logits is None else self._logits
+        self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
+
+    def _counts(self, tokens: Tensor, valid: Tensor | None) -> list[int]:
+        """How many tokens each row gains; wrong shapes, ids and empty rows are told here."""
+        if tokens.dim() != 2 or tokens.shape[0] != self.batch or (valid is not None and valid.shape != tokens.shape):
+            shapes = f"{tuple(tokens.shape)}" + ("" if valid is None else f" with valid {tuple(valid.shape)}")
+            raise KinformerError(f"tokens must be [batch = {self.batch}, time], but have the shape {shapes}.")
+        counts = [tokens.shape[1]] * self.batch if valid is None else valid.sum(dim=1).tolist()
+        empty = [row for row, (old, new) in enumerate(zip(self._lengths, counts, strict=True)) if old + new == 0]
+        if empty:
+            raise KinformerError(f"the prompt of row {empty[0]} is empty; give one token or more.")
+        real = tokens if valid is None else tokens[valid]
+        if real.numel():
+            low, high = int(real.min()), int(real.max())
+            if low < 0 or high >= self.model.vocab_size:
+                raise KinformerError(
+                    f"the prompt holds token {low if low < 0 else high}, but this model knows 0 to "
+                    f"{self.model.vocab_size - 1}; encode it with the tokenizer that the model was trained with."
+                )
+        return counts
+
+    def _require_finite(self) -> None:
+        if self._logits is not None and not bool(self._logits.isfinite().all()):
+            raise KinformerError(
+                f"the model's predictions after {self.length} tokens are not finite numbers; "
+                "its weights are damaged or diverged, or need a wider type (fp32)."
+            )
+
+
+@contextmanager
+def evaluating(model: LanguageModel) -> Iterator[None]:
+    """The model in eval mode, and back in training mode afterwards if it was."""
+    training = model.training
+    assert isinstance(model, nn.Module)
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()

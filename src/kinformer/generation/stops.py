@@ -1,0 +1,83 @@
+"""Where generation ends: sequences of tokens, or strings in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+
+class StopTokens:
+    """Watches each row for any of some token sequences, however steps cut them; ended rows repeat their last token."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], batch: int) -> None:
+        self.sequences = [tuple(map(int, sequence)) for sequence in sequences]
+        if not all(self.sequences):
+            raise KinformerError("a stop sequence is empty; give one token or more.")
+        self._longest = max(map(len, self.sequences), default=0)
+        self.tails: list[tuple[int, ...]] = [()] * batch
+        self.ended = [False] * batch
+
+    def __bool__(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def all_ended(self) -> bool:
+        return bool(self.sequences) and all(self.ended)
+
+    def watch(self, tokens: Tensor) -> Tensor:
+        """``tokens`` [batch] as they are to be told: those of ended rows replaced by the row's last token."""
+        fresh = tokens.tolist()
+        held = [tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)]
+        for row, token in enumerate(held):
+            if not self.ended[row]:
+                tail = self.tails[row] = (*self.tails[row], token)[-self._longest :]
+                self.ended[row] = any(tail[-len(sequence) :] == sequence for sequence in self.sequences)
+        return tokens if held == fresh else tokens.new_tensor(held)
+
+    def fork(self, copies: int) -> StopTokens:
+        """Each row ``copies`` times."""
+        forked = StopTokens(self.sequences, 0)
+        forked.tails = [tail for tail in self.tails for _ in range(copies)]
+        forked.ended = [ended for ended in self.ended for _ in range(copies)]
+        return forked
+
+
+class StopText:
+    """Passes text on until one of some strings appears in it; what may be the beginning of one waits.
+
+    The stop string itself is not passed on, and nothing after it.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if not all(strings):
+            raise KinformerError("a stop string is empty; give one character or more.")
+        self.strings = tuple(strings)
+        self.stopped = False
+        self._waiting = ""
+
+    def feed(self, text: str) -> str:
+        """What of the text so far can be shown now."""
+        if self.stopped:
+            return ""
+        text = self._waiting + text
+        found = [place for string in self.strings if (place := text.find(string)) >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)]
+        shown = len(text) - self._beginning(text)
+        self._waiting = text[shown:]
+        return text[:shown]
+
+    def finish(self) -> str:
+        """What was waiting when the text ended without a stop."""
+        text, self._waiting = self._waiting, ""
+        return text
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of ``text`` with which some stop string begins."""
+        most = max((len(string) - 1 for string in self.strings), default=0)
+        sizes = range(min(most, len(text)), 0, -1)
+        return next((n for n in sizes if any(string.startswith(text[-n:]) for string in self.strings)), 0)

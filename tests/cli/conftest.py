@@ -1,0 +1,92 @@
+"""Run folders of tiny untrained models, and the command line in this process."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.config import to_dict
+from kinformer.data import open_corpus, train_tokenizer
+from kinformer.family.build import configure
+from kinformer.family.runs import Run, open_run, save_weights
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """About 14,000 bytes of words in lines."""
+    words = random.Random(0).choices(["wind", "tree", "naïve", "river", "€", "sings", "under"], k=2500)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(
+        "\n".join(" ".join(words[start : start + 9]) for start in range(0, len(words), 9)), encoding="utf-8"
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory, text_file):
+    """A function that writes a run folder of a member with untrained weights, as the trainer would."""
+
+    def make(name, data=None, **changes):
+        folder = tmp_path_factory.mktemp("runs") / name
+        torch.manual_seed(0)
+        config = configure(name, "tiny", set=changes)
+        model = config.build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        corpus = open_corpus(str(text_file))
+        Run(
+            folder=folder,
+            member=name,
+            recipe="tiny",
+            model=to_dict(config),
+            data=data or {"spec": str(text_file), "holdout": None, "identity": corpus.identity},
+            training={"length": 32},
+        ).save()
+        save_weights(folder, model.state_dict())
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def linear_run(make_run):
+    return make_run("linear-transformer")
+
+
+@pytest.fixture(scope="session")
+def gpt_run(make_run):
+    return make_run("gpt")
+
+
+@pytest.fixture(scope="session")
+def tokenized_run(make_run, text_file):
+    """A run whose tokens are those of a tokenizer.json in its folder."""
+    pytest.importorskip("tokenizers")
+    folder = make_run("linear-transformer", vocab_size=300)
+    train_tokenizer(open_corpus(str(text_file)).splits["train"], 300, folder / "tokenizer.json")
+    replace(open_run(folder), tokenizer="tokenizer.json").save()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load():
+    return kinformer.load
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs a command line; returns its exit code, standard output and standard error."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        threads = torch.get_num_threads()
+        code = main([str(argument) for argument in arguments])
+        torch.set_num_threads(threads)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run

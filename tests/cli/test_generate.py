@@ -1,0 +1,170 @@
+"""``kinformer generate``: the library's tokens, streamed as text."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.data import ByteTokenizer, FileTokenizer
+from kinformer.data.tokenizer import ByteStream
+
+
+def expected(model, prompt, **options):
+    tokens = torch.tensor([list(prompt.encode())])
+    return kinformer.generate(model, tokens, **options)
+
+
+def test_the_text_is_that_of_the_library(cli, linear_run, load):
+    options = {"max_new_tokens": 40, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}
+    flags = [part for name, number in options.items() for part in (f"--{name.replace('_', '-')}", number)]
+    code, out, err = cli("generate", linear_run, "--prompt", "the wind", *flags, "--device", "cpu")
+    tokens = expected(load(linear_run), "the wind", **options)[0]
+    assert code == 0
+    assert out == ByteTokenizer().decode(tokens)
+    assert "8 prompt tokens in" in err and "40 new tokens" in err and "tokens/s" in err
+    assert "state 4.3 KiB (4360 bytes)" in err and err.endswith("seed 3\n")
+
+
+def test_the_prompt_may_come_from_a_file_or_standard_input(cli, gpt_run, tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_text("naïve €", encoding="utf-8")
+    flags = ["--max-new-tokens", 20, "--temperature", 0, "--device", "cpu", "--chunk", 3]
+    told = cli("generate", gpt_run, "--prompt", "naïve €", *flags)[1]
+    assert cli("generate", gpt_run, "--prompt-file", path, *flags)[1] == told != ""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert cli("generate", gpt_run, "--prompt", "-", *flags)[1] == told
+
+
+def test_json_holds_samples_that_differ_and_do_not_depend_on_their_number(cli, gpt_run):
+    flags = ["--prompt", "under", "--max-new-tokens", 12, "--seed", 1, "--json", "--device", "cpu"]
+    three = json.loads(cli("generate", gpt_run, *flags, "--samples", 3)[1])
+    one = json.loads(cli("generate", gpt_run, *flags)[1])
+    assert (three["prompt_tokens"], three["seed"], len(three["samples"])) == (5, 1, 3)
+    assert three["samples"][0] == one["samples"][0]
+    assert len({sample["text"] for sample in three["samples"]}) == 3
+    assert all(len(sample["tokens"]) == 12 and not sample["stopped"] for sample in three["samples"])
+    assert three["state_bytes"] > one["state_bytes"] > 0 and one["tokens_per_second"] > 0
+    out = cli("generate", gpt_run, *flags[:-3], "--samples", 2, "--device", "cpu")[1]
+    assert "--- sample 1 of 2 ---" in out and one["samples"][0]["text"] in out
+
+
+def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
+    flags = ["--prompt", "under", "--max-new-tokens", 60, "--seed", 4, "--json", "--device", "cpu"]
+    free = json.loads(cli("generate", linear_run, *flags)[1])["samples"][0]
+    stop = next(free["text"][n : n + 2] for n in range(20, 50) if "\ufffd" not in free["text"][n : n + 2])
+    told = json.loads(cli("generate", linear_run, *flags, "--stop", stop, "--stop", "never seen")[1])["samples"][0]
+    assert told["stopped"] and told["text"] == free["text"][: free["text"].find(stop)]
+    assert len(told["tokens"]) < 60
+
+
+def test_the_seed_is_told_and_repeats_the_text(cli, linear_run):
+    flags = ["--prompt", "sings", "--max-new-tokens", 30, "--device", "cpu"]
+    _, first, err = cli("generate", linear_run, *flags)
+    seed = err.split()[-1]
+    assert cli("generate", linear_run, *flags, "--seed", seed)[1] == first
+    assert cli("generate", linear_run, *flags)[1] != first
+
+
+def test_the_default_number_of_tokens_stops_where_positions_end(cli, gpt_run, linear_run):
+    flags = ["--prompt", "0123456789", "--json", "--seed", 0, "--device", "cpu"]
+    assert len(json.loads(cli("generate", gpt_run, *flags)[1])["samples"][0]["tokens"]) == 119
+    assert len(json.loads(cli("generate", linear_run, *flags)[1])["samples"][0]["tokens"]) == 256
+
+
+def test_text_of_a_tokenizer_is_streamed_whole(cli, tokenized_run):
+    flags = ["--prompt", "river €", "--max-new-tokens", 50, "--seed", 2, "--device", "cpu"]
+    told = json.loads(cli("generate", tokenized_run, *flags, "--json")[1])
+    sample = told["samples"][0]
+    assert told["prompt_tokens"] < len("river €".encode())
+    assert sample["text"] == FileTokenizer(tokenized_run / "tokenizer.json").decode(sample["tokens"])
+    assert cli("generate", tokenized_run, *flags)[1] == sample["text"]
+
+
+def test_bf16_weights_generate(cli, gpt_run, linear_run):
+    for folder in (gpt_run, linear_run):
+        flags = ["--prompt", "tree", "--max-new-tokens", 9, "--weights", "bf16", "--json", "--device", "cpu"]
+        code, out, err = cli("generate", folder, *flags)
+        assert code == 0, err
+        assert len(json.loads(out)["samples"][0]["tokens"]) == 9
+
+
+def test_each_token_is_written_before_the_next_is_computed(linear_run, monkeypatch):
+    from kinformer.cli.main import main
+    from kinformer.models.decoder import Decoder
+
+    events = []
+
+    class Recording(io.StringIO):
+        def flush(self):
+            events.append(("written", len(self.getvalue())))
+
+    hidden = Decoder.hidden
+
+    def recorded(*args, **options):
+        events.append(("computed", None))
+        return hidden(*args, **options)
+
+    monkeypatch.setattr(Decoder, "hidden", recorded)
+    monkeypatch.setattr(ByteStream, "feed", lambda self, token: chr(token))
+    monkeypatch.setattr(sys, "stdout", Recording())
+    flags = ["--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
+    assert main(["generate", str(linear_run), "--prompt", "aaaa", *flags]) == 0
+    text = sys.stdout.getvalue()
+    assert len(text) == 6
+    assert events[:12] == [each for n in range(6) for each in (("computed", None), ("written", n + 1))]
+
+
+def test_ctrl_c_keeps_the_text_and_reports(cli, linear_run, monkeypatch):
+    from kinformer.generation.session import Session
+
+    step, drawn = Session.step, []
+
+    def interrupted(session):
+        if len(drawn) == 5:
+            raise KeyboardInterrupt
+        drawn.append(step(session))
+        return drawn[-1]
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    code, out, err = cli("generate", linear_run, "--prompt", "wind", "--temperature", 0, "--device", "cpu")
+    assert code == 130
+    assert out == ByteTokenizer().decode([int(token) for token in drawn])
+    assert "5 new tokens" in err
+
+
+def test_a_reader_that_leaves_ends_it_quietly(linear_run):
+    command = [sys.executable, "-m", "kinformer", "generate", str(linear_run), "--prompt", "wind"]
+    options = ["--max-new-tokens", "100000", "--device", "cpu", "--threads", "1"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        told = process.stderr.read()
+        assert process.wait(timeout=60) == 141
+    assert told == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "there must be one prompt; give --prompt TEXT"),
+        (["--prompt", "a", "--prompt-file", "b"], "there must be one prompt"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt-file", "no/such/file"], "no/such/file cannot be read (No such file or directory)"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0 but must be 0 (greedy)"),
+        (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
+        (["--prompt", "a", "--top-k", "0"], "top_k is 0"),
+        (["--prompt", "a", "--stop", ""], "a stop string is empty"),
+        (["--prompt", "a", "--samples", "0"], "--samples is 0 but must be 1 or more"),
+        (["--prompt", "a", "--max-new-tokens", "129"], "positions end at max_length = 128"),
+        (["--prompt", "a" * 129], "positions end at max_length = 128"),
+        (["--prompt", "a", "--chunk", "0"], "chunk is 0 but must be 1 or more"),
+    ],
+)
+def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):
+    code, out, err = cli("generate", gpt_run, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("kinformer: ") and told in err and err.count("\n") == 1

@@ -1,0 +1,174 @@
+"""The command line as a whole: quick, and every mistake is one sentence."""
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kinformer
+from kinformer.cli import main as command_line
+from kinformer.cli.parsing import overrides
+from kinformer.core.errors import KinformerError
+
+
+def in_a_process(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "kinformer", *arguments], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["list"], ["train", "--help"], ["show", "--help"]]
+)
+def test_what_computes_nothing_never_imports_pytorch(arguments):
+    code = (
+        "import sys, time; begun = time.process_time()\n"
+        "from kinformer.cli.main import main\n"
+        f"status = main({arguments!r})\n"
+        "print('torch' in sys.modules, time.process_time() - begun, file=sys.stderr)\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    imported, seconds = done.stderr.split()
+    assert imported == "False"
+    assert float(seconds) < 0.5
+    assert "kinformer" in done.stdout or "linear-transformer" in done.stdout
+
+
+def test_help_lists_the_commands(cli):
+    for arguments in ([], ["--help"], ["-h"]):
+        code, out, _ = cli(*arguments)
+        assert code == 0
+        assert all(f"  {name} " in out for name in command_line.COMMANDS)
+    assert cli("--version")[1] == f"kinformer {kinformer.__version__}\n"
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_every_command_has_help_and_the_common_options(cli, name):
+    code, out, _ = cli(name, "--help")
+    assert code == 0
+    assert command_line.COMMANDS[name].summary.split()[0] in out
+    assert "--json" in out and "--seed" in out
+    if name in ("train", "evaluate", "generate"):
+        assert "--device" in out and "--threads" in out
+    module = importlib.import_module(command_line.COMMANDS[name].module)
+    assert callable(module.run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["lst"], "'lst' is not a command; did you mean 'list'?"),
+        (["--frob"], "'--frob' is not an option of kinformer itself"),
+        (["list", "--jsn"], "list: Unrecognized options: --jsn; did you mean --json?"),
+        (["list", "--seed", "x"], "list: Error parsing --seed: invalid literal for int() with base 10: 'x'"),
+        (["list", "more"], "list: Unrecognized options: more; see kinformer list --help."),
+        (["show"], "show: needs MEMBER; see kinformer show --help."),
+        (["show", "gtp"], "member: 'gtp' is unknown; did you mean 'gpt'?"),
+        (["show", "gpt", "--recipe", "tyny"], "recipe of gpt: 'tyny' is unknown; did you mean 'tiny'?"),
+        (["show", "gpt", "--set", "layers"], "--set layers: is not path=value; write for example"),
+        (["show", "gpt", "--set", "=3"], "--set =3: is not path=value"),
+        (["show", "gpt", "--set", "layers.*.mixer.num_head=2"], "did you mean 'num_heads'"),
+        (["show", "gpt", "--vocab-size", "0"], "--vocab-size is 0 but must be 1 or more."),
+        (["evaluate"], "evaluate: needs DIR; see kinformer evaluate --help."),
+        (["evaluate", "no/such/run"], "no/such/run: is no run folder"),
+        (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is no run folder"),
+        (
+            ["generate", "no/such/run", "--weights", "fp8", "--prompt", "a"],
+            "invalid choice 'fp8' for argument '--weights'",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(cli, arguments, told):
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.startswith("kinformer: ") and err.count("\n") == 1
+    assert not set(err) & set("╭│╰─")
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["list", "--jsn"], ["list", "--seed", "x"]])
+def test_sentences_do_not_depend_on_the_encoding(cli, arguments):
+    told = {cli(*arguments)[2]}
+    for encoding in ("utf-8", "ascii"):
+        done = in_a_process(*arguments, env=os.environ | {"PYTHONIOENCODING": encoding}, timeout=60)
+        assert done.returncode == 2
+        told.add(done.stderr)
+    assert len(told) == 1
+
+
+def test_an_override_may_hold_equals_signs_and_json():
+    assert overrides(("a.b=c=d", 'e={"kind": "local", "window": 4}')) == {
+        "a.b": "c=d",
+        "e": '{"kind": "local", "window": 4}',
+    }
+    with pytest.raises(KinformerError, match="--set x: is not path=value"):
+        overrides(("a=1", "x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KinformerError("a thing is 3 but must be 4."), 2, "kinformer: a thing is 3 but must be 4.\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(28, "No space left on device", "/x/y"), 2, "kinformer: /x/y: No space left on device; free space"),
+    ],
+)
+def test_how_commands_end(cli, monkeypatch, error, code, told):
+    from kinformer.cli import list_
+
+    monkeypatch.setattr(list_, "run", lambda options: (_ for _ in ()).throw(error))
+    ended, out, err = cli("list")
+    assert (ended, out) == (code, "")
+    assert err.startswith(told) and (told or not err)
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "kinformer", "list"], stdout=writing, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writing)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+def test_a_full_disk_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kinformer", "list"], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"kinformer: No space left on device; ") and done.stderr.count(b"\n") == 1
+
+
+def test_terminals_without_the_characters_still_work():
+    done = in_a_process("list", env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, timeout=60)
+    assert done.returncode == 0 and "gpt" in done.stdout
+
+
+def test_list_is_the_table_of_the_family(cli):
+    code, out, _ = cli("list")
+    header, *rows = out.splitlines()
+    assert code == 0 and header.split()[0] == "member"
+    assert [row.split()[0] for row in rows] == [member.name for member in kinformer.members()]
+    told = json.loads(cli("list", "--json")[1])
+    names = ["name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "recipes"]
+    assert all(list(each) == names for each in told)
+    assert [each["recipes"] for each in told] == [list(member.recipes) for member in kinformer.members()]
+
+
+def test_list_is_framed_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert command_line.main(["list"]) == 0
+    assert "\x1b[1m" in terminal.getvalue() and "linear-transformer" in terminal.getvalue()

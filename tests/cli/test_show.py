@@ -1,0 +1,68 @@
+"""``kinformer show``: what it tells agrees with the model that is built."""
+
+import json
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.show import tree
+from kinformer.core.state import nbytes, value
+
+
+@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])
+def test_the_figures_are_those_of_the_model(cli, name):
+    code, out, _ = cli("show", name, "--recipe", "tiny", "--json", "--set", "layers=3", "--vocab-size", "100")
+    told = json.loads(out)
+    model = kinformer.build(name, recipe="tiny", vocab_size=100, set={"layers": 3})
+    assert code == 0
+    assert told["parameters"]["total"] == sum(each.numel() for each in model.parameters())
+    assert sum(told["parameters"]["parts"].values()) == told["parameters"]["total"]
+    assert len(told["config"]["layers"]) == 3 and told["config"]["vocab_size"] == 100
+    for length in (1, 128):
+        with torch.no_grad():
+            _, state = model(torch.zeros(1, length, dtype=torch.int64))
+        assert told["state_bytes"][str(length)] == nbytes(value(state))
+
+
+def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
+    local = 'layers.0.mixer.pattern={"kind": "local", "window": 4}'
+    code, out, err = cli("show", "gpt", "--recipe", "tiny", "--set", local, "--set", "dropout=0.1")
+    assert (code, err) == (0, "")
+    for expected in (
+        "Radford et al. 2019",
+        "exact limit: is exact attention",
+        "departure: bytes are the default vocabulary",
+        "layers 1: residual",
+        "window = 4",
+        "dropout = 0.1",
+        "parameters: 37,760",
+        "positions end at 128",
+        "pattern causal",
+        "pattern local",
+        "· ■ ■ ■ ■ ·",
+    ):
+        assert expected in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_sizes_stop_where_positions_end(cli):
+    lengths = json.loads(cli("show", "gpt", "--recipe", "tiny", "--json")[1])["state_bytes"]
+    assert list(lengths) == ["1", "128"]
+    lengths = json.loads(cli("show", "linear-transformer", "--recipe", "tiny", "--json")[1])["state_bytes"]
+    assert list(lengths)[-1] == "65536" and len(set(lengths.values())) == 1
+
+
+def test_equal_neighbours_are_told_once():
+    item = {"kind": "a", "x": 1}
+    config = {"kind": "m", "items": [item, item, {"kind": "b", "x": 2}, item], "plain": [1, 2], "none": None}
+    assert list(tree(config, "")) == [
+        "items 0 to 1: a",
+        "  x = 1",
+        "items 2: b",
+        "  x = 2",
+        "items 3: a",
+        "  x = 1",
+        "plain = [1, 2]",
+        "none = None",
+    ]

@@ -1,0 +1,245 @@
+"""The estimate against measurement: published counts, the flop counter, what autograd saves, the states themselves."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from kinformer.cli.estimate import Options, run
+from kinformer.core import state as states
+from kinformer.core.errors import KinformerError
+from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
+from kinformer.evaluation.estimate_length import at_length
+from kinformer.evaluation.estimate_parts import measure, measure_state
+from kinformer.evaluation.estimate_rules import rules_of_thumb
+from kinformer.family.build import configure
+from kinformer.family.table import MEMBERS
+from kinformer.kernels.softmax import Span, chunked
+from kinformer.training.optimiser import Optimiser
+from kinformer.training.settings import Settings
+
+SHAPES = [(1, 7), (3, 64), (2, 100)]
+CONFIGS = {name: configure(name, "tiny") for name in MEMBERS}
+CONFIGS["gpt, local window and rope"] = configure(
+    "gpt", "tiny", set={"layers.*.mixer.pattern": '{"kind": "local", "window": 40}', "layers.1.mixer.position": "rope"}
+)
+CONFIGS["gpt, one key for all heads, dropout"] = configure(
+    "gpt",
+    "tiny",
+    set={"layers.*.mixer.projection": "grouped", "layers.*.dropout": 0.1, "layers.*.mixer.dropout": 0.1},
+)
+CONFIGS["linear-transformer, quadratic"] = configure(
+    "linear-transformer", "tiny", set={"layers.*.mixer.feature_map": "quadratic", "dim": 32}
+)
+
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def step(config, batch, length, device="cpu"):
+    """Loss, and the final state, of a training step of a new model."""
+    with torch.device(device):
+        model = config.build()
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+    logits, state = model(tokens)
+    return cross_entropy(logits.flatten(0, 1), tokens.flatten()), state, model
+
+
+def saved_bytes(config, batch, length, autocast=False):
+    """Bytes of the distinct storages, other than parameters, that autograd keeps for the backward."""
+    storages = {}
+
+    def keep(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        loss, state, model = step(config, batch, length)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [
+        ("paper", 124_439_808),
+        ("paper-medium", 354_823_168),
+        ("paper-large", 774_030_080),
+        ("paper-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_has_its_published_size(recipe, parameters):
+    result = estimate(configure("gpt", recipe), length=1024, batch=8)
+    assert result.parameters == parameters == sum(part.parameters for part in result.parts)
+    assert result.memory["train"]["weights"] == 4 * parameters
+    assert result.train_bytes == sum(result.memory["train"].values())
+
+
+def test_gpt2_flops_are_those_of_the_textbook():
+    """2 a weight and token in products, and 4 * width a pair of tokens; hidden pairs on the diagonal are computed."""
+    dim, depth, batch, length, vocab = 768, 12, 8, 1024, 50257
+    result = estimate(configure("gpt", "paper"), length=length, batch=batch)
+    tokens = batch * length
+    pairs = length * (length + 128) / 2
+    forward = 2 * tokens * (12 * depth * dim**2 + vocab * dim) + 4 * batch * pairs * dim * depth
+    backward = 2 * forward + 2 * batch * pairs * dim * depth
+    assert result.flops_forward == pytest.approx(forward, rel=1e-9)
+    assert result.flops_step == pytest.approx(forward + backward, rel=1e-9)
+
+
+@each_config
+@pytest.mark.parametrize(("batch", "length"), SHAPES)
+def test_flops_are_those_of_the_counter(config, batch, length):
+    result = estimate(config, length=length, batch=batch)
+    counter = FlopCounterMode(display=False)
+    with torch.device("meta"):
+        model, tokens = config.build(), torch.zeros(batch, length, dtype=torch.int64)
+    with counter:
+        logits = model(tokens)[0]
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    assert 0 < result.flops_forward == forward
+    assert result.flops_step == counter.get_total_flops()
+
+
+def test_counter_sees_the_products_inside_the_softmax_kernel():
+    q, k, v = torch.randn(2, 4, 300, 8), torch.randn(2, 2, 420, 8), torch.randn(2, 2, 420, 6)
+    for span in (Span(), Span(behind=70), Span(ahead=None)):
+        limits = list(span.limits(300, 120))
+        inner, outer = FlopCounterMode(display=False), FlopCounterMode(display=False)
+        with inner:
+            out, lse = chunked._forward._init_fn(q, k, v, None, limits, 0.3, 0.0, 0)
+            chunked._backward._init_fn([out, lse], [q, k, v, out, lse], None, limits, 0.3, 0.0, 0)
+        with outer:
+            torch.ops.kinformer.softmax_attention(q, k, v, None, limits, 0.3, 0.0, 0)
+            torch.ops.kinformer.softmax_attention_backward([out, lse], [q, k, v, out, lse], None, limits, 0.3, 0.0, 0)
+        assert inner.get_total_flops() == outer.get_total_flops() > 0
+
+
+@each_config
+@pytest.mark.parametrize(("batch", "length"), SHAPES)
+def test_activations_are_what_autograd_saves(config, batch, length):
+    estimated = estimate(config, length=length, batch=batch).memory["train"]["activations"]
+    assert estimated == pytest.approx(saved_bytes(config, batch, length), rel=0.15)
+
+
+@each_config
+def test_activations_under_autocast(config):
+    estimated = estimate(config, length=100, batch=2, precision="bf16-mixed").memory["train"]["activations"]
+    assert estimated == pytest.approx(saved_bytes(config, 2, 100, autocast=True), rel=0.15)
+
+
+@each_config
+@pytest.mark.parametrize(("batch", "length"), SHAPES)
+def test_state_bytes_are_exact(config, batch, length):
+    result = estimate(config, length=length, batch=batch)
+    assert result.state_bytes == states.nbytes(step(config, batch, length)[1])
+    assert result.parameters == sum(parameter.numel() for parameter in config.build().parameters())
+    assert result.inference_bytes == 4 * result.parameters + result.state_bytes
+
+
+@each_config
+def test_state_bytes_in_bfloat16_are_exact(config):
+    model = config.build().to(torch.bfloat16).eval()
+    with torch.no_grad():
+        _, state = model(torch.zeros(2, 50, dtype=torch.int64))
+    result = estimate(config, length=50, batch=2, precision="bf16-mixed")
+    assert result.state_bytes == states.nbytes(state)
+    assert result.inference_bytes == 2 * result.parameters + result.state_bytes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_long_lengths_are_continued_exactly(name):
+    changes = {"position.max_length": 10_000} if name.startswith("gpt") else {}
+    config, length = configure_like(CONFIGS[name], changes), 4173
+    for function in (
+        lambda n: measure(config, 2, n),
+        lambda n: measure_state(config, 2, n, torch.float32),
+    ):
+        assert at_length(function, length, horizon=40) == function(length)
+
+
+def test_products_in_place_are_counted():
+    a, b, total = torch.randn(3, 4, 5), torch.randn(3, 5, 6), torch.randn(3, 4, 6)
+    with FlopCounterMode(display=False) as counter:
+        total.baddbmm_(a, b)
+    assert counter.get_total_flops() == 2 * 3 * 4 * 5 * 6
+
+
+def configure_like(config, changes):
+    from kinformer.core.config import override
+    from kinformer.family.kinds import kinds
+
+    return override(config, {"layers": 1, **changes}, kinds())
+
+
+def test_parts_of_unlike_layers():
+    config = configure("gpt", "tiny", set={"layers": 4, "layers.1.mixer": "linear", "layers.3.mixer": "linear"})
+    result = estimate(config, length=64, batch=2)
+    rows = {part.part: part for part in result.parts}
+    assert rows["layers.0,2.mixer"].count == rows["layers.1,3.mixer"].count == 2
+    assert sum(part.parameters for part in result.parts) == result.parameters
+    assert result.flops_forward == sum(part.flops_forward for part in result.parts)
+    first = configure("gpt", "tiny", set={"layers": 4, "layers.*.mixer": "linear"})
+    linear = {part.part: part for part in estimate(first, length=64, batch=2).parts}["layers.0-3.mixer"]
+    for amount in ("parameters", "flops_forward", "flops_backward", "activation_bytes"):
+        assert 2 * getattr(rows["layers.1,3.mixer"], amount) == getattr(linear, amount)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_bytes_are_those_of_the_optimizer(name):
+    model = configure("linear-transformer", "tiny").build()
+    optimiser = Optimiser(model, Settings(optimizer=name))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimiser.step(1e-3)
+    held = sum(tensor.numel() * tensor.element_size() for _, tensor in optimiser.tensors() if tensor.numel() > 1)
+    assert optimizer_bytes(model, name) == held
+
+
+def test_rules_of_thumb():
+    config = configure("gpt", "paper")
+    rules = rules_of_thumb(config, length=1024, batch=8, optimizer_bytes=8, precision="fp32")
+    assert rules.parameters == 50257 * 768 + 12 * 12 * 768**2
+    assert rules.activation_bytes == 4 * 8 * 1024 * 12 * (14 * 768 + 1024 * 12)
+    assert rules.train_bytes == 16 * rules.parameters + rules.activation_bytes
+    narrow = rules_of_thumb(config, length=1024, batch=8, optimizer_bytes=2, precision="bf16-mixed")
+    assert narrow.train_bytes == 12 * rules.parameters + rules.activation_bytes // 2
+    assert math.isclose(rules.parameters, estimate(config, length=1).parameters, rel_tol=0.01)
+
+
+def test_command_prints_json(capsys):
+    assert run(Options(member="gpt", recipe="paper", length=1024, batch=8, json=True)) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["parameters"] == 124_439_808
+    assert data["flops_forward"] < data["flops_step"] < 4 * data["flops_forward"]
+    assert data["state_bytes"] == 8 * (12 * (2 * 1024 * 768 * 4 + 8) + 8)
+    assert data["train_bytes"] > 16 * data["parameters"]
+    assert data["inference_bytes"] == 4 * data["parameters"] + data["state_bytes"]
+    assert sum(part["flops_forward"] for part in data["parts"]) == data["flops_forward"]
+
+
+def test_command_prints_tables(capsys):
+    assert run(Options(member="linear-transformer", recipe="tiny", set=("layers=3",))) == 0
+    text = capsys.readouterr().out
+    assert "layers.0-2.feed_forward_norm" in text
+    assert "rules of thumb" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(member="gpt", recipe="tiny", length=4096), "end at max_length = 128"),
+        (Options(member="gpt", recipe="tiny", length=0), "length must be 1 or more"),
+        (Options(member="gpt", recipe="tiny", length=8, batch=0), "batch must be 1 or more"),
+        (Options(member="gpt", recipe="tiny", set=("layers",)), "is not path=value"),
+    ],
+)
+def test_command_refuses(options, message):
+    with pytest.raises(KinformerError, match=message):
+        run(options)
