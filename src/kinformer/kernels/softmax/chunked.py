@@ -23,7 +23,7 @@ _LOG2_E = math.log2(math.e)
 # a cache shared by the cores; narrow windows take fewer queries, since their share of hidden pairs is rows / window.
 _ROWS = 128
 _FEWEST_ROWS = 32
-_PAIRS = 1 << 19
+_PAIRS = 1 << 20
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class _Keep:
 
 def _rows_per_tile(layout: Layout) -> int:
     rows = _ROWS
-    while rows > _FEWEST_ROWS and rows > (layout.behind + layout.ahead) // 4:
+    while rows > _FEWEST_ROWS and rows > (layout.behind + layout.ahead) // 2:
         rows //= 2
     return rows
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax.geometry import Problem, visible
+from kinformer.kernels.softmax.geometry import Problem, Span, visible
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -24,16 +24,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         )
     time, past = q.shape[2], k.shape[2] - q.shape[2]
     first, end = span.slots(time, past)
-    behind, ahead = span.limits(time, past)
-    mask, causal = None, False
-    if reach is None and behind >= past + time - 1 and ahead >= time - 1:
-        pass
-    elif reach is None and behind >= past + time - 1 and ahead == 0 and past == 0:
-        causal = True
-    else:
-        mask = visible(time, range(first, end), past, span, reach, q.device)
+    how = form(q, k, span, reach)
+    mask = visible(time, range(first, end), past, span, reach, q.device) if how == "masked" else None
     if end - first < k.shape[2]:
         k, v = k[:, :, first:end], v[:, :, first:end]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=how == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def form(q: Tensor, k: Tensor, span: Span, reach: Tensor | None) -> str:
+    """How torch can be told who sees whom: "all", "causal" or, with a dense mask and every pair computed, "masked"."""
+    time, past = q.shape[2], k.shape[2] - q.shape[2]
+    behind, ahead = span.limits(time, past)
+    if reach is not None:
+        return "masked"
+    if time == 1 and ahead >= 0 and behind >= 0:
+        return "all"
+    if behind < past + time - 1:
+        return "masked"
+    if ahead >= time - 1:
+        return "all"
+    return "causal" if ahead == 0 and past == 0 else "masked"

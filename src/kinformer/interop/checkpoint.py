@@ -1,0 +1,121 @@
+"""Hugging Face checkpoint folders: ``config.json``, safetensors in one file or several, ``tokenizer.json``.
+
+Only JSON and safetensors are read, which hold data and no code; a pickled ``pytorch_model.bin`` is never opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import load_tensors, read_json
+from kinformer.interop import gpt2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What a folder holds, in our terms: the member it is, the model config as data, weights under our names (float32).
+
+    ``tokenizer`` is the path of its tokenizer.json, or None.
+    """
+
+    member: str
+    model: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    tokenizer: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Format:
+    """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights."""
+
+    member: str
+    model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
+    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]]
+
+
+FORMATS = {"gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert)}
+
+
+def read_checkpoint(folder: str | Path) -> Imported:
+    """Read a checkpoint folder.
+
+    Errors: ``KinformerError`` for anything that is missing, damaged, of an unknown kind, or that our model would
+    compute otherwise; nothing is skipped in silence.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise KinformerError(f"{folder}: is no folder; give the folder that holds the checkpoint's {CONFIG}.")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
+    kind = config.get("model_type")
+    if kind not in FORMATS:
+        raise KinformerError(
+            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(FORMATS)}."
+        )
+    if config.get("quantization_config") is not None:
+        raise KinformerError(
+            f"{folder / CONFIG}: the weights are quantised; import the checkpoint they were made from."
+        )
+    form = FORMATS[kind]
+    model = form.model_config(config, folder / CONFIG)
+    weights = form.convert(_floats(_tensors(folder), folder), model, folder)
+    tokenizer = folder / TOKENIZER
+    return Imported(
+        member=form.member, model=model, weights=weights, tokenizer=tokenizer if tokenizer.is_file() else None
+    )
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the checkpoint under their own names."""
+    if (folder / WEIGHTS).is_file():
+        return load_tensors(folder / WEIGHTS)[0]
+    if (folder / INDEX).is_file():
+        return _shards(folder)
+    if sorted(folder.glob("*.bin")):
+        raise KinformerError(
+            f"{folder}: holds pickled weights (.bin), which can run code and are never loaded; convert them to "
+            f"safetensors (save_pretrained of a recent transformers does) and import that."
+        )
+    raise KinformerError(f"{folder}: holds neither {WEIGHTS} nor {INDEX}; give a complete checkpoint folder.")
+
+
+def _shards(folder: Path) -> dict[str, Tensor]:
+    """The tensors that the index names, each from its file in the folder and nowhere else."""
+    index = read_json(folder / INDEX)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise KinformerError(f"{folder / INDEX}: has no weight_map; restore it from a copy.")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(map(str, places.values()))):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise KinformerError(f"{folder / INDEX}: names {file!r}, which is no safetensors file of this folder.")
+        held = load_tensors(folder / file)[0]
+        wanted = [name for name, place in places.items() if place == file]
+        if missing := [name for name in wanted if name not in held]:
+            raise KinformerError(f"{folder / file}: lacks {missing[0]}, which the index puts there; restore it.")
+        tensors |= {name: held[name] for name in wanted}
+    return tensors
+
+
+def _floats(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Floating-point tensors as float32; masks of bytes and bools, which old checkpoints hold, as they are."""
+    import torch
+
+    wide = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in wide}
+    if strange := [name for name, tensor in rest.items() if tensor.dtype not in (torch.uint8, torch.bool)]:
+        raise KinformerError(
+            f"{folder}: {strange[0]} is {rest[strange[0]].dtype}, but weights must be floating-point numbers; "
+            "import an unquantised checkpoint."
+        )
+    return wide | rest

@@ -1,0 +1,214 @@
+"""The contract battery over the members and mixers of the family, and where they equal exact attention."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core.config import from_dict, to_dict
+from kinformer.core.contract import Chunk
+from kinformer.core.errors import KinformerError
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import MEMBERS
+from kinformer.features.dpfp import Dpfp
+from kinformer.features.elu import Elu
+from kinformer.features.quadratic import Quadratic
+from kinformer.features.relu import Relu
+from kinformer.kernels.linear import LinearState
+from kinformer.mixers.fast_weight import FastWeight
+from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.models.decoder import Decoder
+from kinformer.patterns.full import Full
+from kinformer.patterns.local import Local
+from kinformer.positions.rope import Rope
+from kinformer.projections.grouped import Grouped
+from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, verify_config
+
+DIM = 16
+MIXERS = {
+    "softmax": SoftmaxAttention.Config(num_heads=2),
+    "softmax, window": SoftmaxAttention.Config(num_heads=2, pattern=Local.Config(window=5)),
+    "softmax, itself only": SoftmaxAttention.Config(num_heads=2, pattern=Local.Config(window=1)),
+    "softmax, grouped": SoftmaxAttention.Config(num_heads=4, projection=Grouped.Config(num_kv_heads=2)),
+    "softmax, rope": SoftmaxAttention.Config(num_heads=2, position=Rope.Config()),
+    "softmax, rope of the paper, window, one key head": SoftmaxAttention.Config(
+        num_heads=2,
+        head_dim=6,
+        bias=False,
+        position=Rope.Config(layout="interleaved"),
+        pattern=Local.Config(window=4),
+        projection=Grouped.Config(bias=False),
+    ),
+    "linear, elu": LinearAttention.Config(num_heads=2),
+    "linear, relu": LinearAttention.Config(num_heads=2, feature_map=Relu.Config(), eps=0.1),
+    "linear, dpfp": LinearAttention.Config(num_heads=2, feature_map=Dpfp.Config(nu=2), eps=0.1),
+    "linear, quadratic": LinearAttention.Config(num_heads=2, head_dim=4, feature_map=Quadratic.Config(), bias=False),
+    "fast weight, delta": FastWeight.Config(num_heads=2),
+    "fast weight, delta, elu": FastWeight.Config(num_heads=2, feature_map=Elu.Config()),
+    "fast weight, sum": FastWeight.Config(num_heads=2, rule="sum"),
+    "fast weight, sum, denominator": FastWeight.Config(
+        num_heads=2, feature_map=Elu.Config(), rule="sum", normalise=False, denominator=True
+    ),
+}
+COMPILED = ("softmax, window", "linear, elu", "fast weight, delta")
+"""A graph takes a second or two to make: one mixer per kernel is compiled here."""
+
+
+def subject(name):
+    config = MIXERS[name]
+    reference = config.replace(impl="reference")
+    return MixerSubject(lambda: config.build(DIM), dim=DIM, impls={"reference": lambda: reference.build(DIM)})
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_keeps_the_contract(name, check):
+    CHECKS[check](subject(name))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_mixer_compiles(name):
+    CHECKS["compile"](subject(name))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_survives_a_file(name):
+    verify_config(MIXERS[name], kinds(), dim=DIM)
+
+
+@pytest.mark.parametrize("check", MODEL_CHECKS)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_member_keeps_the_contract(member, check):
+    MODEL_CHECKS[check](ModelSubject(lambda: kinformer.build(member, recipe="tiny", vocab_size=23), vocab_size=23))
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_recipe_builds_and_survives_a_file(member):
+    for recipe in MEMBERS[member].recipes:
+        config = configure(member, recipe)
+        assert from_dict(Decoder.Config, to_dict(config), kinds()) == config
+        with torch.device("meta"):
+            model = config.build()
+        growths = {layer.mixer.growth for layer in model.layers}
+        assert growths == {MEMBERS[member].growth}
+    assert {"tiny", "small", "benchmark", "paper"} <= MEMBERS[member].recipes.keys()
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_benchmark_recipe_has_the_shape_that_peers_are_timed_at(member):
+    config = configure(member, "benchmark")
+    assert (config.dim, len(config.layers)) == (256, 4)
+    for layer in config.layers:
+        assert (layer.mixer.num_heads, layer.mixer.head_dim or 256 // 4, layer.feed_forward.hidden) == (4, 64, 1024)
+
+
+def test_small_recipes_have_one_budget():
+    """Equal widths and depths: what the members' own mechanisms add stays within 12 % of the plain decoder."""
+    sizes = {}
+    for name in MEMBERS:
+        with torch.device("meta"):
+            layers = configure(name, "small").build().layers
+        sizes[name] = sum(parameter.numel() for parameter in layers.parameters())
+    assert all(abs(size / sizes["gpt"] - 1) < 0.12 for size in sizes.values()), sizes
+
+
+def test_table_is_free_of_torch():
+    code = "import sys, kinformer.family.table as t; assert t.MEMBERS; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_records_are_complete(member):
+    record = MEMBERS[member]
+    assert record.name == member
+    for field in dataclasses.fields(record):
+        if field.name != "axes":
+            assert getattr(record, field.name), field.name
+    assert str(record.year) in record.paper
+
+
+def mixed(config, time=12, **options):
+    """Outputs of a mixer with weights that depend on the config's shapes only."""
+    torch.manual_seed(0)
+    mixer = config.build(DIM).double()
+    x = torch.randn(2, time, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        return mixer(Chunk(x), mixer.initial_state(2, dtype=torch.float64))[0]
+
+
+def test_window_of_the_whole_length_is_exact_attention():
+    causal = SoftmaxAttention.Config(num_heads=2)
+    exact = mixed(causal)
+    for window in (12, 13, 1000):
+        assert torch.equal(mixed(causal.replace(pattern=Local.Config(window=window))), exact)
+    short = mixed(causal.replace(pattern=Local.Config(window=11)))
+    assert torch.equal(short[:, :11], exact[:, :11])
+    assert (short[:, 11] - exact[:, 11]).abs().max() > 1e-4
+
+
+def test_as_many_key_heads_as_heads_is_exact_attention():
+    causal = SoftmaxAttention.Config(num_heads=2)
+    exact = mixed(causal)
+    assert torch.equal(mixed(causal.replace(projection=Grouped.Config(num_kv_heads=2))), exact)
+
+
+def test_sum_rule_is_linear_attention():
+    """With the same features and no normalisation, but for the factor 1 / sqrt(head_dim)."""
+    torch.manual_seed(0)
+    linear = LinearAttention.Config(num_heads=2, bias=False, eps=1e-5).build(DIM).double()
+    config = FastWeight.Config(num_heads=2, feature_map=Elu.Config(), rule="sum", normalise=False, denominator=True)
+    fast = config.build(DIM).double()
+    with torch.no_grad():
+        rows = linear.qkv.weight.view(3, 2, 8, DIM).transpose(0, 1)
+        fast.qkvb.weight.copy_(rows.reshape(-1, DIM))
+        fast.out.weight.copy_(linear.out.weight)
+        x = torch.randn(2, 30, DIM, dtype=torch.float64)
+        want, states = linear(Chunk(x), linear.initial_state(2, dtype=torch.float64))
+        got, sums = fast(Chunk(x), fast.initial_state(2, dtype=torch.float64))
+    assert isinstance(sums, LinearState)
+    assert (got * 8**0.5 - want).abs().max() < 1e-12
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(sums, states, strict=True))
+
+
+def test_quadratic_features_are_the_squared_kernel_exactly():
+    config = LinearAttention.Config(num_heads=1, feature_map=Quadratic.Config(c=0.5), bias=False, eps=1e-6)
+    mixer = config.build(DIM).double()
+    x = torch.randn(1, 20, DIM, dtype=torch.float64)
+    q, k, v = mixer.qkv(x)[0].split(DIM, dim=-1)
+    weights = ((q @ k.T + 0.5) ** 2).tril()
+    want = mixer.out(weights @ v / (weights.sum(-1, keepdim=True) + 1e-6))
+    got, _ = mixer(Chunk(x), mixer.initial_state(1, dtype=torch.float64))
+    assert (got[0] - want).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_dropout_is_decided_by_the_seed(member):
+    changes = {"dropout": 0.2, "layers.*.dropout": 0.2}
+    if member == "gpt":
+        changes["layers.*.mixer.dropout"] = 0.2
+    model = kinformer.build(member, recipe="tiny", vocab_size=23, set=changes)
+    tokens = torch.randint(23, (2, 30))
+
+    def sample(seed):
+        torch.manual_seed(seed)
+        logits = model(tokens)[0]
+        model.zero_grad()
+        logits.square().sum().backward()
+        return logits.detach(), model.embedding.weight.grad.clone()
+
+    first, again, other = sample(1), sample(1), sample(2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    model.eval()
+    assert torch.equal(sample(1)[0], sample(2)[0])
+
+
+def test_a_decoder_refuses_a_pattern_that_looks_ahead():
+    with pytest.raises(KinformerError, match="'full' lets a token see later ones"):
+        configure("gpt", "tiny", set={"layers.*.mixer.pattern": Full.Config()}).build()

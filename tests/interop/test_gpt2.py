@@ -1,0 +1,295 @@
+"""Import of GPT-2 checkpoints: the same numbers as transformers, and nothing run, skipped or guessed."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kinformer
+from kinformer.cli.import_ import Options, run
+from kinformer.cli.main import main
+from kinformer.core.errors import KinformerError
+from kinformer.family.runs import open_run
+from kinformer.interop import read_checkpoint
+
+SIZES = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 2}
+
+
+class Peer:
+    """A random GPT-2 of transformers and the folder that it was saved to."""
+
+    def __init__(self, folder, **changes):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(**SIZES | {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3} | changes)
+        self.model, self.folder = GPT2LMHeadModel(config).eval(), folder
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        self.model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    return Peer(tmp_path_factory.mktemp("peer"))
+
+
+@pytest.fixture
+def folder(peer, tmp_path):
+    """A copy of the checkpoint that a test may spoil."""
+    return shutil.copytree(peer.folder, tmp_path / "checkpoint")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def imported(folder, out):
+    assert run(Options(folder=str(folder), out=str(out))) == 0
+    return kinformer.load(out)
+
+
+def tokens(time=20):
+    return torch.randint(SIZES["vocab_size"], (2, time), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(peer, dtype=torch.float64):
+    with torch.no_grad():
+        return peer.model.to(dtype)(tokens()).logits
+
+
+def assert_same(model, want):
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        with torch.no_grad():
+            got = model.to(dtype)(tokens())[0]
+        assert (got - want).abs().max() < limit * want.abs().max().clamp(min=1)
+
+
+CHANGES = {
+    "as it is": {},
+    "another epsilon and width": {"layer_norm_epsilon": 1e-3, "n_inner": 40},
+    "exact gelu": {"activation_function": "gelu"},
+    "relu": {"activation_function": "relu"},
+    "untied": {"tie_word_embeddings": False},
+    "upcast": {"reorder_and_upcast_attn": True},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_same_logits(changes, tmp_path):
+    peer = Peer(tmp_path / "peer", **changes)
+    assert_same(imported(peer.folder, tmp_path / "run"), logits_of(peer))
+
+
+def test_same_logits_from_several_files(peer, tmp_path):
+    peer.model.float().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert_same(imported(tmp_path / "shards", tmp_path / "run"), logits_of(peer))
+
+
+def test_same_logits_without_prefix_and_with_the_masks_of_old_files(peer, folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.bool), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    tensors |= {"lm_head.weight": tensors["wte.weight"].clone()}
+    save_file(tensors, folder / "model.safetensors")
+    assert_same(imported(folder, tmp_path / "run"), logits_of(peer))
+
+
+def test_half_precision_weights_become_float32(peer, folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    model = imported(folder, tmp_path / "run")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.embedding.weight, tensors["transformer.wte.weight"].half().float())
+
+
+def test_the_run_is_a_gpt_that_trains_and_generates(folder, tmp_path):
+    edit(folder / "config.json", attn_pdrop=0.2, resid_pdrop=0.3, embd_pdrop=0.4)
+    model = imported(folder, tmp_path / "run")
+    record = open_run(tmp_path / "run")
+    assert (record.member, record.recipe) == ("gpt", "imported")
+    layer = model.config.layers[0]
+    assert (layer.mixer.dropout, layer.dropout, model.config.dropout) == (0.2, 0.3, 0.4)
+    assert kinformer.generate(model, tokens(5), max_new_tokens=4, seed=1).shape == (2, 4)
+    assert model.max_length == 24
+    loss = model.train()(tokens())[0].logsumexp(-1).mean()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_greedy_continuation_is_that_of_transformers(peer, tmp_path):
+    model = imported(peer.folder, tmp_path / "run").double()
+    theirs, sequence = peer.model.double(), tokens(6)
+    for _ in range(8):
+        with torch.no_grad():
+            sequence = torch.cat([sequence, theirs(sequence).logits[:, -1:].argmax(-1)], dim=1)
+    got = kinformer.generate(model, tokens(6), max_new_tokens=8, temperature=0, seed=0)
+    assert torch.equal(got, sequence[:, 6:])
+
+
+def test_tokenizer_is_copied(folder, tmp_path, capsys):
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    imported(folder, tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert open_run(tmp_path / "run").tokenizer == "tokenizer.json"
+    assert capsys.readouterr().err == ""
+
+
+def test_commands_take_the_run(peer, tmp_path, capsys):
+    """A byte-level tokenizer whose 256 tokens the model has: text goes in and comes out."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([], trainer)
+    peer = Peer(tmp_path / "peer", vocab_size=256)
+    tokenizer.save(str(peer.folder / "tokenizer.json"))
+    out = str(tmp_path / "run")
+    assert main(["import", str(peer.folder), "--out", out]) == 0
+    capsys.readouterr()
+    assert main(["generate", out, "--prompt", "def", "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    written = capsys.readouterr().out
+    prompt = torch.tensor([tokenizer.encode("def").ids])
+    new = kinformer.generate(kinformer.load(out), prompt, max_new_tokens=5, temperature=0)[0].tolist()
+    assert tokenizer.decode(new) in written
+
+
+def test_without_a_tokenizer_token_ids_are_the_interface(folder, tmp_path, capsys):
+    imported(folder, tmp_path / "run")
+    assert "takes token ids only" in capsys.readouterr().err
+
+
+def test_json(folder, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert main(["import", str(folder), "--out", out, "--name", "mine", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"out": out, "member": "gpt", "recipe": "mine", "parameters": told["parameters"], "tokenizer": False}
+    assert told["parameters"] == sum(parameter.numel() for parameter in kinformer.load(out).parameters())
+
+
+def test_works_without_transformers(folder, tmp_path):
+    code = (
+        "import sys; sys.modules['transformers'] = sys.modules['tokenizers'] = None\n"
+        "from kinformer.cli.main import main\n"
+        f"sys.exit(main(['import', {str(folder)!r}, '--out', {str(tmp_path / 'run')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+REFUSED = {
+    "scaled by layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+    "cross-attention": ({"add_cross_attention": True}, "add_cross_attention is True"),
+    "another activation": ({"activation_function": "silu"}, "only gelu_new, gelu_pytorch_tanh, gelu, relu"),
+    "another model": ({"model_type": "llama"}, "'llama' cannot be imported; what can: gpt2"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantised"),
+    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned"),
+    "heads": ({"n_head": 3}, "num_heads = 3 does not divide dim = 16"),
+    "width": ({"n_embd": 32}, "has the shape"),
+    "depth": ({"n_layer": 4}, "layers.3"),
+    "fewer layers": ({"n_layer": 2}, "layers.2"),
+    "huge": ({"n_layer": 10**9}, "more than any GPT-2 has"),
+    "vocabulary": ({"vocab_size": 2**30}, "embedding.weight has the shape"),
+    "not a number": ({"n_layer": "3"}, "n_layer is '3'"),
+    "no epsilon": ({"layer_norm_epsilon": "tiny"}, "layer_norm_epsilon is 'tiny'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_config_is_refused(changes, message, folder, tmp_path):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(KinformerError, match=message):
+        run(Options(folder=str(folder), out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensors_of_another_head_are_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.ones(2, 16)}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=r"'score.weight'"):
+        read_checkpoint(folder)
+
+
+def test_tied_weights_that_differ_are_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=r"lm_head.weight differs"):
+        read_checkpoint(folder)
+
+
+def test_integer_weights_are_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=r"torch.int8, but weights must be"):
+        read_checkpoint(folder)
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "config.json", "tokenizer.json"])
+def test_pickles_are_never_loaded(name, folder, tmp_path):
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(KinformerError, match="never loaded; convert" if name.endswith(".bin") else "damaged|readable"):
+        run(Options(folder=str(folder), out=str(tmp_path / "run")))
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 2000])
+def test_truncated_weights_are_one_sentence(size, folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(KinformerError, match="truncated or damaged"):
+        read_checkpoint(folder)
+
+
+def test_index_cannot_name_files_elsewhere(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for place in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors"), "pytorch_model.bin"):
+        index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": place}}))
+        with pytest.raises(KinformerError, match="no safetensors file of this folder"):
+            read_checkpoint(folder)
+    for content in ("[]", '{"weight_map": {}}', '{"weight_map": []}'):
+        index.write_text(content)
+        with pytest.raises(KinformerError, match="has no weight_map"):
+            read_checkpoint(folder)
+
+
+def test_missing_things_are_named(folder, tmp_path):
+    with pytest.raises(KinformerError, match="is no folder"):
+        read_checkpoint(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(KinformerError, match=r"holds neither model.safetensors nor"):
+        read_checkpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(KinformerError, match="no such file"):
+        read_checkpoint(folder)
+
+
+def test_out_must_be_new(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("precious")
+    with pytest.raises(KinformerError, match="is not empty"):
+        run(Options(folder=str(folder), out=str(tmp_path / "run")))
