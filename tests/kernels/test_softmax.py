@@ -286,13 +286,33 @@ def test_work_follows_the_attended_pairs(span):
     assert attended <= computed <= 1.6 * attended
 
 
-def test_auto_says_what_it_takes():
-    q, k, v = operands(16, 1, 2, 2, 8, 0, 4, 4)
-    name = choose_impl(q, k, Span(), None, Dropout(0.1, 1))
-    assert name == "chunked"
+AUTO = [
+    ("a small call", "sdpa", (1, 4, 64, 0, 32), Span(), torch.float32, None),
+    ("a training shape", "chunked", (8, 4, 512, 0, 64), Span(), torch.float32, None),
+    ("a long plain one", "sdpa", (1, 8, 4096, 0, 64), Span(), torch.float32, None),
+    ("a long one in bfloat16", "chunked", (1, 8, 4096, 0, 64), Span(), torch.bfloat16, None),
+    ("a long window", "chunked", (1, 8, 4096, 0, 64), Span(behind=255), torch.float32, None),
+    ("a long one after a past", "chunked", (1, 8, 4096, 9, 64), Span(), torch.float32, None),
+    ("generating", "sdpa", (1, 8, 1, 783, 32), Span(), torch.float32, None),
+    ("generating many", "chunked", (16, 8, 1, 783, 32), Span(), torch.float32, None),
+    ("dropout", "chunked", (1, 2, 8, 0, 4), Span(), torch.float32, Dropout(0.1, 1)),
+]
+
+
+@pytest.mark.parametrize("case", AUTO, ids=lambda case: case[0])
+def test_auto_chooses_by_shape(case):
+    _, expected, shape, span, dtype, dropout = case
+    batch, heads, time, past, dim = shape
+    q, k = (torch.empty(1, dtype=dtype).expand(batch, heads, size, dim) for size in (time, past + time))
+    assert choose_impl(q, k, span, None, dropout) == expected
+
+
+@pytest.mark.parametrize("time", [1, 8, 200])
+def test_auto_takes_what_it_says(time):
+    q, k, v = operands(16, 1, 2, 2, time, 0, 4, 4)
+    said = choose_impl(q, k, Span(), None, None)
     found = softmax_attention(q, k, v, span=Span(), scale=0.5)
-    taken = softmax_attention(q, k, v, span=Span(), scale=0.5, impl=choose_impl(q, k, Span(), None, None))
-    assert torch.equal(found, taken)
+    assert torch.equal(found, softmax_attention(q, k, v, span=Span(), scale=0.5, impl=said))
 
 
 def test_errors_name_the_value_and_the_remedy():

@@ -214,8 +214,8 @@ def _check_endless(config: Decoder.Config, longest: int | None) -> None:
         growing = any(getattr(module, "growth", "") == "linear" for module in config.build().modules())
     if growing:
         raise KinformerError(
-            "--segments: the state goes on without end, but this model's grows with every token; choose another member, "
-            'or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+            "--segments: the state goes on without end, but this model's grows with every token; choose another "
+            'member, or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
         )
 
 

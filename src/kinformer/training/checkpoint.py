@@ -6,11 +6,13 @@ sha256 and the numbers of the run. Nothing depends on how many processes wrote i
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +83,9 @@ class Checkpoints:
         try:
             plan = read_json(folder / PLAN)
             if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
-                raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads.")
+                raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads")
+            if plan.pop("sha256") != _digest(plan):
+                raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
             files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
             return Checkpoint(int(plan["step"]), files, plan["numbers"])
         except (KinformerError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -97,15 +101,21 @@ class Checkpoints:
     def _failed(self, final: Path, error: BaseException) -> str:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         steps = self.steps()
-        kept = f"the checkpoint of step {steps[-1]} is whole, so free space and add --resume" if steps else "free space and begin anew"
+        kept = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and begin anew"
         return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {kept}."
 
 
 def _fill(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir(parents=True)
-    digests = {name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()}
+    digests = {
+        name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()
+    }
     plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
-    write_json(folder / PLAN, plan)
+    write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
+
+
+def _digest(plan: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def _load(path: Path, digest: str) -> dict[str, Tensor]:

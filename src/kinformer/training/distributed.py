@@ -6,8 +6,10 @@ Everything is arranged so that one process is the case ``world = 1``: same rows,
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
+from kinformer.training.interrupt import SIGNALS
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
+SIGNALLED = tuple(128 + number for number in SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,12 @@ class Group:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # Layers return slices of their state and never write into them, which is what this warns of.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = init_device_mesh(self.device.type, (self.world,))
         for layer in getattr(step.model, "layers", ()):
             fully_shard(cast(nn.Module, layer), mesh=mesh)
-        return fully_shard(step, mesh=mesh)
+        return cast(nn.Module, fully_shard(step, mesh=mesh))
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
@@ -146,12 +152,14 @@ def shutdown() -> None:
 def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: int) -> T:
     """Run ``function(*arguments)`` in ``processes`` new processes of this machine; returns what the first one returned.
 
-    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` tells that a signal ended them.
+    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` tells that a signal ended them; a
+    function that obeys a signal has to leave with ``SystemExit(128 + signal)``, since nobody waits for its result then.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -167,6 +175,8 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
         raise InterruptedError(128 + int(ended.sigval)) from None
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
+        if failure.exitcode in SIGNALLED:
+            raise InterruptedError(failure.exitcode) from None
         raise KinformerError(
             f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
             "continue from the last checkpoint with --resume."

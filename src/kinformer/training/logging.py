@@ -21,7 +21,7 @@ class Log:
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
         kept = [line for line in _lines(path) if _step(line) <= resumed]
-        write_atomic(path, lambda target: target.write_text("".join(kept), encoding="utf-8") and None)
+        write_atomic(path, lambda target: _fill(target, kept))
         self._file = path.open("a", encoding="utf-8")
         self._events = _event_writer(folder / EVENTS, resumed)
 
@@ -40,10 +40,18 @@ class Log:
             self._events.close()
 
 
+def _fill(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if line[-1] == "\n"]
+    return [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if line[-1] == "\n"
+    ]
 
 
 def _step(line: str) -> float:

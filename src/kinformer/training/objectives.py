@@ -1,24 +1,22 @@
 """What is minimised: ``loss, metrics, state = objective(model, batch, state, progress)``.
 
-``loss`` is a float32 scalar, the mean over the batch's predicted tokens, with its graph. ``metrics`` are detached scalars,
-sums over those tokens. ``progress`` runs from 0 to 1 in the course of training.
+``loss`` is a float32 scalar, the mean over the batch's predicted tokens, with its graph. ``metrics`` are detached
+scalars, sums over those tokens. ``progress`` runs from 0 to 1 in the course of training.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core import state as states
-from kinformer.data.permutation import mix
 from kinformer.training.precision import autocast
 
 
 class Batch(NamedTuple):
-    """``tokens`` [batch, time + 1] int64: inputs and, one apart, targets; ``reset``, ``valid`` [batch, time] bool or None."""
+    """``tokens`` [batch, time + 1] int64: inputs and, one apart, targets; the others [batch, time] bool or None."""
 
     tokens: Tensor
     reset: Tensor | None = None
@@ -26,7 +24,9 @@ class Batch(NamedTuple):
 
     def rows(self, part: slice) -> Batch:
         """Some of its rows."""
-        return Batch(*(None if field is None else field[part] for field in self))
+        tokens, reset, valid = (None if field is None else field[part] for field in self)
+        assert tokens is not None
+        return Batch(tokens, reset, valid)
 
 
 class Objective(Protocol):
@@ -73,8 +73,3 @@ class Step(nn.Module):
             loss = loss + cost.float().sum() / predicted
             metrics = metrics | {name: cost.detach().sum()}
         return loss, metrics, state
-
-
-def seed_masks(seed: int, step: int, rank: int) -> None:
-    """Begin step ``step``'s random masks: they depend on nothing that came before, so a resumed run draws the same."""
-    torch.manual_seed(int(mix(seed, step, rank)[0]))

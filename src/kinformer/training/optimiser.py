@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Adafactor, AdamW, Muon, Optimizer, SGD
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from kinformer.core.errors import KinformerError
 from kinformer.training.settings import Settings
@@ -19,7 +19,7 @@ Named = list[tuple[str, nn.Parameter]]
 class Optimiser:
     """One or two of PyTorch's optimisers over all parameters of a model.
 
-    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices inside
+    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     ``model.layers``, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
     """
 
@@ -51,7 +51,7 @@ class Optimiser:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
-        """The norm of all gradients, as a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0."""
+        """The norm of all gradients, a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -74,7 +74,7 @@ class Optimiser:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition(":")
             if name not in known:
-                raise KinformerError(f"{place}: holds the optimiser's state of {name!r}, which the model lacks; use its own run folder.")
+                raise KinformerError(f"{place}: holds an optimiser's state of {name!r}, unknown here; use its own run.")
             states.setdefault(name, {})[key] = tensor
         for optimiser, names in zip(self.optimisers, self.names, strict=True):
             data = optimiser.state_dict()
@@ -121,7 +121,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def gather(named: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Every tensor :func:`whole`, one at a time; processes that do not ``keep`` them only take part."""
     kept = {}
     for name, tensor in named:

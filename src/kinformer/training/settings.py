@@ -18,7 +18,7 @@ class Settings:
     steps: int | None = None
     """Optimiser steps in all (1000 if --minutes is not given either)."""
     minutes: float | None = None
-    """Train for so long instead: the number of steps is fixed once, from the speed of some steps that change nothing."""
+    """Train for so long instead: the number of steps is fixed once, by the speed of some that change nothing."""
     length: int = 512
     """Tokens that each row of a batch predicts."""
     batch_size: int = 8
@@ -44,7 +44,7 @@ class Settings:
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     segments: bool = False
-    """Train on consecutive segments of --length tokens, the state carried from each to the next, gradients cut there."""
+    """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
     seed: int = 0
     """Decides the first weights, the order of the data and every random mask."""
     validate_every: int | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kinformer.data import EvaluationStream, Split
+from kinformer.data import EvaluationStream, Segment, Split
 from kinformer.training.distributed import Group
 from kinformer.training.objectives import Batch
 from kinformer.training.settings import Settings
@@ -35,23 +35,30 @@ class Validation:
         state: Any = None
         with torch.no_grad():
             for segment in self.stream:
-                batch = Batch(*(self._share(field) for field in (segment.tokens, segment.reset, segment.valid)))
-                if batch.valid is not None and bool(segment.valid.all()):
-                    batch = batch._replace(valid=None)
+                batch = self._share(segment)
                 _, metrics, after = engine(batch, state, 1.0)
                 state = after if self.carry else None
                 nats += metrics["nats"]
         engine.train()
         return float(self.group.sum(nats)) / self.stream.predictions
 
-    def _share(self, rows: np.ndarray | None) -> torch.Tensor | None:
+    def _share(self, segment: Segment) -> Batch:
         """This process's rows; rows that fill up the last share are invalid."""
-        if rows is None:
+        tokens, reset, valid = (self._rows(field) for field in (segment.tokens, segment.reset, segment.valid))
+        place = self.group.device
+        return Batch(
+            torch.from_numpy(tokens).to(place),
+            None if reset is None else torch.from_numpy(reset).to(place),
+            None if valid is None or valid.all() else torch.from_numpy(valid).to(place),
+        )
+
+    def _rows(self, field: np.ndarray | None) -> np.ndarray | None:
+        if field is None:
             return None
-        size = -(-len(rows) // self.group.world)
-        padded = np.zeros((size * self.group.world, *rows.shape[1:]), rows.dtype)
-        padded[: len(rows)] = rows
-        return torch.from_numpy(padded[self.group.rank * size : (self.group.rank + 1) * size]).to(self.group.device)
+        size = -(-len(field) // self.group.world)
+        padded = np.zeros((size * self.group.world, *field.shape[1:]), field.dtype)
+        padded[: len(field)] = field
+        return padded[self.group.rank * size : (self.group.rank + 1) * size]
 
 
 def bits_per_byte(nats_per_token: float, split: Split) -> float:

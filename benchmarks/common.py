@@ -1,0 +1,212 @@
+"""What the benchmark scripts share: interleaved timing, the correctness gate, the description of the machine, results.
+
+A measurement is a ratio taken in one run: all contestants run in one process, in rounds, one step each per round and
+in a new order every time, so that what else the machine does falls on all of them alike. What is reported is the
+median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.training.precision import has_amx, use_fast_products
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = {
+    "fast_transformers": "pytorch-fast-transformers",
+    "x_transformers": "x-transformers",
+    "transformers": "transformers",
+}
+
+
+@dataclass
+class Contestant:
+    """One thing that is timed: ``step()`` does it once; ``fast`` lets its fp32 products take oneDNN's path."""
+
+    name: str
+    step: Callable[[], Any]
+    fast: bool = False
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self) -> Any:
+        with products(self.fast):
+            return self.step()
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@contextmanager
+def products(fast: bool) -> Iterator[None]:
+    """PyTorch's default fp32 products, or (``fast``) the setting that ``kinformer train`` makes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    if fast:
+        use_fast_products()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def interleave(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1) -> None:
+    """Fill ``seconds`` of every contestant with ``rounds`` measurements, after ``warm_up`` rounds that do not count."""
+    order = list(contestants)
+    shuffle = random.Random(0).shuffle
+    for index in range(warm_up + rounds):
+        shuffle(order)
+        for contestant in order:
+            with products(contestant.fast):
+                begun = time.perf_counter()
+                contestant.step()
+                seconds = time.perf_counter() - begun
+            if index >= warm_up:
+                contestant.seconds.append(seconds)
+
+
+def gate_equal(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> float:
+    """Stop the benchmark unless both agree to ``tolerance`` of the largest value; returns the gap."""
+    gap = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    if not gap <= tolerance:
+        raise SystemExit(
+            f"{name}: differs by {gap:.2g} of the largest value, expected at most {tolerance:g}; not timed."
+        )
+    return gap
+
+
+def gate_learning(name: str, losses: Sequence[float]) -> dict[str, float]:
+    """Stop the benchmark unless the losses of repeated steps on one batch are finite and fall."""
+    if not all(map(math.isfinite, losses)) or not losses[-1] < losses[0]:
+        raise SystemExit(f"{name}: the loss on one batch went {losses[0]:.4f} -> {losses[-1]:.4f}; not timed.")
+    return {"first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def peer(module: str) -> ModuleType | None:
+    """A peer's module, or None after one sentence that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = PEERS[module.partition(".")[0]]
+        print(f"{name} is not installed ({error}), so it is left out; get it with: pip install 'kinformer[peers]'.")
+        return None
+
+
+def text_bytes(path: str | None, count: int) -> Tensor:
+    """``count`` bytes [count] int64 of the file ``path`` (by default of Python's own sources), repeated if short."""
+    if path is None:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        data = b"".join(file.read_bytes() for file in files)
+    else:
+        data = Path(path).read_bytes()
+    tokens = torch.frombuffer(bytearray(data[:count]), dtype=torch.uint8).long()
+    return tokens.repeat(-(-count // len(tokens)))[:count]
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """The processor, the threads, the versions, and how busy the machine was before and after the run."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "amx": has_amx(),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(terse=True),
+        "load_average": {"before": options.load, "after": os.getloadavg()},
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("kinformer", "torch", *PEERS.values())},
+    }
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def memory(name: str) -> int:
+    """Bytes of this process by a line of /proc/self/status: VmRSS (resident now) or VmHWM (resident at most)."""
+    value = _field("/proc/self/status", name)
+    if value is None:
+        raise SystemExit("/proc/self/status cannot be read, so memory cannot be measured here; use Linux.")
+    return int(value.split()[0]) * 1024
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options of every script; ``--quick`` only tries it out and keeps no result file unless told where."""
+    text = (description or "").strip()
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few small steps, to see that everything works")
+    parser.add_argument("--rounds", type=int, help="measurements per contestant")
+    parser.add_argument("--threads", type=int, help="CPU threads (PyTorch's own choice if not given)")
+    parser.add_argument("--out", type=Path, help="the result file (benchmarks/results/NAME.json, none with --quick)")
+    return parser
+
+
+def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parsed options, after setting threads and seed."""
+    options = parser.parse_args()
+    options.load = os.getloadavg()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    return options
+
+
+def save(options: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
+    """Write ``result`` with the machine's description beside it."""
+    path = options.out or (None if options.quick else RESULTS / f"{name}.json")
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "quick": options.quick}
+    path.write_text(json.dumps(head | {"machine": machine(options)} | result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table: the first column on the left, numbers on the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    print(f"\n{title}")
+    for row in (header, ["-" * width for width in widths], *cells):
+        first, *rest = (str(cell) for cell in row)
+        print(
+            "  ".join(
+                [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+            )
+        )
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,146 @@
+"""The peers as models tokens [batch, time] int64 -> logits [batch, time, vocab], each built the way its authors show.
+
+All have learned positions, no dropout and the sizes of a :class:`Shape`. A builder returns None, after one sentence,
+where the peer is not installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from common import peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder; ``length`` is how many positions it must know."""
+
+    layers: int
+    dim: int
+    heads: int
+    head_dim: int
+    hidden: int
+    length: int
+    vocab: int = 256
+
+
+class Idiap(nn.Module):
+    """Embeddings and a head around the transformer of pytorch-fast-transformers, which has neither."""
+
+    def __init__(self, shape: Shape, encoder: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.dim)
+        self.positions = nn.Embedding(shape.length, shape.dim)
+        self.encoder = encoder
+        self.head = nn.Linear(shape.dim, shape.vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        time = tokens.shape[1]
+        return self.head(self.encoder(self.embedding(tokens) + self.positions.weight[:time], _triangle(time)))
+
+    def one(self, token: Tensor, position: int, state: list | None) -> tuple[Tensor, list]:
+        """The logits [batch, vocab] after ``token`` [batch] (with the recurrent encoder), and the new state."""
+        x, state = self.encoder(self.embedding(token) + self.positions.weight[position], state)
+        return self.head(x), state
+
+
+@cache
+def _triangle(time: int):
+    from fast_transformers.masking import TriangularCausalMask
+
+    return TriangularCausalMask(time)
+
+
+def idiap(shape: Shape, recurrent: bool = False) -> Idiap | None:
+    """Causal linear attention with its C++ kernel, or its recurrent form for generation."""
+    builders = peer("fast_transformers.builders")
+    if builders is None:
+        return None
+    builder = builders.RecurrentEncoderBuilder if recurrent else builders.TransformerEncoderBuilder
+    options = {
+        "n_layers": shape.layers,
+        "n_heads": shape.heads,
+        "query_dimensions": shape.head_dim,
+        "value_dimensions": shape.head_dim,
+        "feed_forward_dimensions": shape.hidden,
+        "attention_type": "linear" if recurrent else "causal-linear",
+        "activation": "gelu",
+        "dropout": 0.0,
+    }
+    return Idiap(shape, builder.from_kwargs(**options).get())
+
+
+def x_transformers(shape: Shape, flash: bool = False) -> nn.Module | None:
+    """Its decoder; ``flash`` is its option to use PyTorch's fused attention, off by default."""
+    module = peer("x_transformers")
+    if module is None:
+        return None
+    layers = module.Decoder(
+        dim=shape.dim,
+        depth=shape.layers,
+        heads=shape.heads,
+        attn_dim_head=shape.head_dim,
+        ff_mult=shape.hidden / shape.dim,
+        attn_flash=flash,
+    )
+    return module.TransformerWrapper(num_tokens=shape.vocab, max_seq_len=shape.length, attn_layers=layers)
+
+
+class HuggingFace(nn.Module):
+    """GPT2LMHeadModel, which uses PyTorch's fused attention by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits
+
+
+def hugging_face(shape: Shape) -> HuggingFace | None:
+    module = peer("transformers")
+    if module is None:
+        return None
+    if shape.heads * shape.head_dim != shape.dim:
+        raise SystemExit("GPT-2 has heads x head_dim = dim; give such a shape.")
+    config = module.GPT2Config(
+        vocab_size=shape.vocab,
+        n_positions=shape.length,
+        n_embd=shape.dim,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.hidden,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return HuggingFace(module.GPT2LMHeadModel(config))
+
+
+def copy_gpt2(source: HuggingFace, target: nn.Module) -> None:
+    """Give Kinformer's gpt the weights of a GPT-2: same maths, so both must then give the same logits."""
+    weights = source.model.transformer.state_dict()
+    names = {
+        "ln_1": "mixer_norm",
+        "ln_2": "feed_forward_norm",
+        "attn.c_attn": "mixer.projection.qkv",
+        "attn.c_proj": "mixer.out",
+        "mlp.c_fc": "feed_forward.up",
+        "mlp.c_proj": "feed_forward.down",
+    }
+    own = {"embedding.weight": weights["wte.weight"], "position.table": weights["wpe.weight"]}
+    own |= {f"norm.{kind}": weights[f"ln_f.{kind}"] for kind in ("weight", "bias")}
+    for layer in range(len(target.layers)):
+        for theirs, ours in names.items():
+            for kind in ("weight", "bias"):
+                value = weights[f"h.{layer}.{theirs}.{kind}"]
+                transposed = kind == "weight" and value.dim() == 2
+                own[f"layers.{layer}.{ours}.{kind}"] = value.T if transposed else value
+    with torch.no_grad():
+        target.load_state_dict(own)

@@ -1,0 +1,71 @@
+"""States that are carried from step to step: one per accumulated part of each process, kept in checkpoints by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.core.errors import KinformerError
+from kinformer.training.distributed import Group
+
+
+class Carried:
+    """The states of this process's ``parts`` accumulated parts; None before the first step.
+
+    In a checkpoint they are the leaves of all parts of all processes, in the order of the global batch's rows, so that
+    they can be dealt out to another number of processes or parts.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.states: list[Any] = [None] * parts
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.states = [None] * len(self.states)
+
+    def put(self, part: int, state: Any) -> None:
+        """Keep ``state`` for the next step, cut from its graph."""
+        self.states[part] = states.detach(state)
+
+    def tensors(self, group: Group) -> dict[str, Tensor]:
+        """Every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
+        if self.states[0] is None:
+            return {}
+        own = [leaf for state in self.states for leaf in states.tensors(state)]
+        everyone = group.collect(own)
+        per_part = len(own) // len(self.states)
+        flat = [leaf for leaves in everyone for leaf in leaves]
+        return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
+
+    def load(self, tensors: Mapping[str, Tensor], template: Any, group: Group) -> None:
+        """Put back this process's share of what :meth:`tensors` gave. ``template`` is any state of the model."""
+        if not tensors:
+            return
+        rows: dict[str, list[Tensor]] = {}
+        for name in sorted(tensors):
+            rows.setdefault(name.split(".")[0], []).append(tensors[name])
+        kept = [_rebuild(template, leaves) for leaves in rows.values()]
+        wanted = group.world * len(self.states)
+        if len(kept) != wanted:
+            kept = _deal(states.join_rows(kept), wanted)
+        own = kept[group.rank * len(self.states) : (group.rank + 1) * len(self.states)]
+        self.states = [states.to(state, device=group.device) for state in own]
+
+
+def _rebuild(template: Any, leaves: list[Tensor]) -> Any:
+    if len(leaves) != len(list(states.tensors(template))):
+        raise KinformerError(
+            f"the checkpoint's carried state has {len(leaves)} tensors but this model's has "
+            f"{len(list(states.tensors(template)))}; resume with the model that wrote it."
+        )
+    source: Iterator[Tensor] = iter(leaves)
+    return states.map_tensors(lambda _: next(source), template)
+
+
+def _deal(state: Any, parts: int) -> list[Any]:
+    total = next(states.tensors(state)).shape[0]
+    return [states.select_rows(state, rows) for rows in torch.arange(total).chunk(parts)]

@@ -1,0 +1,266 @@
+"""The loop: one update after the other, measured now and then, in a folder from which it can go on at any moment.
+
+What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
+All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import load_tensors, save_tensors
+from kinformer.data import Corpus, RandomWindows, SegmentStreams
+from kinformer.training.carried import Carried
+from kinformer.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.training.distributed import Group
+from kinformer.training.interrupt import Interrupt
+from kinformer.training.logging import Log, Progress, Silence
+from kinformer.training.objectives import NextToken, Objective, Step
+from kinformer.training.optimiser import Optimiser, finite, gather
+from kinformer.training.schedule import Schedule
+from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
+from kinformer.training.update import Updater, Window
+from kinformer.training.validation import Validation, bits_per_byte
+
+WEIGHTS = "model.safetensors"
+BEST = "validation_loss"
+PROBES, PROBE_SHARE = 20, 0.03
+FORWARD_SHARE, RESERVE = 0.4, 0.97
+
+
+@dataclass(frozen=True)
+class Result:
+    """``steps`` done of ``total``; losses in nats per token; ``signal`` is the one that ended the run early, or 0."""
+
+    steps: int
+    total: int
+    seconds: float
+    tokens_per_second: float
+    validation_bits_per_byte: float | None
+    best_step: int | None
+    signal: int = 0
+
+
+class Trainer:
+    """Trains ``model`` on ``corpus`` as ``settings`` say, in ``folder``; goes on from the newest checkpoint there.
+
+    ``model`` is any module (tokens, state, valid=, reset=) -> (logits, state) with ``initial_state(batch)``. It is
+    changed in place; with several processes it belongs to the trainer from then on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        corpus: Corpus,
+        settings: Settings,
+        folder: Path,
+        group: Group,
+        objective: Objective | None = None,
+    ) -> None:
+        self.settings, self.folder, self.group = settings, folder, group
+        self.model = model.to(group.device).train()
+        self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
+        saved = self.checkpoints.load()
+        carried = Carried(settings.accumulate)
+        if saved:
+            load_weights(self.model, saved.files["model"], self._place(saved))
+            carried.load(saved.files.get("carried", {}), model.initial_state(1), group)  # type: ignore[operator]
+        if settings.compile:
+            _compile(self.model, by_layer=group.world > 1 and group.strategy == "fsdp")
+        self.engine = group.wrap(Step(self.model, objective or NextToken(), settings.precision))
+        optimiser = Optimiser(self.model, settings)
+        if saved:
+            optimiser.load(saved.files["optimizer"], self._place(saved))
+        sampler = (SegmentStreams if settings.segments else RandomWindows)(
+            corpus.splits["train"], settings.batch_size, settings.length, settings.seed
+        )
+        self.update = Updater(self.engine, optimiser, carried, sampler, settings, group)
+        self.train_split = corpus.splits["train"]
+        self.split = corpus.splits["validation"]
+        self.validation = Validation(self.split, settings, group)
+        self._restore(saved)
+
+    def _place(self, saved: Checkpoint) -> str:
+        return str(self.checkpoints.path(saved.step))
+
+    def _restore(self, saved: Checkpoint | None) -> None:
+        numbers = saved.numbers if saved else {}
+        self.step = self.first_step = saved.step if saved else 0
+        self.spent: float = numbers.get("seconds", 0.0)
+        self.saved_at = self.begun = time.monotonic()
+        self.total: int = self.settings.steps or numbers.get("total") or 0
+        self.best, self.best_step = math.inf, None
+        if (self.folder / WEIGHTS).is_file():
+            metadata = load_tensors(self.folder / WEIGHTS)[1]
+            if BEST in metadata:
+                self.best, self.best_step = float(metadata[BEST]), int(metadata["step"])
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, over all its sittings."""
+        return self.spent + time.monotonic() - self.begun
+
+    def run(self) -> Result:
+        """Train to the end, or until the time is over or a signal comes."""
+        if not self.total:
+            self.total = self._affordable_steps()
+        self.window = Window(self.settings, self.group)
+        schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
+        silent = not self.group.first
+        self.log = None if silent else Log(self.folder, self.step)
+        with (
+            Interrupt(self.group.world > 1) as interrupt,
+            Silence() if silent else Progress(self.total, self.step) as told,
+        ):
+            self.told = told
+            try:
+                self._steps(schedule, interrupt)
+            finally:
+                if self.log:
+                    self.log.close()
+        return Result(
+            steps=self.step,
+            total=self.total,
+            seconds=self.seconds,
+            tokens_per_second=self.window.overall,
+            validation_bits_per_byte=None if self.best_step is None else bits_per_byte(self.best, self.split),
+            best_step=self.best_step,
+            signal=interrupt.signal,
+        )
+
+    def _steps(self, schedule: Schedule, interrupt: Interrupt) -> None:
+        validate_every = cadence(self.settings.validate_every, self.total)
+        checkpoint_every = cadence(self.settings.checkpoint_every, self.total)
+        while self.step < self.total and not interrupt.signal:
+            rate = schedule(self.step)
+            self.window.add(*self.update(self.step, rate, self.step / self.total))
+            self.step += 1
+            stopped, over, old = self._agree(interrupt)
+            last = over or self.step == self.total
+            validates = validate_every and (last or self.step % validate_every == 0)
+            saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
+            if validates or saves or self.step % self.settings.log_every == 0:
+                self._tell(rate)
+            if validates:
+                self._validate()
+            if saves:
+                self._save()
+            if validates or saves:
+                self.window.restart()
+            if stopped or over:
+                interrupt.signal = stopped
+                break
+
+    def _agree(self, interrupt: Interrupt) -> tuple[int, bool, bool]:
+        """The signal that came, whether the time is over, whether the newest checkpoint is old: the same everywhere."""
+        if self.group.world > 1 and self.step % self.settings.log_every:
+            return 0, False, False
+        limit = 60 * (self.settings.minutes or math.inf)
+        age = 60 * (self.settings.checkpoint_minutes or math.inf)
+        signal, over, old = self.group.most(
+            interrupt.signal, self.seconds >= limit, time.monotonic() - self.saved_at >= age
+        )
+        return int(signal), bool(over), bool(old)
+
+    def _tell(self, rate: float) -> None:
+        """Look at the losses since the last time; anything that is not finite ends the run."""
+        losses, norms = self.window.read()
+        first = self.step - len(losses) + 1
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise self._diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {step}")
+        if not losses:
+            return
+        mean = sum(losses) / len(losses)
+        speed, bits = self.window.speed, bits_per_byte(mean, self.train_split)
+        self.told.update(self.step, bits, speed)
+        if self.log:
+            values = {
+                "loss": losses[-1],
+                "mean_loss": mean,
+                "bits_per_byte": bits,
+                "lr": rate,
+                "gradient_norm": norms[-1],
+            }
+            self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
+
+    def _diverged(self, what: str) -> KinformerError:
+        steps = self.checkpoints.steps()
+        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
+        return KinformerError(
+            f"training diverged: {what}; {kept}; begin anew with a lower --lr (now {self.settings.lr:g}), "
+            "a longer --warmup or a smaller --clip."
+        )
+
+    def _validate(self) -> None:
+        loss = self.validation(self.engine)
+        bits = bits_per_byte(loss, self.split)
+        self.told.say(f"step {self.step}/{self.total}  validation {bits:.4f} bits per byte")
+        if self.log:
+            self.log.write(self.step, {BEST: loss, "validation_bits_per_byte": bits})
+        if loss < self.best:
+            self.best, self.best_step = loss, self.step
+            weights = gather(self.model.state_dict().items(), self.group.first)
+            self.group.on_first(lambda: self._write_weights(weights, {BEST: repr(loss)}))
+
+    def _save(self) -> None:
+        weights = gather(self.model.state_dict().items(), self.group.first)
+        files = {"model": weights, "optimizer": gather(self.update.optimiser.tensors(), self.group.first)}
+        if carried := self.update.carried.tensors(self.group):
+            files["carried"] = carried
+        numbers = {"total": self.total, "seconds": self.seconds}
+        self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
+        self.saved_at = time.monotonic()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        if not finite(checkpoint.files["model"]):
+            raise self._diverged(f"a weight is no longer finite after step {self.step}")
+        self.checkpoints.save(checkpoint)
+        if self.best_step is None:
+            self._write_weights(checkpoint.files["model"], {})
+
+    def _write_weights(self, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        save_tensors(self.folder / WEIGHTS, weights, {"step": str(self.step), **metadata})
+
+    def _affordable_steps(self) -> int:
+        """How many steps fit into the time, by the speed of some with learning rate 0 that are then forgotten."""
+        budget = (self.settings.minutes or 0) * 60
+        self.update(0, 0.0, 0.0)
+        begun, steps = time.monotonic(), 0
+        while steps < PROBES and (steps < 2 or time.monotonic() - begun < PROBE_SHARE * budget):
+            float(self.update(steps, 0.0, 0.0)[0])
+            steps += 1
+        each = (time.monotonic() - begun) / steps
+        self.update.forget()
+        validation = FORWARD_SHARE * each * len(self.validation.stream)
+        every, left = self.settings.validate_every, RESERVE * (budget - self.seconds)
+        count = (
+            left / (each + validation / every)
+            if every
+            else (left - (0 if every == 0 else PARTS_OF_A_RUN * validation)) / each
+        )
+        return self.group.on_first(lambda: max(1, int(count)))
+
+
+def _compile(model: nn.Module, by_layer: bool) -> None:
+    for module in getattr(model, "layers", ()) if by_layer else (model,):
+        module.compile()
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: str) -> None:
+    """Copy ``tensors`` into ``model``; another model's are one clear sentence."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if own != given:
+        name = min(own.items() ^ given.items())[0]
+        raise KinformerError(
+            f"{place}: belongs to another model ({name} is {given.get(name)}, here {own.get(name)}); use its own run."
+        )
+    model.load_state_dict(dict(tensors))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kinformer.core.errors import KinformerError
+from kinformer.data import Corpus
+from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.distributed import launch
+from tests.training import two_processes
+from tests.training.tiny import curve, gap, rewound, train, weights
+from tests.training.two_processes import AGAIN, FRESH, OPTIONS
+
+SETTINGS = "--recipe tiny --length 16 --batch-size 4 --log-every 1 --validate-every 0 --device cpu --threads 1"
+COMMAND = ["train", "gpt", *SETTINGS.split()]
+# Muon orthogonalises in bfloat16, where sharded sums round otherwise.
+ROUNDING = {"fsdp muon": 2e-5, "fsdp bf16": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -> tuple[Path, dict[str, Any]]:
+    """A folder with the runs of two processes (see ``two_processes``) and, as "one ...", the same with one process."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, (_, options) in FRESH.items():
+        train(corpus, place / f"one {name}", **OPTIONS | options)
+    for name in AGAIN:
+        rewound(place / f"one {name}", place / f"one to {name}")
+    return place, launch(two_processes.work, (str(place), str(text)), 2)
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_two_processes_train_as_one(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    place, told = runs
+    tolerance = ROUNDING.get(name, 1e-6)
+    assert curve(place / name) == pytest.approx(curve(place / f"one {name}"), rel=tolerance)
+    assert told[name].steps == 8 and told[name].best_step == 8
+    assert weights(place / name).keys() == weights(place / f"one {name}").keys()
+    validated = [_validations(folder) for folder in (place / name, place / f"one {name}")]
+    assert len(validated[0]) == 2 and validated[0] == pytest.approx(validated[1], rel=tolerance)
+
+
+def _validations(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_resumed_by_two(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    place, _ = runs
+    assert gap(place / name, place / f"{name} again") == 0.0
+    assert curve(place / f"{name} again") == curve(place / name)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_begun_by_one_resumed_by_two(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    place, _ = runs
+    assert curve(place / f"one to {name}") == pytest.approx(curve(place / f"one {name}"), rel=ROUNDING.get(name, 1e-6))
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_begun_by_two_resumed_by_one(runs: tuple[Path, dict[str, Any]], corpus: Corpus, name: str) -> None:
+    place, _ = runs
+    again = rewound(place / name, place / f"{name} to one")
+    train(corpus, again, **OPTIONS | FRESH[name][1])
+    assert curve(again) == pytest.approx(curve(place / f"one {name}"), rel=ROUNDING.get(name, 1e-6))
+
+
+def test_processes_see_disjoint_rows_of_one_batch(runs: tuple[Path, dict[str, Any]], corpus: Corpus) -> None:
+    from kinformer.data import RandomWindows
+
+    first, second = runs[1]["rows"]
+    whole = RandomWindows(corpus.splits["train"], 4, 16, 7).batch(0).tolist()
+    assert first + second == whole and not [row for row in first if row in second]
+
+
+def test_a_fault_of_the_first_process_reaches_all(runs: tuple[Path, dict[str, Any]]) -> None:
+    assert runs[1]["fault"] == "the disk is full."
+
+
+def test_ctrl_c_with_two_processes_then_torchrun(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    program = [sys.executable, "-m", "kinformer", *COMMAND, "--out", str(out)]
+    begun = [*program, "--data", str(text), "--steps", "100000", "--devices", "2", "--strategy", "fsdp"]
+    process = subprocess.Popen(begun, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or len(curve(out)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.count("kinformer: stopped after step") == 1 and "--resume" in said, said
+    (step,) = Checkpoints(out / "checkpoints", 2).steps()
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "kinformer", *COMMAND]
+    resumed = [*launcher, "--out", str(out), "--resume", "--steps", str(step + 3), "--json"]
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == step + 3
+    assert len(curve(out)) == step + 3
+
+
+def test_a_mistake_in_other_processes_is_one_sentence() -> None:
+    with pytest.raises(KinformerError, match="^it is a mistake; mend it.$"):
+        launch(_mistake, (), 1)
+
+
+def _mistake() -> None:
+    raise KinformerError("it is a mistake; mend it.")

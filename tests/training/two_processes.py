@@ -1,0 +1,69 @@
+"""What two processes do in one launch, for the tests of distributed training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.data import open_corpus
+from kinformer.training.distributed import Group, join
+from tests.training.tiny import rewound, train, trainer
+
+LINEAR = {"member": "linear-transformer"}
+FRESH: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "ddp accumulated": ("ddp", {"accumulate": 2}),
+    "fsdp accumulated": ("fsdp", {"accumulate": 2}),
+    "ddp segments": ("ddp", {"segments": True, "model": LINEAR}),
+    "fsdp segments": ("fsdp", {"segments": True, "model": LINEAR}),
+    "fsdp muon": ("fsdp", {"optimizer": "muon"}),
+    "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
+}
+AGAIN = ("ddp", "fsdp", "ddp segments", "fsdp segments", "fsdp muon")
+OPTIONS = {"validate_every": 4}
+
+
+def work(place: str, text: str) -> dict[str, Any]:
+    """Every run of ``FRESH``; those of ``AGAIN`` resumed by two; runs of one process resumed by two; a fault."""
+    torch.set_num_threads(1)
+    with join("cpu", "ddp") as group:
+        return _work(Path(place), text, group)
+
+
+def _work(place: Path, text: str, group: Group) -> dict[str, Any]:
+    corpus = open_corpus(text)
+    told = {}
+    for name, (strategy, options) in FRESH.items():
+        told[name] = train(corpus, place / name, replace(group, strategy=strategy), **OPTIONS | options)
+    for name in AGAIN:
+        strategy, options = FRESH[name]
+        group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
+        train(corpus, place / f"{name} again", replace(group, strategy=strategy), **OPTIONS | options)
+        train(corpus, place / f"one to {name}", replace(group, strategy=strategy), **OPTIONS | options)
+    return told | {"rows": _rows(corpus, place, group), "fault": _fault(group)}
+
+
+def _rows(corpus: Any, place: Path, group: Group) -> list[list[list[int]]]:
+    """The rows that each process sees in step 0."""
+    batch = trainer(corpus, place / "unused", group).update._batch(0)
+    return [parts[0].tolist() for parts in group.collect([batch.tokens])]
+
+
+def _fault(group: Group) -> str:
+    """What every process is told when something fails on the first: the second's words."""
+
+    def fail() -> None:
+        raise KinformerError("the disk is full.")
+
+    told = ""
+    try:
+        group.on_first(fail)
+    except KinformerError as error:
+        told = str(error)
+    heard = group.collect([torch.tensor(list(told.encode()))])
+    return bytes(heard[1][0].tolist()).decode() if heard else ""
