@@ -41,6 +41,7 @@ FEATURES: dict[str, FeatureMapConfig] = {
     "relu": Relu.Config(),
     **{f"dpfp-{nu}": Dpfp.Config(nu=nu) for nu in (1, 2, 3)},
 }
+COLOURS = {"softmax": "0.4", "relu": "C4", "elu": "C0", "dpfp-1": "C1", "dpfp-2": "C2", "dpfp-3": "C3"}
 CAPACITY = {
     "softmax": (40, 120, 240, 320),
     "elu": (20, 40, 60, 80, 120),
@@ -164,8 +165,8 @@ def cases(quick: bool) -> list[Case]:
     return [case for case in (*capacity, *update) if case.num_keys <= 20] if quick else [*capacity, *update]
 
 
-def features_of(name: str) -> int | None:
-    return FEATURES[name].build(WIDTH).size(WIDTH) if name in FEATURES else None
+def _size(name: str) -> str:
+    return f" ({FEATURES[name].build(WIDTH).size(WIDTH)} features)" if name in FEATURES else ""
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -176,41 +177,26 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
-    colours = dict(zip(("softmax", "relu", "elu", "dpfp-1", "dpfp-2", "dpfp-3"), ("0.4", "C4", "C0", "C1", "C2", "C3")))
-    titles = {
-        "capacity": "capacity: every key written once",
-        "update": "update: keys written again, the last value counts",
-    }
-    for axis, (setting, title) in zip(axes, titles.items()):
-        lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    titles = {"capacity": "capacity: every key is written once", "update": "update: keys are written again"}
+    places = {"capacity": {"loc": "upper right"}, "update": {"loc": "center right", "bbox_to_anchor": (1.0, 0.64)}}
+    for axis, (setting, title) in zip(axes, titles.items(), strict=True):
+        lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for result in results:
             if result["setting"] == setting:
-                lines.setdefault((result["features"], result["rule"]), []).append(result)
+                point = result["num_keys"], max(result["loss"], SOLVED)
+                lines.setdefault((result["features"], result["rule"]), []).append(point)
         for (name, rule), points in lines.items():
-            size = features_of(name)
-            label = (
-                name
-                if size is None
-                else f"{name} ({size} features)" + (f", {rule} rule" if setting == "update" else "")
-            )
-            style = {
-                "marker": "o",
-                "markersize": 4,
-                "linestyle": "--" if setting == "update" and rule == "sum" else "-",
-            }
-            axis.plot(
-                *zip(*((p["num_keys"], max(p["loss"], 2e-4)) for p in points)),
-                label=label,
-                color=colours[name],
-                **style,
-            )
-        axis.axhline(SOLVED, color="0.75", linewidth=0.8, linestyle=":")
-        axis.set(title=title, xlabel="number of keys S", yscale="log", ylim=(1.5e-4, 1))
+            dashed = setting == "update" and rule == "sum"
+            label = f"{name}{_size(name)}" + (f", {rule} rule" if setting == "update" else "")
+            style = {"marker": "o", "markersize": 4, "linestyle": "--" if dashed else "-", "color": COLOURS[name]}
+            axis.plot(*zip(*points, strict=True), label=label, **style)
+        axis.axhline(SOLVED, color="0.75", linewidth=0.8, linestyle=":", zorder=0)
+        axis.set(title=title, xlabel="number of keys S", yscale="log", ylim=(SOLVED * 0.7, 0.7))
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=8, loc="lower right")
+        axis.legend(fontsize=8, **places[setting])
     axes[0].set_ylabel("retrieval loss (0.5: knows nothing, 0.001: solved)")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)
     print(f"wrote {path}")
 
 

@@ -131,7 +131,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "amx": has_amx(),
         "memory": _field("/proc/meminfo", "MemTotal"),
         "system": platform.platform(terse=True),
-        "load_average": {"before": options.load, "after": os.getloadavg()},
+        "load_average": {"before": options.load, "after": [round(load, 2) for load in os.getloadavg()]},
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("kinformer", "torch", *PEERS.values())},
     }
@@ -174,7 +174,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The parsed options, after setting threads and seed."""
     options = parser.parse_args()
-    options.load = os.getloadavg()
+    options.load = [round(load, 2) for load in os.getloadavg()]
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What every test shares: a deterministic Hypothesis without deadlines, and two processes that do not fight for cores."""
+"""What every test shares: a deterministic Hypothesis without deadlines, and processes that do not fight for cores."""
 
 import os
 

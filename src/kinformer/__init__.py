@@ -38,7 +38,7 @@ def members() -> list[Member]:
 def build(
     name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
 ) -> Decoder:
-    """A new model of member ``name`` by ``recipe`` (tiny, small, paper, benchmark), with dotted overrides in ``set``."""
+    """A new model of member ``name`` by ``recipe`` (tiny, small, paper, benchmark), with overrides in ``set``."""
     from kinformer.family.build import build
 
     return build(name, recipe, vocab_size, set)

@@ -155,7 +155,7 @@ def test_a_reserved_state_has_one_owner():
     fork = states.fork(first)
     second = first.append(new)
     for use in (lambda: first.append(new), lambda: states.fork(first), lambda: states.value(first)):
-        with pytest.raises(KinformerError, match="already used .*generation 0, its buffers are at 1.*fork"):
+        with pytest.raises(KinformerError, match="already used .*generation 0; its buffers are at 1.*fork"):
             use()
     other = fork.append(2 * new)
     assert float(second.append(new).value().k[0, 0, -1, 0]) == 1.0

@@ -7,6 +7,7 @@ import pytest
 from kinformer.data import Split
 from kinformer.data.extents import Extent, Extents
 
+
 @pytest.fixture
 def text_file(tmp_path):
     """A file of about 20,000 bytes of lines of words, with a few characters beyond ASCII."""

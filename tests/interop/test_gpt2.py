@@ -163,6 +163,11 @@ def test_commands_take_the_run(peer, tmp_path, capsys):
     prompt = torch.tensor([tokenizer.encode("def").ids])
     new = kinformer.generate(kinformer.load(out), prompt, max_new_tokens=5, temperature=0)[0].tolist()
     assert tokenizer.decode(new) in written
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x\n" * 200)
+    onward = ["--data", str(text), "--out", str(tmp_path / "onward"), "--length", "16", "--steps", "3"]
+    assert main(["train", "gpt", "--init", out, *onward]) == 0
+    assert kinformer.load(tmp_path / "onward").config == kinformer.load(out).config
 
 
 def test_without_a_tokenizer_token_ids_are_the_interface(folder, tmp_path, capsys):
@@ -197,11 +202,11 @@ REFUSED = {
     "quantised": ({"quantization_config": {"bits": 4}}, "quantised"),
     "pruned": ({"pruned_heads": {"0": [1]}}, "pruned"),
     "heads": ({"n_head": 3}, "num_heads = 3 does not divide dim = 16"),
-    "width": ({"n_embd": 32}, "has the shape"),
+    "width": ({"n_embd": 32}, "belongs to another model"),
     "depth": ({"n_layer": 4}, "layers.3"),
     "fewer layers": ({"n_layer": 2}, "layers.2"),
     "huge": ({"n_layer": 10**9}, "more than any GPT-2 has"),
-    "vocabulary": ({"vocab_size": 2**30}, "embedding.weight has the shape"),
+    "vocabulary": ({"vocab_size": 2**30}, "embedding.weight is"),
     "not a number": ({"n_layer": "3"}, "n_layer is '3'"),
     "no epsilon": ({"layer_norm_epsilon": "tiny"}, "layer_norm_epsilon is 'tiny'"),
 }

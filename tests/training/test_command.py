@@ -57,6 +57,20 @@ def test_longer_by_resume(text: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "9 steps" in capsys.readouterr().out
 
 
+def test_begins_with_the_weights_of_another_run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    assert main(["train", "gpt", *TINY, "--set", "dim=16", "--data", str(text), "--out", str(base)]) == 0
+    still = ["--length", "16", "--steps", "1", "--lr", "0", "--data", str(text), "--out", str(out)]
+    assert main(["train", "gpt", *still, "--init", str(base)]) == 0
+    theirs, ours = kinformer.load(base).state_dict(), kinformer.load(out).state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert main(["train", "gpt", "--out", str(out), "--resume", "--steps", "2"]) == 0
+    capsys.readouterr()
+    for wrong in (["linear-transformer", "--init", str(base)], ["gpt", "--init", str(tmp_path / "nothing")]):
+        assert main(["train", *wrong, "--data", str(text), "--out", str(tmp_path / "third")]) == 2
+        assert "kinformer: " in capsys.readouterr().err and not (tmp_path / "third").exists()
+
+
 def test_standard_input_and_a_tokenizer_of_its_own(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import Config
+from kinformer.core.parts import ResidualOutput
 
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 
@@ -40,8 +41,7 @@ class MLP(nn.Module):
         hidden = config.hidden or 4 * dim
         self.activation = config.activation
         self.up = nn.Linear(dim, hidden, bias=config.bias)
-        self.down = nn.Linear(hidden, dim, bias=config.bias)
-        self.down.residual_output = True
+        self.down = ResidualOutput(hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(_activate(self.up(x), self.activation))
@@ -69,8 +69,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         hidden = config.hidden or -(-8 * dim // 3 // 8) * 8
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=config.bias)
-        self.down = nn.Linear(hidden, dim, bias=config.bias)
-        self.down.residual_output = True
+        self.down = ResidualOutput(hidden, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

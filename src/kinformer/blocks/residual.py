@@ -22,7 +22,7 @@ from kinformer.core.errors import KinformerError
 
 
 class LayerConfig(Config):
-    """``build(dim)``: a layer (chunk, state) -> (y, state) whose state is a tuple with one item per sublayer that has one."""
+    """``build(dim)``: a layer (chunk, state) -> (y, state); its state is a tuple of those of its sublayers."""
 
     slot = "layer"
 
@@ -54,8 +54,8 @@ class ResidualLayer(nn.Module):
         mixer = config.mixer.build(dim)
         if not isinstance(mixer, CausalMixer):
             raise KinformerError(
-                f"the mixer {config.mixer.kind!r} reads the whole sequence at once, but a decoder's layer needs a causal "
-                "one; use it in an encoder."
+                f"the mixer {config.mixer.kind!r} reads the whole sequence at once, but a decoder's layer needs a "
+                "causal one; use it in an encoder."
             )
         self.mixer = mixer
         self.feed_forward = config.feed_forward.build(dim)

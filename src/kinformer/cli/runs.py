@@ -53,10 +53,11 @@ def held_out(run: Run, data: str | None, split: str, max_bytes: int | None) -> H
 
 
 def first_bytes(split: Split, count: int) -> Split:
-    """The beginning of ``split`` that stands for at most ``count`` bytes (of a tokenizer's ids, up to a mark)."""
+    """The beginning of ``split`` that stands for ``count`` bytes (of a tokenizer's ids, up to the next mark)."""
     if split.marks is None:
         return split.take(count)
-    return split.take(int(split.marks[max(1, int((split.marks[:, 1] <= count).sum()) - 1), 0]))
+    enough = int(split.marks[:, 1].searchsorted(count))
+    return split.take(int(split.marks[min(enough, len(split.marks) - 1), 0]))
 
 
 def _other(corpus: Corpus, asked_for: bool, trained_on: str | None) -> str:

@@ -42,6 +42,8 @@ class Options(Settings, Computing):
     """Train a byte-level tokenizer of so many tokens on the training data first."""
     holdout: Share = None
     """Hold out the last share of the data for validation, instead of the usual 5 %."""
+    init: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
+    """Begin with the model, weights and tokenizer of another run folder (trained or imported)."""
     resume: bool = False
     """Continue the run in --out from its newest checkpoint."""
     devices: int = 1
@@ -82,7 +84,7 @@ def work(job: Job, group: Group) -> dict[str, Any]:
         torch.set_num_threads(job.threads or max(1, (os.cpu_count() or 1) // group.world))
     corpus = job.corpus()
     torch.manual_seed(job.settings.seed)
-    model = job.run.build()
+    model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     result = Trainer(model, corpus, job.settings, job.run.folder, group).run()
     if result.signal and group.first:

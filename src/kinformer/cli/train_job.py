@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from kinformer.cli.parsing import overrides
-from kinformer.core.config import to_dict
+from kinformer.cli.runs import tokenizer_of
+from kinformer.core.config import override, to_dict
 from kinformer.core.errors import KinformerError
+from kinformer.core.files import load_tensors
 from kinformer.data import ByteTokenizer, Corpus, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
-from kinformer.family.build import configure
-from kinformer.family.runs import CONFIG, Run, open_run
+from kinformer.family.build import configure, model_config
+from kinformer.family.kinds import kinds
+from kinformer.family.runs import CONFIG, WEIGHTS, Run, load_weights, open_run
+from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
 if TYPE_CHECKING:
@@ -48,6 +52,14 @@ class Job:
         """The data of the run, as ids of its tokenizer."""
         return _corpus(self.run)
 
+    def model(self) -> Decoder:
+        """The model as the run begins: new, or with the weights of the run that it was told to begin with."""
+        model = self.run.build()
+        init = self.run.data.get("init")
+        if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
+            load_weights(model, load_tensors(Path(init) / WEIGHTS)[0], init)
+        return model
+
 
 def device_type(device: str) -> str:
     """ "cpu" or "cuda" for the option ``device``."""
@@ -73,12 +85,13 @@ def _begun(options: Options) -> tuple[Run, Settings]:
     settings = _settings(options)
     if settings.steps is None and settings.minutes is None:
         settings = Settings(**vars(settings) | {"steps": DEFAULT_STEPS})
-    configure(options.member, options.recipe, None, overrides(options.set))
+    base = _base(options)
+    _model(options, base, None)
     with _tidy(folder):
         spec = _spec(options.data, folder)
-        tokenizer = _tokenizer(options, spec)
+        tokenizer = _tokenizer(options, spec) if base is None else tokenizer_of(base)
         corpus = open_corpus(spec, tokenizer=tokenizer, holdout=options.holdout)
-        model = configure(options.member, options.recipe, tokenizer.vocab_size, overrides(options.set))
+        model = _model(options, base, tokenizer.vocab_size)
         _check_model(model, tokenizer, settings)
         _check_data(corpus, settings)
         if isinstance(tokenizer, FileTokenizer):
@@ -86,14 +99,38 @@ def _begun(options: Options) -> tuple[Run, Settings]:
         run = Run(
             folder=folder,
             member=options.member,
-            recipe=options.recipe,
+            recipe=options.recipe if base is None else base.recipe,
             model=to_dict(model),
             tokenizer=TOKENIZER if isinstance(tokenizer, FileTokenizer) else "bytes",
-            data={"spec": spec, "holdout": options.holdout, "identity": corpus.identity},
+            data={"spec": spec, "holdout": options.holdout, "identity": corpus.identity}
+            | ({} if base is None else {"init": str(base.folder.resolve())}),
             training=vars(settings),
         )
         run.save()
     return run, settings
+
+
+def _base(options: Options) -> Run | None:
+    """The run to begin with, if one was named: its member, model and tokenizer are taken over."""
+    if options.init is None:
+        return None
+    base = open_run(options.init)
+    if base.member != options.member:
+        raise KinformerError(
+            f"--init {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
+        )
+    for flag, given in (("tokenizer", options.tokenizer != "bytes"), ("train-tokenizer", options.train_tokenizer)):
+        if given:
+            raise KinformerError(f"--{flag}: --init {options.init} brings its own tokenizer; leave --{flag} out.")
+    return base
+
+
+def _model(options: Options, base: Run | None, vocab_size: int | None) -> Decoder.Config:
+    """The model's config: the recipe's or the other run's, with the changes that were asked for."""
+    changes = overrides(options.set)
+    if base is None:
+        return configure(options.member, options.recipe, vocab_size, changes)
+    return override(model_config(base.model, f"{base.folder}: model"), changes, kinds())
 
 
 def _resumed(options: Options) -> tuple[Run, Settings]:
@@ -141,7 +178,7 @@ def _merged(run: Run, options: Options) -> Settings:
 
 def _check_unchanged(run: Run, options: Options) -> None:
     """Refuse a recipe, overrides, a tokenizer or a holdout unlike the run's own."""
-    own = ByteTokenizer() if run.tokenizer == "bytes" else FileTokenizer(run.folder / run.tokenizer)
+    own = tokenizer_of(run)
     changed = None
     if options.recipe not in ("small", run.recipe):
         changed = f"--recipe {options.recipe}"
@@ -161,8 +198,7 @@ def _check_unchanged(run: Run, options: Options) -> None:
 
 
 def _corpus(run: Run) -> Corpus:
-    tokenizer = ByteTokenizer() if run.tokenizer == "bytes" else FileTokenizer(run.folder / run.tokenizer)
-    return open_corpus(run.data["spec"], tokenizer=tokenizer, holdout=run.data.get("holdout"))
+    return open_corpus(run.data["spec"], tokenizer=tokenizer_of(run), holdout=run.data.get("holdout"))
 
 
 def _spec(data: str, folder: Path) -> str:

@@ -110,5 +110,6 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
+        if tensor.numel():
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

@@ -151,6 +151,10 @@ class FeatureMapConfig(Config):
         raise NotImplementedError
 
 
+class ResidualOutput(nn.Linear):
+    """A product that writes into the residual stream; some initialisations shrink these by the model's depth."""
+
+
 class HeadConfig(Config):
     """``build(dim, vocab_size)``: a module (hidden [batch, time, dim], embedding weight [vocab, dim]) -> logits."""
 

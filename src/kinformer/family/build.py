@@ -15,7 +15,7 @@ from kinformer.models.decoder import Decoder
 def configure(
     name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
 ) -> Decoder.Config:
-    """The config of member ``name`` by ``recipe``, with dotted overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
+    """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
     record = member(name)
     config = record.recipes[choose(recipe, record.recipes, f"recipe of {name}")](vocab_size)
     return override(config, set or {}, kinds())

@@ -75,6 +75,11 @@ def open_run(folder: str | Path) -> Run:
     names = ("member", "recipe", "model", "tokenizer", "data", "training")
     if missing := [name for name in names if name not in data]:
         raise KinformerError(f"{folder / CONFIG}: lacks {', '.join(missing)}; restore it from a copy.")
+    for name in names:
+        expected = str if name in ("member", "recipe", "tokenizer") else dict
+        if not isinstance(data[name], expected):
+            kind = "text" if expected is str else "a table"
+            raise KinformerError(f"{folder / CONFIG}: {name} is {data[name]!r}, not {kind}; restore it from a copy.")
     return Run(folder=folder, **{name: data[name] for name in names})
 
 
@@ -94,12 +99,9 @@ def load_weights(model: Decoder, tensors: Mapping[str, Tensor], place: Path | st
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:
         example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
-        raise KinformerError(
-            f"{place}: belongs to another model (it {example}, {len(missing)} missing, {len(extra)} unknown); use its own run folder."
-        )
+        raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
     for name, tensor in own.items():
         if tensors[name].shape != tensor.shape:
-            raise KinformerError(
-                f"{place}: {name} has the shape {tuple(tensors[name].shape)}, but this model's is {tuple(tensor.shape)}; use its own run folder."
-            )
+            shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
+            raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")
     model.load_state_dict(dict(tensors))

@@ -30,6 +30,9 @@ class Quadratic(FeatureMap):
         def build(self, head_dim: int) -> Quadratic:
             return Quadratic(self.c, head_dim)
 
+    rows: Tensor
+    columns: Tensor
+
     def __init__(self, c: float, head_dim: int) -> None:
         super().__init__()
         self.c = c

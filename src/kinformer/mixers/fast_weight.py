@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.parts import FeatureMapConfig, head_width, merge_heads
+from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.dpfp import Dpfp
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
@@ -61,8 +61,7 @@ class FastWeight(CausalMixer):
         self.features = self.feature_map.size(self.head_dim)
         self.widths = [self.head_dim, self.head_dim, self.head_dim, 1][: 4 if config.rule == "delta" else 3]
         self.qkvb = nn.Linear(dim, self.num_heads * sum(self.widths), bias=False)
-        self.out = nn.Linear(self.num_heads * self.head_dim, dim, bias=False)
-        self.out.residual_output = True
+        self.out = ResidualOutput(self.num_heads * self.head_dim, dim, bias=False)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None

@@ -8,12 +8,13 @@ The state (S, z) is constant. The paper's phi is elu + 1, without a factor 1/sqr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.parts import FeatureMapConfig, head_width, merge_heads
+from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
 from kinformer.kernels.linear import LinearState, linear_attention
 
@@ -41,14 +42,13 @@ class LinearAttention(CausalMixer):
         self.feature_map = config.feature_map.build(self.head_dim)
         self.features = self.feature_map.size(self.head_dim)
         self.qkv = nn.Linear(dim, 3 * self.num_heads * self.head_dim, bias=config.bias)
-        self.out = nn.Linear(self.num_heads * self.head_dim, dim, bias=config.bias)
-        self.out.residual_output = True
+        self.out = ResidualOutput(self.num_heads * self.head_dim, dim, bias=config.bias)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> LinearState:
         like = self.out.weight
-        options = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
+        options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
         s = torch.zeros(batch, self.num_heads, self.features, self.head_dim, **options)
         return LinearState(s, torch.zeros(batch, self.num_heads, self.features, **options))
 

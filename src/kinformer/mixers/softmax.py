@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kinformer.core.contract import (
     CausalMixer,
@@ -25,7 +25,15 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import PatternConfig, PositionConfig, ProjectionConfig, ScoreConfig, head_width, merge_heads
+from kinformer.core.parts import (
+    PatternConfig,
+    PositionConfig,
+    ProjectionConfig,
+    ResidualOutput,
+    ScoreConfig,
+    head_width,
+    merge_heads,
+)
 from kinformer.kernels.softmax import Dropout, Span, softmax_attention
 from kinformer.kernels.softmax.buffers import ReservedKeysValues
 from kinformer.patterns.causal import Causal
@@ -41,7 +49,7 @@ class SoftmaxState(NamedTuple):
     v: Tensor
     seen: Tensor
 
-    slots = ("k", "v")
+    slots = ("k", "v")  # type: ignore[misc]
 
     def reserve(self, length: int) -> ReservedKeysValues:
         """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
@@ -84,8 +92,7 @@ class SoftmaxAttention(CausalMixer):
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
         self.span = Span(behind=self.pattern.behind, ahead=0)
         self.scale = config.score.build().scale(head_dim)
-        self.out = nn.Linear(config.num_heads * head_dim, dim, bias=config.bias)
-        self.out.residual_output = True
+        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property
@@ -99,7 +106,8 @@ class SoftmaxAttention(CausalMixer):
         device = device or like.device
         dtype = dtype or activation_dtype(like)
         empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
-        return SoftmaxState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        return SoftmaxState(empty, empty, seen)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         past = length if self.retained is None else min(length, self.retained)
@@ -140,7 +148,7 @@ class SoftmaxAttention(CausalMixer):
             age = torch.arange(total - start, 0, -1, device=seen.device)
             filled = (age <= seen[:, None])[:, None, :, None]
             k, v = torch.where(filled, k, k.new_zeros(())), torch.where(filled, v, v.new_zeros(()))
-        return SoftmaxState(k, v, seen)
+        return SoftmaxState(k, v, seen)  # type: ignore[call-arg]
 
     def _extend(self, chunk: Chunk, state: ReservedKeysValues) -> tuple[Tensor, ReservedKeysValues]:
         positions = state.positions(chunk.x.shape[1])

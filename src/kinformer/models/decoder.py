@@ -89,7 +89,10 @@ class Decoder(nn.Module):
     ) -> DecoderState:
         """The state of ``batch`` new sequences."""
         device = device or self.embedding.weight.device
-        layers = tuple(layer.initial_state(batch, device=device, dtype=dtype) for layer in self.layers)
+        layers = tuple(
+            layer.initial_state(batch, device=device, dtype=dtype)  # type: ignore[operator]
+            for layer in self.layers
+        )
         return DecoderState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward(
@@ -126,9 +129,9 @@ class Decoder(nn.Module):
         order = left_align(valid)
         tokens = tokens.masked_fill(~valid, 0).gather(1, order.order)
         reset = None if reset is None else reset.gather(1, order.order)
-        x, state, tapped = self._absorb(tokens, state, order.valid, reset, taps)
+        x, state, aligned = self._absorb(tokens, state, order.valid, reset, taps)
         back = order.inverse[..., None]
-        x, *tapped = (y.gather(1, back.expand(-1, -1, y.shape[-1])) for y in (x, *tapped))
+        x, *tapped = (y.gather(1, back.expand(-1, -1, y.shape[-1])) for y in (x, *aligned))
         return select_valid(x, valid), state, tuple(tapped)
 
     def _absorb(
