@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from typing import Any
 
@@ -29,6 +29,7 @@ from kinformer.evaluation.bits import carries_for_ever, measure
 from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
 from kinformer.family.runs import open_run
+from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 from peers import HuggingFace, Idiap, Shape, copy_gpt2, hugging_face, idiap, x_transformers
 
@@ -43,7 +44,7 @@ MILLISECONDS = {
 }
 """What to reach per step, (contestant, batch); where the peers needed 2.35 and 3.70 (idiap), 3.32 and 14.6 (GPT-2),
 4.28 and 32.9 (x-transformers). Figures of another machine of this kind: the ratios are what counts."""
-BITS = 0.01
+BITS = 0.002
 
 Generate = Callable[[int, int], Tensor]
 
@@ -58,10 +59,15 @@ def gpt() -> nn.Module:
 
 
 def with_session(model: nn.Module, batch: int, tokens: int) -> Tensor:
-    """``tokens`` new tokens of ``batch`` rows, [batch, tokens]."""
-    session = Session(model, batch, temperature=0, room=tokens + 1)
+    """``tokens`` new tokens of ``batch`` rows, [batch, tokens], as `kinformer generate` draws them."""
+    session = Session(packed(model, batch), batch, temperature=0, room=tokens + 1)
     session.feed(torch.zeros(batch, 1, dtype=torch.int64))
     return torch.stack([session.step() for _ in range(tokens)], dim=1)
+
+
+@cache
+def packed(model: nn.Module, batch: int) -> nn.Module:
+    return pack(model, batch)
 
 
 def with_recurrence(model: Idiap, batch: int, tokens: int) -> Tensor:

@@ -102,6 +102,7 @@ def _session(options: Options, run: Any, prompt: int) -> tuple[Session, int]:
     """A session for one row, and how many tokens to draw."""
     import torch
 
+    from kinformer.generation.packed import pack
     from kinformer.generation.session import Session
 
     assert options.seed is not None
@@ -112,7 +113,7 @@ def _session(options: Options, run: Any, prompt: int) -> tuple[Session, int]:
         limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1
         new = max(1, min(MOST_NEW, limit))
     session = Session(
-        model,
+        pack(model, options.samples),
         chunk=options.chunk,
         room=new,
         temperature=options.temperature,

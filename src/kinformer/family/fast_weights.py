@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    dim: int, depth: int, num_heads: int, hidden: int | None = None, wiring: Literal["pre", "post"] = "pre"
+    dim: int,
+    depth: int,
+    num_heads: int,
+    wiring: Literal["pre", "post"] = "pre",
+    activation: Literal["gelu", "relu"] = "gelu",
+    hidden: int | None = None,
 ) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
@@ -24,7 +29,7 @@ def _recipe(
 
         layer = ResidualLayer.Config(
             mixer=FastWeight.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden=hidden or 4 * dim, activation="relu" if wiring == "post" else "gelu"),
+            feed_forward=MLP.Config(hidden=hidden or 4 * dim, activation=activation),
             wiring=wiring,
         )
         return Decoder.Config(
@@ -48,7 +53,7 @@ MEMBER = Member(
     causal=True,
     growth="constant",
     departures=(
-        "pre-norm and GELU except in the recipe paper, which is post-norm with ReLU as published",
+        "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
         "the sum normalisation adds 1e-5 to the sum (the authors' language models had none at first)",
         "the softmax over the vocabulary is not adaptive",
     ),
@@ -56,7 +61,7 @@ MEMBER = Member(
     recipes={
         "tiny": _recipe(32, 2, 2),
         "small": _recipe(256, 4, 4),
-        "benchmark": _recipe(256, 4, 4),
-        "paper": _recipe(128, 16, 8, hidden=2048, wiring="post"),
+        "benchmark": _recipe(256, 4, 4, activation="relu"),
+        "paper": _recipe(128, 16, 8, hidden=2048, wiring="post", activation="relu"),
     },
 )

@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(dim: int, depth: int, num_heads: int, wiring: Literal["pre", "post"] = "pre") -> Recipe:
+def _recipe(
+    dim: int,
+    depth: int,
+    num_heads: int,
+    wiring: Literal["pre", "post"] = "pre",
+    activation: Literal["gelu", "relu"] = "gelu",
+) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.initialise import Initialisation
@@ -22,7 +28,7 @@ def _recipe(dim: int, depth: int, num_heads: int, wiring: Literal["pre", "post"]
 
         layer = ResidualLayer.Config(
             mixer=LinearAttention.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden=4 * dim, activation="relu" if wiring == "post" else "gelu"),
+            feed_forward=MLP.Config(hidden=4 * dim, activation=activation),
             wiring=wiring,
         )
         return Decoder.Config(
@@ -46,7 +52,7 @@ MEMBER = Member(
     causal=True,
     growth="constant",
     departures=(
-        "pre-norm and GELU except in the recipe paper, which is post-norm with ReLU as published",
+        "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
         "the sinusoid is added to the embedding (the authors' image model concatenates two halves)",
         "the head is a softmax over the vocabulary (the authors' image model mixes ten logistics)",
     ),
@@ -54,7 +60,7 @@ MEMBER = Member(
     recipes={
         "tiny": _recipe(32, 2, 2),
         "small": _recipe(256, 4, 4),
-        "benchmark": _recipe(256, 4, 4),
-        "paper": _recipe(256, 8, 8, wiring="post"),
+        "benchmark": _recipe(256, 4, 4, activation="relu"),
+        "paper": _recipe(256, 8, 8, wiring="post", activation="relu"),
     },
 )
