@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py

@@ -55,8 +55,8 @@ def generate(model: Decoder, prompt_tokens: Tensor, **options: Any) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64; returns the new tokens [batch, new] int64.
 
     Options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop`` and ``valid`` as described by
-    ``kinformer.generation.sampling.generate``.
+    ``kinformer.generation.session.generate``.
     """
-    from kinformer.generation.sampling import generate
+    from kinformer.generation.session import generate
 
     return generate(model, prompt_tokens, **options)

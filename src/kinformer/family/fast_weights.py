@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(
-    dim: int,
-    depth: int,
-    num_heads: int,
-    wiring: Literal["pre", "post"] = "pre",
-    activation: Literal["gelu", "relu"] = "gelu",
-    hidden: int | None = None,
-) -> Recipe:
+def _recipe(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.blocks.residual import ResidualLayer
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.fast_weight import FastWeight
-        from kinformer.models.decoder import Decoder
         from kinformer.positions.none import NoPosition
 
-        layer = ResidualLayer.Config(
-            mixer=FastWeight.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden=hidden or 4 * dim, activation=activation),
-            wiring=wiring,
-        )
-        return Decoder.Config(
-            vocab_size=vocab or 256,
-            dim=dim,
-            layers=(layer,) * depth,
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=FastWeight.Config(num_heads=shape.num_heads),
             position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
@@ -59,9 +45,9 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; with the sum rule and the same features it is linear attention",
     recipes={
-        "tiny": _recipe(32, 2, 2),
-        "small": _recipe(256, 4, 4),
-        "benchmark": _recipe(256, 4, 4, activation="relu"),
-        "paper": _recipe(128, 16, 8, hidden=2048, wiring="post", activation="relu"),
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
+        "paper": _recipe(Shape(128, 16, 8, hidden=2048, wiring="post", activation="relu")),
     },
 )

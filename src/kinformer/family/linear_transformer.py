@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(
-    dim: int,
-    depth: int,
-    num_heads: int,
-    wiring: Literal["pre", "post"] = "pre",
-    activation: Literal["gelu", "relu"] = "gelu",
-) -> Recipe:
+def _recipe(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.blocks.residual import ResidualLayer
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
-        from kinformer.models.decoder import Decoder
         from kinformer.positions.sinusoidal import Sinusoidal
 
-        layer = ResidualLayer.Config(
-            mixer=LinearAttention.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden=4 * dim, activation=activation),
-            wiring=wiring,
-        )
-        return Decoder.Config(
-            vocab_size=vocab or 256,
-            dim=dim,
-            layers=(layer,) * depth,
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=LinearAttention.Config(num_heads=shape.num_heads),
             position=Sinusoidal.Config(),
             head=LanguageModelHead.Config(tied=False, bias=True),
             initialisation=Initialisation(scheme="framework"),
@@ -58,9 +45,9 @@ MEMBER = Member(
     ),
     exact_limit="none finite (elu + 1 is not the exponential); quadratic features give the squared kernel exactly",
     recipes={
-        "tiny": _recipe(32, 2, 2),
-        "small": _recipe(256, 4, 4),
-        "benchmark": _recipe(256, 4, 4, activation="relu"),
-        "paper": _recipe(256, 8, 8, wiring="post", activation="relu"),
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
+        "paper": _recipe(Shape(256, 8, 8, wiring="post", activation="relu")),
     },
 )

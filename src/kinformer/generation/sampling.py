@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k and nucleus sampling, and :func:`generate` for a whole batch.
+"""From logits to tokens: greedy, temperature, top-k and nucleus sampling.
 
 The logits are divided by the temperature, then only the ``top_k`` most probable tokens stay, then of these the fewest
 whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.generation.protocol import LanguageModel
+    pass
 
 _BLOCK = 256
 
@@ -114,38 +114,3 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     return probabilities, tokens
-
-
-def generate(
-    model: LanguageModel,
-    prompt_tokens: Tensor,
-    *,
-    max_new_tokens: int,
-    stop: Sequence[Sequence[int]] | None = None,
-    valid: Tensor | None = None,
-    **sampling: Unpack[SamplingOptions],
-) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
-
-    ``valid`` [batch, time] bool marks the real tokens of prompts of unlike length. A row ends with the first of the
-    token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
-    every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
-    ``seed``; row r draws from stream r of the seed. The model is put in eval mode meanwhile.
-
-    Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
-    """
-    from kinformer.generation.session import Session, evaluating
-
-    if max_new_tokens < 1:
-        raise KinformerError(f"max_new_tokens is {max_new_tokens} but must be 1 or more.")
-    if prompt_tokens.dim() != 2:
-        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt_tokens.shape)}.")
-    with evaluating(model):
-        session = Session(model, prompt_tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
-        longest = prompt_tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
-        session.require(max_new_tokens, [longest] * session.batch)
-        session.feed(prompt_tokens, valid)
-        new: list[Tensor] = []
-        while len(new) < max_new_tokens and not session.finished:
-            new.append(session.step())
-    return torch.stack(new, dim=1)

@@ -199,3 +199,36 @@ def evaluating(model: LanguageModel) -> Iterator[None]:
     finally:
         if training:
             model.train()
+
+
+def generate(
+    model: LanguageModel,
+    prompt_tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[Sequence[int]] | None = None,
+    valid: Tensor | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Tensor:
+    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
+
+    ``valid`` [batch, time] bool marks the real tokens of prompts of unlike length. A row ends with the first of the
+    token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
+    every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
+    ``seed``; row r draws from stream r of the seed. The model is put in eval mode meanwhile.
+
+    Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
+    """
+    if max_new_tokens < 1:
+        raise KinformerError(f"max_new_tokens is {max_new_tokens} but must be 1 or more.")
+    if prompt_tokens.dim() != 2:
+        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt_tokens.shape)}.")
+    with evaluating(model):
+        session = Session(model, prompt_tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
+        longest = prompt_tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
+        session.require(max_new_tokens, [longest] * session.batch)
+        session.feed(prompt_tokens, valid)
+        new: list[Tensor] = []
+        while len(new) < max_new_tokens and not session.finished:
+            new.append(session.step())
+    return torch.stack(new, dim=1)

@@ -1,0 +1,52 @@
+"""What the recipes of most members share: a stack of equal layers between an embedding and a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kinformer.blocks.initialise import Initialisation
+    from kinformer.core.contract import MixerConfig
+    from kinformer.core.parts import HeadConfig, PositionConfig
+    from kinformer.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a recipe; ``hidden`` is the feed-forward's width, 4 * dim if not given."""
+
+    dim: int
+    depth: int
+    num_heads: int
+    hidden: int | None = None
+    wiring: Literal["pre", "post"] = "pre"
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+
+
+def decoder(
+    shape: Shape,
+    vocab_size: int,
+    mixer: MixerConfig,
+    position: PositionConfig,
+    head: HeadConfig,
+    initialisation: Initialisation,
+) -> Decoder.Config:
+    """``shape.depth`` layers of ``mixer`` and a feed-forward."""
+    from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.residual import ResidualLayer
+    from kinformer.models.decoder import Decoder
+
+    layer = ResidualLayer.Config(
+        mixer=mixer,
+        feed_forward=MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation),
+        wiring=shape.wiring,
+    )
+    return Decoder.Config(
+        vocab_size=vocab_size,
+        dim=shape.dim,
+        layers=(layer,) * shape.depth,
+        position=position,
+        head=head,
+        initialisation=initialisation,
+    )
