@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.data import open_corpus
-from kinformer.evaluation.bits import carries_for_ever, measure
+from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
 from kinformer.family.runs import open_run
@@ -145,7 +145,7 @@ def cost_of_rounding(folder: str, quick: bool) -> dict[str, Any]:
     split = open_corpus(run.data["spec"], holdout=run.data.get("holdout")).splits["test"]
     split = split.take(4096) if quick else split
     model = run.load()
-    windows = None if carries_for_ever(model) else Windows(context=int(run.training["length"]))
+    windows = Windows(context=int(run.training["length"]))
     bits = [measure(model.to(dtype), split, windows).bits_per_byte for dtype in (torch.float32, torch.bfloat16)]
     return {"run": run.member, "fp32": bits[0], "bf16": bits[1], "difference": bits[1] - bits[0], "tolerance": BITS}
 

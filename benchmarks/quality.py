@@ -1,7 +1,8 @@
 """What does each member learn in the same budget? Trained and measured through the command line, on your own text.
 
 Every member is trained with every seed by `kinformer train` and measured on the held-out tenth by `kinformer evaluate`
-(bits per byte; the state carried where the member can, else windows of the training length). The budget is --steps or
+(bits per byte, in windows of the training length unless it was trained by segments). Run folders in --runs that exist
+already are only measured. The budget is --steps or
 --minutes; extra options of `kinformer train` stand after --:
 
     python benchmarks/quality.py --data book.txt --minutes 5 --seeds 3 -- --recipe small --length 256
@@ -38,7 +39,12 @@ def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any
     budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
     data = ("--data", options.data, "--holdout", 0.1)
     threads = ("--threads", options.threads) if options.threads else ()
-    trained = kinformer("train", member, *data, "--out", folder, "--seed", seed, *budget, *threads, *options.further)
+    if (folder / "config.json").exists():
+        trained = kinformer("train", member, "--out", folder, "--resume", *threads)
+    else:
+        trained = kinformer(
+            "train", member, *data, "--out", folder, "--seed", seed, *budget, *threads, *options.further
+        )
     baseline = ("--baseline",) if seed == 0 and member == MEMBERS[0] else ()
     measured = kinformer("evaluate", folder, *threads, *baseline)
     run = {"member": member, "seed": seed} | {name: trained[name] for name in TRAINED}

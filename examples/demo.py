@@ -71,7 +71,7 @@ def main() -> None:
     )
     result = json.loads(command("evaluate", str(RUN), "--baseline", "--json"))
     print(f"held-out bits per byte   Linear Transformer {result['bits_per_byte']:.3f}")
-    print(f"                         5-gram model       {result['baseline_bits_per_byte']:.3f}")
+    print(f"                         5-gram model       {result['ngram_bits_per_byte']:.3f}")
     text = command(
         "generate", str(RUN), "--prompt", PROMPT, "--max-new-tokens", "400", "--temperature", "0.6", "--seed", "1"
     )

@@ -3,12 +3,14 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from kinformer.data import NgramModel, open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
+from kinformer.family.runs import open_run
 
 
 def figures(cli, *arguments):
@@ -18,7 +20,7 @@ def figures(cli, *arguments):
 
 
 def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
-    told, err = figures(cli, linear_run)
+    told, err = figures(cli, linear_run, "--context", "carried")
     corpus = open_corpus(str(text_file))
     expected = measure(load(linear_run), corpus.splits["test"])
     assert told["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
@@ -26,7 +28,19 @@ def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
     assert told["bytes"] == corpus.splits["test"].bytes == told["tokens"] + 1
     assert told["data"] == corpus.identity | {"split": "test", "same_as_run": True}
     assert told["ngram_bits_per_byte"] is None and told["lengths"] == [] and err == ""
-    assert figures(cli, linear_run, "--chunk", 77)[0]["bits_per_byte"] == pytest.approx(told["bits_per_byte"], rel=1e-5)
+    assert figures(cli, linear_run, "--chunk", 77, "--context", "carried")[0]["bits_per_byte"] == pytest.approx(
+        told["bits_per_byte"], rel=1e-5
+    )
+
+
+def test_as_it_was_trained(cli, make_run, gpt_run):
+    folder = make_run("linear-transformer")
+    assert figures(cli, folder)[0]["context"] == 32
+    record = open_run(folder)
+    replace(record, training=dict(record.training) | {"segments": True}).save()
+    assert figures(cli, folder)[0]["carried"]
+    code, _, err = cli("evaluate", gpt_run, "--context", "carried")
+    assert code == 2 and "grows without bound" in err
 
 
 def test_a_growing_state_is_measured_in_windows_of_the_training_length(cli, gpt_run, text_file, load):
@@ -51,7 +65,9 @@ def test_several_lengths_and_the_baseline(cli, linear_run, text_file, load):
 
 
 def test_the_text_form(cli, linear_run):
-    code, out, err = cli("evaluate", linear_run, "--lengths", "16,64", "--baseline", "--device", "cpu")
+    code, out, err = cli(
+        "evaluate", linear_run, "--lengths", "16,64", "--baseline", "--context", "carried", "--device", "cpu"
+    )
     assert (code, err) == (0, "")
     assert "bits per byte: " in out and "state carried" in out and "by a 5-gram model" in out
     assert [line.split()[0] for line in out.splitlines()[-4:]] == ["context", "carried", "16", "64"]
@@ -100,8 +116,8 @@ def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):
 
 
 def test_overlap_needs_windows(cli, linear_run):
-    code, _, err = cli("evaluate", linear_run, "--overlap", 0.5)
-    assert code == 2 and "this model carries its state; give --context N or --lengths too" in err
+    code, _, err = cli("evaluate", linear_run, "--overlap", 0.5, "--context", "carried")
+    assert code == 2 and "the state is carried here; give --context N or --lengths too" in err
 
 
 def test_damaged_weights_are_one_sentence(cli, make_run):

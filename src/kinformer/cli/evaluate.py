@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from kinformer.cli.options import Computing, Count, RunFolder, Text, require
 from kinformer.cli.output import print_json, print_table
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 NGRAM_CONTEXT = 4
+CARRIED = "carried"
+Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +39,9 @@ class Options(Computing):
     """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "test"
     """Which part of the data: train, validation or test."""
-    context: Count = None
-    """Measure in windows of N tokens. If not given, the state is carried from end to end; a model whose state grows
-    without bound, or whose positions end, is measured in windows of its training length."""
+    context: Context = None
+    """Measure in windows of N tokens, or with the state carried from end to end. If not given, as it was trained:
+    carried after training with --segments, else in windows of the training length."""
     overlap: float = 0.0
     """The share of each window that repeats the one before and is not scored again."""
     lengths: Text = None
@@ -56,12 +60,13 @@ def run(options: Options) -> int:
     from kinformer.family.runs import open_run
     from kinformer.training.precision import use_fast_products
 
-    windows = _asked_for(options)
+    require("--max-bytes", options.max_bytes, 2)
+    require("--chunk", options.chunk, 1)
     further = [_windows(length, options.overlap) for length in _lengths(options.lengths)]
     run = open_run(options.folder)
     use_fast_products()
     model = run.load().to(options.prepare(options.seed))
-    main = windows or _needed(run, model, options)
+    main = _main_windows(run, model, options)
     with _data(options, run) as data:
         for other in (main, *further):
             _check_positions(model, other)
@@ -77,12 +82,6 @@ def run(options: Options) -> int:
     return 0
 
 
-def _asked_for(options: Options) -> Windows | None:
-    require("--max-bytes", options.max_bytes, 2)
-    require("--chunk", options.chunk, 1)
-    return _windows(options.context, options.overlap) if options.context is not None else None
-
-
 def _windows(context: int, overlap: float) -> Windows:
     from kinformer.evaluation.windows import Windows
 
@@ -96,16 +95,26 @@ def _lengths(text: str | None) -> list[int]:
         raise KinformerError(f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048.") from None
 
 
-def _needed(run: Run, model: Decoder, options: Options) -> Windows | None:
-    """The windows that the model needs: None when its state can be carried for ever."""
+def _main_windows(run: Run, model: Decoder, options: Options) -> Windows | None:
+    """The windows to measure in, as asked for or as the run was trained; None where the state is carried."""
     from kinformer.evaluation.bits import carries_for_ever
 
-    if carries_for_ever(model):
+    asked = options.context
+    endless = carries_for_ever(model)
+    if asked == CARRIED and not endless:
+        raise KinformerError(
+            f"--context {CARRIED}: this model's state grows without bound, or its positions end; give --context N."
+        )
+    if asked == CARRIED or (asked is None and endless and run.training.get("segments")):
         if options.overlap and options.lengths is None:
             raise KinformerError(
-                f"--overlap {options.overlap:g}: this model carries its state; give --context N or --lengths too."
+                f"--overlap {options.overlap:g}: the state is carried here; give --context N or --lengths too."
             )
         return None
+    if asked is not None:
+        if not asked.isdigit():
+            raise KinformerError(f"--context {asked}: is neither a number of tokens nor {CARRIED!r}.")
+        return _windows(int(asked), options.overlap)
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
         raise KinformerError(f"{run.folder}: does not say at what length it was trained; give --context N.")

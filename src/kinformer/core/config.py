@@ -62,7 +62,7 @@ def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
     repeated or cut to a length by an integer (``"layers": 6``).
     """
     for path, value in changes.items():
-        config = _replace(config, path.split("."), value, kinds, path)
+        config = _replace(config, path.split("."), value, kinds, f"--set {path}")
     return config
 
 
@@ -78,13 +78,13 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
         )
     if not isinstance(node, Config):
         raise KinformerError(
-            f"--set {path}: {key!r} is looked for inside {node!r}, which is a plain value; drop it from the path."
+            f"{path}: {key!r} is looked for inside {node!r}, which is a plain value; drop it from the path."
         )
     fields = field_types(type(node))
     if key == "kind" and not rest:
         return _parse_slot(type(node).slot, value, kinds, path)
     if key not in fields:
-        raise KinformerError(f"--set {path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
+        raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
     current = getattr(node, key)
     if rest:
         new = _replace(current, rest, value, kinds, path)
@@ -105,13 +105,13 @@ def _index(key: str, node: tuple[Any, ...], path: str) -> int:
     if key.isdigit() and int(key) < len(node):
         return int(key)
     raise KinformerError(
-        f"--set {path}: {key!r} is no item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
+        f"{path}: {key!r} is no item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
     )
 
 
 def _cycle(items: tuple[Any, ...], count: int, path: str) -> tuple[Any, ...]:
     if count < 1 or not items:
-        raise KinformerError(f"--set {path}: {count} is no length for this list; give a whole number of 1 or more.")
+        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 or more.")
     return tuple(items[i % len(items)] for i in range(count))
 
 
