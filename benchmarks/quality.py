@@ -42,9 +42,8 @@ def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any
     if (folder / "config.json").exists():
         trained = kinformer("train", member, "--out", folder, "--resume", *threads)
     else:
-        trained = kinformer(
-            "train", member, *data, "--out", folder, "--seed", seed, *budget, *threads, *options.further
-        )
+        new = ("--seed", seed, *budget, *options.further)
+        trained = kinformer("train", member, *data, "--out", folder, *new, *threads)
     baseline = ("--baseline",) if seed == 0 and member == MEMBERS[0] else ()
     measured = kinformer("evaluate", folder, *threads, *baseline)
     run = {"member": member, "seed": seed} | {name: trained[name] for name in TRAINED}

@@ -28,9 +28,8 @@ def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
     assert told["bytes"] == corpus.splits["test"].bytes == told["tokens"] + 1
     assert told["data"] == corpus.identity | {"split": "test", "same_as_run": True}
     assert told["ngram_bits_per_byte"] is None and told["lengths"] == [] and err == ""
-    assert figures(cli, linear_run, "--chunk", 77, "--context", "carried")[0]["bits_per_byte"] == pytest.approx(
-        told["bits_per_byte"], rel=1e-5
-    )
+    again, _ = figures(cli, linear_run, "--chunk", 77, "--context", "carried")
+    assert again["bits_per_byte"] == pytest.approx(told["bits_per_byte"], rel=1e-5)
 
 
 def test_as_it_was_trained(cli, make_run, gpt_run):
