@@ -48,6 +48,7 @@ def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any
     measured = kinformer("evaluate", folder, *threads, *baseline)
     run = {"member": member, "seed": seed} | {name: trained[name] for name in TRAINED}
     run |= {name: measured[name] for name in MEASURED} | {"data": measured["data"]}
+    run["training"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
     print(f"{member} seed {seed}: {run['bits_per_byte']:.4f} bits per byte after {run['steps']} steps", flush=True)
     return run
 
@@ -80,8 +81,7 @@ def main() -> None:
     baseline = next((run["ngram_bits_per_byte"] for run in runs if run["ngram_bits_per_byte"]), None)
     if baseline is not None:
         print(f"a 5-gram model of the training data has {baseline:.4f}")
-    settings = {name: getattr(options, name) for name in ("steps", "minutes", "seeds", "further")}
-    save(options, "quality", {"settings": settings, "runs": runs})
+    save(options, "quality", {"runs": runs})
 
 
 if __name__ == "__main__":
