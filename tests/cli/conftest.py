@@ -1,6 +1,5 @@
 """Run folders of tiny untrained models, and the command line in this process."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,17 +11,6 @@ from kinformer.core.config import to_dict
 from kinformer.data import open_corpus, train_tokenizer
 from kinformer.family.build import configure
 from kinformer.family.runs import Run, open_run, save_weights
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory):
-    """About 14,000 bytes of words in lines."""
-    words = random.Random(0).choices(["wind", "tree", "naïve", "river", "€", "sings", "under"], k=2500)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(
-        "\n".join(" ".join(words[start : start + 9]) for start in range(0, len(words), 9)), encoding="utf-8"
-    )
-    return path
 
 
 @pytest.fixture(scope="session")

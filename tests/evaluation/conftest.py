@@ -1,23 +1,10 @@
 """A small text and tiny untrained models."""
 
-import random
-
 import pytest
 import torch
 
 import kinformer
 from kinformer.data import open_corpus
-
-
-@pytest.fixture(scope="package")
-def text_file(tmp_path_factory):
-    """About 14,000 bytes of words in lines; a twentieth of it is the test split."""
-    words = random.Random(0).choices(["wind", "tree", "naïve", "river", "€", "sings", "under"], k=2500)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(
-        "\n".join(" ".join(words[start : start + 9]) for start in range(0, len(words), 9)), encoding="utf-8"
-    )
-    return path
 
 
 @pytest.fixture(scope="package")

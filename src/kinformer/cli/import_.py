@@ -60,8 +60,8 @@ def _checked(imported: Imported, place: str) -> int:
     """The number of parameters, after making sure that config and weights belong together; allocates nothing."""
     import torch
 
+    from kinformer.core.files import load_weights
     from kinformer.family.build import model_config
-    from kinformer.family.runs import load_weights
 
     with torch.device("meta"):
         model = model_config(imported.model, f"{place}: model").build()

@@ -18,12 +18,12 @@ from kinformer.cli.parsing import overrides
 from kinformer.cli.runs import tokenizer_of
 from kinformer.core.config import override, to_dict
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors
+from kinformer.core.files import load_tensors, load_weights
 from kinformer.data import ByteTokenizer, Corpus, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure, model_config
 from kinformer.family.kinds import kinds
-from kinformer.family.runs import CONFIG, WEIGHTS, Run, load_weights, open_run
+from kinformer.family.runs import CONFIG, WEIGHTS, Run, open_run
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 DIGEST = "kinformer.sha256"
 
@@ -100,6 +100,20 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if DIGEST in metadata and metadata[DIGEST] != digest(tensors):
         raise KinformerError(f"{path}: is damaged (its tensors do not match their checksum); restore it from a copy.")
     return tensors, metadata
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
+    """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
+        raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
+    for name, tensor in own.items():
+        if tensors[name].shape != tensor.shape:
+            shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
+            raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")
+    model.load_state_dict(dict(tensors))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, read_json, save_tensors, write_json
+from kinformer.core.files import load_tensors, load_weights, read_json, save_tensors, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,17 +91,3 @@ def load_model(folder: str | Path) -> Decoder:
 def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write ``model.safetensors``."""
     save_tensors(folder / WEIGHTS, weights, metadata)
-
-
-def load_weights(model: Decoder, tensors: Mapping[str, Tensor], place: Path | str) -> None:
-    """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
-    own = model.state_dict()
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or extra:
-        example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
-        raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
-    for name, tensor in own.items():
-        if tensors[name].shape != tensor.shape:
-            shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
-            raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")
-    model.load_state_dict(dict(tensors))

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, save_tensors
+from kinformer.core.files import load_tensors, load_weights, save_tensors
 from kinformer.data import Corpus, RandomWindows, SegmentStreams
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
@@ -252,15 +252,3 @@ class Trainer:
 def _compile(model: nn.Module, by_layer: bool) -> None:
     for module in getattr(model, "layers", ()) if by_layer else (model,):
         module.compile()
-
-
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: str) -> None:
-    """Copy ``tensors`` into ``model``; another model's are one clear sentence."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if own != given:
-        name = min(own.items() ^ given.items())[0]
-        raise KinformerError(
-            f"{place}: belongs to another model ({name} is {given.get(name)}, here {own.get(name)}); use its own run."
-        )
-    model.load_state_dict(dict(tensors))
