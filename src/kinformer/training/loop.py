@@ -138,7 +138,7 @@ class Trainer:
     def _steps(self, schedule: Schedule, interrupt: Interrupt) -> None:
         validate_every = cadence(self.settings.validate_every, self.total)
         checkpoint_every = cadence(self.settings.checkpoint_every, self.total)
-        while self.step < self.total and not interrupt.signal:
+        while self.step < self.total:
             rate = schedule(self.step)
             self.window.add(*self.update(self.step, rate, self.step / self.total))
             self.step += 1
