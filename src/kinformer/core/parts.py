@@ -6,95 +6,74 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Pattern
+
+
+class Relative(NamedTuple):
+    """What a distance (query position - key position) does to a score, for ``lowest``, ``lowest + 1``, ... (n of them).
+
+        score = scale * q . (k + keys[d]) + bias[d]        output += probability * values[d]
+        with ``factor``:  score = scale * relu(q . k) * factor[d]
+
+    ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; None does nothing, and so do
+    distances outside the range. A ``factor`` names every distance that was asked for.
+    """
+
+    lowest: int
+    bias: Tensor | None = None
+    factor: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
 
 class Position(nn.Module):
     """Where: hooks through which an encoding of positions enters; each does nothing unless overridden.
 
-    ``max_length`` is the first position that has no encoding, or None where every position has one.
+    ``max_length`` is the first position that has no encoding, or None where every position has one. ``shared``: the
+    paper has one such encoding for all layers, so layers of equal configs use one module.
     """
 
     max_length: int | None = None
+    shared: bool = False
 
     def embed(self, positions: Tensor) -> Tensor | None:
         """What is added to the token embeddings: [batch, time, dim] for ``positions`` [batch, time], or None."""
+        return None
+
+    def layer_input(self, positions: Tensor, layer: int) -> Tensor | None:
+        """What is added to the input of layer number ``layer``: [batch, time, dim], or None."""
         return None
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [batch, heads, time, head_dim] after the encoding of ``positions`` [batch, time]."""
         return q, k
 
+    def relative(self, lowest: int, highest: int) -> Relative | None:
+        """What distances do; it may name a narrower range than ``lowest .. highest`` (ends included), the rest of
+        which then does nothing. A constant per query may be left out of all scores: softmax does not see it."""
+        return None
+
 
 class PositionConfig(Config):
-    """``build(dim)``: ``dim`` is the model's width for ``embed``, the head's width for ``rotate``."""
+    """Builds an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer."""
 
     slot = "position"
 
     def build(self, dim: int) -> Position:
+        """``dim`` is the width of what is encoded."""
         raise NotImplementedError
 
+    def build_model(self, dim: int, depth: int) -> Position:
+        return self.build(dim)
 
-class Region(NamedTuple):
-    """Keys ``start <= k < stop``; ``full`` when every query of the block sees every key of the region."""
-
-    start: int
-    stop: int
-    full: bool
-
-
-class Pattern:
-    """Who: which key a query may see, by absolute positions within one sequence.
-
-    ``allowed`` is the truth. ``regions`` covers it without touching all pairs. ``behind`` and ``ahead`` say how far
-    a query sees (None: without bound); ``ahead = 0`` is what a decoder needs. ``horizon`` is how many past keys a
-    later query can still see, which bounds a decoder's state.
-    """
-
-    behind: int | None = None
-    ahead: int | None = 0
-
-    @property
-    def horizon(self) -> int | None:
-        return self.behind
-
-    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bool tensor of the broadcast shape of query positions ``q`` and key positions ``k``."""
-        distance = q - k
-        seen = distance == distance
-        if self.behind is not None:
-            seen = seen & (distance <= self.behind)
-        if self.ahead is not None:
-            seen = seen & (distance >= -self.ahead)
-        return seen
-
-    def regions(self, start: int, stop: int, length: int) -> Iterator[Region]:
-        """Disjoint key intervals that the queries ``start <= q < stop`` of a sequence of ``length`` see."""
-        low = 0 if self.behind is None else max(0, start - self.behind)
-        high = length if self.ahead is None else min(length, stop + self.ahead)
-        full_low = 0 if self.behind is None else max(0, stop - 1 - self.behind)
-        full_high = length if self.ahead is None else min(length, start + 1 + self.ahead)
-        if full_low >= full_high:
-            if low < high:
-                yield Region(low, high, False)
-            return
-        for region in (
-            Region(low, full_low, False),
-            Region(full_low, full_high, True),
-            Region(full_high, high, False),
-        ):
-            if region.start < region.stop:
-                yield region
-
-    def retained(self, position: int) -> range:
-        """The key positions before ``position`` that some query at or after ``position`` can see."""
-        return range(0 if self.horizon is None else max(0, position - self.horizon), position)
+    def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
+        return self.build(head_dim)
 
 
 class PatternConfig(Config):
@@ -105,16 +84,28 @@ class PatternConfig(Config):
 
 
 class Score(nn.Module):
-    """How much: the factor on the product of a query and a key, ``scale(head_dim)``."""
+    """How much: what is made of a query and a key. ``scale`` multiplies their product.
 
-    def scale(self, head_dim: int) -> float:
-        raise NotImplementedError
+    ``form`` names how the kernels combine them: ``dot`` q.k, ``modulus`` the absolute value of the complex product of
+    q and k (first half real, second half imaginary, not conjugated), ``additive`` vector . tanh(q + k).
+    """
+
+    form: str = "dot"
+    scale: float = 1.0
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [batch, heads, time, head_dim] as the product takes them."""
+        return q
+
+    def vector(self) -> Tensor | None:
+        """[heads, head_dim] of the form ``additive``."""
+        return None
 
 
 class ScoreConfig(Config):
     slot = "score"
 
-    def build(self) -> Score:
+    def build(self, num_heads: int, head_dim: int) -> Score:
         raise NotImplementedError
 
 

@@ -34,8 +34,10 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.kernels.block_sparse import Problem, block_sparse_attention
 from kinformer.kernels.softmax import Dropout, Span, softmax_attention
 from kinformer.kernels.softmax.buffers import ReservedKeysValues
+from kinformer.patterns.band import Band
 from kinformer.patterns.causal import Causal
 from kinformer.positions.none import NoPosition
 from kinformer.projections.shared import Shared
@@ -82,7 +84,8 @@ class SoftmaxAttention(CausalMixer):
         super().__init__()
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.projection = config.projection.build(dim, config.num_heads, head_dim)
-        self.position = config.position.build(head_dim)
+        self.position = config.position.build_heads(dim, config.num_heads, head_dim)
+        self.score = config.score.build(config.num_heads, head_dim)
         self.pattern = config.pattern.build()
         if self.pattern.ahead != 0:
             raise KinformerError(
@@ -90,8 +93,9 @@ class SoftmaxAttention(CausalMixer):
                 "use a causal pattern (causal, local)."
             )
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
-        self.span = Span(behind=self.pattern.behind, ahead=0)
-        self.scale = config.score.build().scale(head_dim)
+        self.span = None
+        if isinstance(self.pattern, Band) and self.score.form == "dot":
+            self.span = Span(behind=self.pattern.behind, ahead=0)
         self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
@@ -131,8 +135,7 @@ class SoftmaxAttention(CausalMixer):
         past, time = state.k.shape[2], chunk.x.shape[1]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        reach = positions if past or chunk.reset is not None else None
-        y = self._attend(q, k, v, reach)
+        y = self._attend(q, k, v, positions, whole=not past and chunk.reset is None)
         seen = advance(state.seen, chunk, positions)
         return select_valid(y, chunk.valid), self._remember(chunk, k, v, seen, time)
 
@@ -155,11 +158,23 @@ class SoftmaxAttention(CausalMixer):
         q, k, v = self.projection(chunk.x)
         q, k = self.position.rotate(q, k, positions)
         k, v, state, full = state.append(k, v, self.retained)
-        return self._attend(q, k, v, None if full else positions), state
+        return self._attend(q, k, v, positions, whole=full), state
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
+        """``whole``: every slot belongs to the sequence of every query of its row."""
         dropout = None
         if self.training and self.dropout > 0:
             dropout = Dropout(self.dropout, int(torch.randint(2**31, ())))
-        y = softmax_attention(q, k, v, span=self.span, scale=self.scale, reach=reach, dropout=dropout, impl=self.impl)
+        q = self.score.queries(q)
+        relative = self.position.relative(0, k.shape[2] - 1)
+        if self.span is not None and relative is None:
+            reach = None if whole else positions
+            y = softmax_attention(
+                q, k, v, span=self.span, scale=self.score.scale, reach=reach, dropout=dropout, impl=self.impl
+            )
+        else:
+            problem = Problem(
+                self.pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout
+            )
+            y = block_sparse_attention(q, k, v, problem, self.impl)
         return self.out(merge_heads(y))

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.position = config.position.build(config.dim)
+        self.position = config.position.build_model(config.dim, len(config.layers))
         self.layers = nn.ModuleList(layer.build(config.dim) for layer in config.layers)
         self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
         self.head = config.head.build(config.dim, config.vocab_size)
@@ -145,6 +145,8 @@ class Decoder(nn.Module):
         x = select_valid(x if self.dropout is None else self.dropout(x), valid)
         after, tapped = [], []
         for index, layer in enumerate(self.layers):
+            added = self.position.layer_input(positions, index)
+            x = x if added is None else select_valid(x + added.to(x.dtype), valid)
             x, layer_state = layer(Chunk(x, valid, reset), state.layers[index])
             after.append(layer_state)
             if index in taps:

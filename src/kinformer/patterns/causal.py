@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.core.parts import Pattern, PatternConfig
+from kinformer.core.parts import PatternConfig
+from kinformer.patterns.band import Band
 
 
-class Causal(Pattern):
+class Causal(Band):
     """0 <= q - k."""
 
     @dataclass(frozen=True, kw_only=True)

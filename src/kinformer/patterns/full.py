@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.core.parts import Pattern, PatternConfig
+from kinformer.core.parts import PatternConfig
+from kinformer.patterns.band import Band
 
 
-class Full(Pattern):
+class Full(Band):
     """No bound on either side."""
-
-    ahead = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "full"
 
         def build(self) -> Full:
-            return Full()
+            return Full(ahead=None)

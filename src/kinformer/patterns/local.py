@@ -1,27 +1,28 @@
-"""Local window: every token sees itself and the ``window - 1`` tokens before it."""
+"""Local window: every token sees itself, the ``window - 1`` tokens before it and, where asked for, some after it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import Pattern, PatternConfig
+from kinformer.core.parts import PatternConfig
+from kinformer.patterns.band import Band
 
 
-class Local(Pattern):
-    """0 <= q - k < window; a decoder keeps window - 1 past tokens."""
+class Local(Band):
+    """-ahead <= q - k < window; with ``ahead = 0`` a decoder keeps window - 1 past tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
         window: int = 256
+        ahead: int = 0
 
         def __post_init__(self) -> None:
             if self.window < 1:
                 raise KinformerError(f"window must be 1 or more (the token itself counts), but is {self.window}.")
+            if self.ahead < 0:
+                raise KinformerError(f"ahead must be 0 (causal) or more, but is {self.ahead}.")
 
         def build(self) -> Local:
-            return Local(self)
-
-    def __init__(self, config: Config) -> None:
-        self.behind = config.window - 1
+            return Local(behind=self.window - 1, ahead=self.ahead)

@@ -14,8 +14,9 @@ class ScaledDot(Score):
     class Config(ScoreConfig):
         kind = "scaled_dot"
 
-        def build(self) -> ScaledDot:
-            return ScaledDot()
+        def build(self, num_heads: int, head_dim: int) -> ScaledDot:
+            return ScaledDot(head_dim)
 
-    def scale(self, head_dim: int) -> float:
-        return head_dim**-0.5
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.scale = head_dim**-0.5

@@ -1,0 +1,219 @@
+"""Who sees whom: the interface of attention patterns, and their algebra ``&``, ``|`` and ``~``.
+
+A pattern is one truth seen at two grains. ``allowed`` says of single pairs of positions whether the query may see the
+key. ``cover`` says of whole boxes (some queries x some keys) whether none, some or all of their pairs are allowed; from
+it alone a plan of what to compute is made, by splitting boxes that hold both kinds, so nobody ever looks at all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+Cover = NDArray[np.int8]
+
+NONE, SOME, ALL = 0, 1, 2
+
+
+class Boxes(NamedTuple):
+    """Arrays [n] of boxes: queries q_low, q_low + step, ..., q_high and keys k_low, ..., k_high, ends included."""
+
+    q_low: Ints
+    q_high: Ints
+    k_low: Ints
+    k_high: Ints
+    step: int = 1
+
+
+class Term(NamedTuple):
+    """A set of pairs whose distances are all multiples of ``stride``, so that it can be worked on class by class."""
+
+    pattern: Pattern
+    stride: int
+
+
+class Pattern:
+    """Which key a query may see, by absolute positions (from 0) within one sequence. Immutable, equal by value.
+
+    ``behind`` and ``ahead`` bound how far a query sees (None: without bound); ``ahead = 0`` is what a decoder needs.
+    ``stride``: all distances between a query and the keys it sees are multiples of it.
+    ``num_heads``: how many heads it tells apart, None where all heads see the same; ``at`` is then one head's pattern.
+    ``domain`` names what its positions are ("sequence", or "image": pixels of a raster).
+    """
+
+    behind: int | None = None
+    ahead: int | None = 0
+    stride: int = 1
+    num_heads: int | None = None
+    domain: str = "sequence"
+
+    @property
+    def horizon(self) -> int | None:
+        """How many past keys a later query can still see, which bounds a decoder's state."""
+        return self.behind
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        """Bool tensor of the broadcast shape of query positions ``q`` and key positions ``k`` (int64)."""
+        raise NotImplementedError
+
+    def cover(self, boxes: Boxes) -> Cover:
+        """[n] of NONE, SOME, ALL: how many of a box's pairs are allowed. SOME is always true, only less useful."""
+        raise NotImplementedError
+
+    def at(self, head: int) -> Pattern:
+        """The pattern of one head."""
+        return self
+
+    def terms(self) -> tuple[Term, ...]:
+        """Disjoint sets of pairs that make up the pattern, each with its stride; no two of the same stride."""
+        return (Term(self, self.stride),)
+
+    def retained(self, position: int) -> range:
+        """The key positions before ``position`` that some query at or after ``position`` may see."""
+        return range(0 if self.horizon is None else max(0, position - self.horizon), position)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return And(self, other)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Or(self, other)
+
+    def __invert__(self) -> Pattern:
+        return Not(self)
+
+
+@dataclass(frozen=True)
+class And(Pattern):
+    """Pairs that both patterns allow."""
+
+    left: Pattern
+    right: Pattern
+
+    @property
+    def behind(self) -> int | None:  # type: ignore[override]
+        return _nearer(self.left.behind, self.right.behind)
+
+    @property
+    def ahead(self) -> int | None:  # type: ignore[override]
+        return _nearer(self.left.ahead, self.right.ahead)
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.left.num_heads or self.right.num_heads
+
+    @property
+    def domain(self) -> str:  # type: ignore[override]
+        return _domain(self)
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return max(self.left.stride, self.right.stride)
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.left.allowed(q, k) & self.right.allowed(q, k)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        return np.minimum(self.left.cover(boxes), self.right.cover(boxes))
+
+    def at(self, head: int) -> Pattern:
+        return And(self.left.at(head), self.right.at(head))
+
+    def terms(self) -> tuple[Term, ...]:
+        pairs = ((one, two) for one in self.left.terms() for two in self.right.terms())
+        return _gathered(Term(one.pattern & two.pattern, max(one.stride, two.stride)) for one, two in pairs)
+
+
+@dataclass(frozen=True)
+class Or(Pattern):
+    """Pairs that at least one of two patterns allows."""
+
+    left: Pattern
+    right: Pattern
+
+    @property
+    def behind(self) -> int | None:  # type: ignore[override]
+        return _farther(self.left.behind, self.right.behind)
+
+    @property
+    def ahead(self) -> int | None:  # type: ignore[override]
+        return _farther(self.left.ahead, self.right.ahead)
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.left.num_heads or self.right.num_heads
+
+    @property
+    def domain(self) -> str:  # type: ignore[override]
+        return _domain(self)
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.left.allowed(q, k) | self.right.allowed(q, k)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        return np.maximum(self.left.cover(boxes), self.right.cover(boxes))
+
+    def at(self, head: int) -> Pattern:
+        return Or(self.left.at(head), self.right.at(head))
+
+    def terms(self) -> tuple[Term, ...]:
+        return _gathered((*self.left.terms(), *self.right.terms()), overlapping=True)
+
+
+@dataclass(frozen=True)
+class Not(Pattern):
+    """Pairs that a pattern does not allow."""
+
+    inner: Pattern
+
+    behind = None
+    ahead = None
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.inner.num_heads
+
+    @property
+    def domain(self) -> str:  # type: ignore[override]
+        return self.inner.domain
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        return ~self.inner.allowed(q, k)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        return (ALL - self.inner.cover(boxes)).astype(np.int8)
+
+    def at(self, head: int) -> Pattern:
+        return Not(self.inner.at(head))
+
+
+def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, ...]:
+    """One term per stride; where terms may overlap, each leaves out what those before it hold."""
+    by_stride: dict[int, Pattern] = {}
+    for pattern, stride in terms:
+        by_stride[stride] = by_stride[stride] | pattern if stride in by_stride else pattern
+    found: list[Term] = []
+    for stride in sorted(by_stride):
+        pattern = by_stride[stride]
+        if overlapping:
+            for before in found:
+                pattern = pattern & ~before.pattern
+        found.append(Term(pattern, stride))
+    return tuple(found)
+
+
+def _nearer(one: int | None, two: int | None) -> int | None:
+    return two if one is None else one if two is None else min(one, two)
+
+
+def _farther(one: int | None, two: int | None) -> int | None:
+    return None if one is None or two is None else max(one, two)
+
+
+def _domain(both: And | Or) -> str:
+    return both.right.domain if both.left.domain == "sequence" else both.left.domain
