@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.block_sparse import reference
+from kinformer.kernels.block_sparse import chunked, reference
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
 from kinformer.kernels.softmax.geometry import Dropout
 
@@ -38,4 +38,11 @@ def block_sparse_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if impl not in IMPLS:
         raise KinformerError(f"{_PLACE}: impl is {impl!r}, expected one of {', '.join(IMPLS)}.")
-    return reference.attend(q, k, v, problem)[0]
+    if impl == "auto":
+        impl = choose_impl(q)
+    return (chunked if impl == "chunked" else reference).attend(q, k, v, problem)[0]
+
+
+def choose_impl(q: Tensor) -> str:
+    """The name that impl="auto" stands for: one query needs no plan."""
+    return "reference" if q.shape[2] == 1 and q.device.type != "meta" else "chunked"

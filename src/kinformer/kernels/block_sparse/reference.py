@@ -9,7 +9,7 @@ from kinformer.core.parts import Relative
 from kinformer.kernels.block_sparse.problem import Problem
 from kinformer.kernels.softmax.geometry import dropout_mask
 
-_EPS = 1e-12
+EPS = 1e-12
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def _scores(q: Tensor, k: Tensor, problem: Problem, distance: Tensor) -> Tensor:
     scale, relative = problem.scale, problem.relative or Relative(0)
     if problem.form == "modulus":
         real, imaginary = (part @ k.mT for part in complex_queries(q))
-        scores = scale * (real.square() + imaginary.square() + _EPS).sqrt()
+        scores = scale * (real.square() + imaginary.square() + EPS).sqrt()
     elif problem.form == "additive":
         assert problem.vector is not None
         vector = problem.vector.to(q.dtype)[:, None, None]

@@ -238,8 +238,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
-    *saved, reach = ctx.saved_tensors if len(ctx.saved_tensors) == 6 else (*ctx.saved_tensors, None)
-    return *_backward(list(grads), saved, reach, *ctx.numbers), None, None, None, None, None
+    saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
+    reach = saved[5] if len(saved) == 6 else None
+    return *_backward(list(grads), list(saved[:5]), reach, *ctx.numbers), None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,201 @@
+"""Attention over the pairs of a pattern, tile by tile (after Dao et al. 2022, FlashAttention), in plain PyTorch.
+
+A tile of queries meets all its keys of one term at once, so no running maximum is needed; the terms of a pattern are
+disjoint, and their outputs are merged by their log-sum-exps. The backward recomputes P = exp(S - lse) of the whole and
+uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse. Memory is linear in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.block_sparse.plan import plan
+from kinformer.kernels.block_sparse.problem import Problem
+from kinformer.kernels.block_sparse.scores import Additive, Dot, Form, Modulus
+from kinformer.kernels.block_sparse.sections import Section, sections
+from kinformer.kernels.block_sparse.tables import FIELDS, Tables
+from kinformer.kernels.block_sparse.work import Operands, Work
+from kinformer.kernels.softmax.geometry import dropout_words
+
+_LOG2_E = 1.4426950408889634
+_PATTERNS: list[Pattern] = []
+_NUMBERS: dict[Pattern, int] = {}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], with gradients of both."""
+    if problem.form == "dot":
+        q = q * problem.scale
+    tables: list[Tensor] = []
+    names: list[str] = []
+    relative = problem.relative or Relative(0)
+    for name in FIELDS:
+        table = getattr(relative, name)
+        if table is not None:
+            tables.append(table.to(q.dtype) if name in ("keys", "values") else table)
+            names.append(name)
+    if problem.vector is not None:
+        tables.append(problem.vector * problem.scale)
+        names.append("vector")
+    p, seed = problem.dropout or (0.0, 0)
+    integers = [number_of(problem.pattern), relative.lowest, seed]
+    form = " ".join([problem.form, *names])
+    return _forward(q, k, v, problem.positions, tables, form, integers, [p, problem.scale])
+
+
+@torch.compiler.assume_constant_result
+def number_of(pattern: Pattern) -> int:
+    """A number that stands for ``pattern`` in the operator's arguments, which must be plain."""
+    if pattern not in _NUMBERS:
+        _NUMBERS[pattern] = len(_PATTERNS)
+        _PATTERNS.append(pattern)
+    return _NUMBERS[pattern]
+
+
+class _Call(NamedTuple):
+    """The operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    tables: Sequence[Tensor]
+    form: str
+    integers: Sequence[int]
+    floats: Sequence[float]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    def sections(self) -> Iterator[Section]:
+        pattern = _PATTERNS[self.integers[0]]
+        return sections(pattern, self.positions, self.k.shape[2], self.q.shape[1], self.k.shape[1])
+
+    def works(self, section: Section) -> Iterator[Work]:
+        """One for each term of the section's pattern."""
+        words = self._words(section) if self.floats[0] else None
+        q, heads = section.queries(self.q), section.kv_heads
+        k, v = section.keys(self.k, self.group), section.keys(self.v, self.group)
+        operands = Operands(q, k, v, heads, section.interval, words, self.floats[0])
+        form, *names = self.form.split()
+        named = {name: section.table(table) for name, table in zip(names, self.tables, strict=True)}
+        vector = named.pop("vector", None)
+        relative = Relative(self.integers[1], **named) if named else None
+        numbers = torch.promote_types(q.dtype, torch.float32)
+        for part in plan(section.pattern, section.interval, relative is not None):
+            tables = None if relative is None else Tables(relative, part.stride, part.rows, numbers)
+            yield Work(operands, part, tables, _form(form, vector, self.floats[1]))
+
+    def _words(self, section: Section) -> tuple[Tensor, Tensor]:
+        batch, heads, time, _ = self.q.shape
+        counts = (batch * heads, time, self.k.shape[2])
+        places = (torch.arange(count, device=self.q.device) for count in counts)
+        rows, columns = dropout_words(self.integers[2], *places)
+        return section.queries(rows.view(batch, heads, time, 1)), columns[section.slots]
+
+
+def _form(name: str, vector: Tensor | None, scale: float) -> Form:
+    if name == "additive":
+        assert vector is not None
+        return Additive(vector)
+    return Modulus(scale) if name == "modulus" else Dot()
+
+
+@torch.library.custom_op("kinformer::block_sparse_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    tables: Sequence[Tensor],
+    form: str,
+    integers: Sequence[int],
+    floats: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    call = _Call(q, k, v, positions, tables, form, integers, floats)
+    numbers = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=numbers)
+    for section in call.sections():
+        merged: tuple[Tensor, Tensor] | None = None
+        for work in call.works(section):
+            result = work.forward()
+            merged = result if merged is None else _merge(*merged, *result)
+        if merged is not None:
+            section.set_queries(out, merged[0])
+            section.set_queries(lse, merged[1])
+    return out, lse[..., 0]
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from that over each; -inf says that a query sees nothing."""
+    both = torch.logaddexp(lse, other_lse)
+    safe = both.masked_fill(both == -torch.inf, 0)
+    return out * (lse - safe).exp().to(out.dtype) + other * (other_lse - safe).exp().to(out.dtype), both
+
+
+@_forward.register_fake
+def _(q, k, v, positions, tables, form, integers, floats):  # type: ignore[no-untyped-def]
+    numbers = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=numbers)
+
+
+@torch.library.custom_op("kinformer::block_sparse_attention_backward", mutates_args=())
+def _backward(
+    grads: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    form: str,
+    integers: Sequence[int],
+    floats: Sequence[float],
+) -> list[Tensor]:
+    """Gradients of q, k, v and the tables from those of (out, lse); ``saved`` is q, k, v, positions, out, lse."""
+    *inputs, out, lse = saved
+    call = _Call(*inputs, tables, form, integers, floats)
+    q, k, v, p = call.q, call.k, call.v, floats[0]
+    delta = (grads[0] * out).sum(-1, dtype=lse.dtype).sub_(grads[1])[..., None]
+    top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
+    grad = grads[0] / (1 - p) if p else grads[0]
+    dq = torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    table_gradients = [torch.zeros_like(table, dtype=lse.dtype) for table in tables]
+    for section in call.sections():
+        places = tuple(section.queries(x) for x in (grad, delta, top))
+        total = None
+        for work in call.works(section):
+            part_dq, part_dk, part_dv = work.backward(*places)
+            total = part_dq if total is None else total + part_dq
+            section.add_keys(dk, part_dk, call.group)
+            section.add_keys(dv, part_dv, call.group)
+            for name, gradient in zip(form.split()[1:], table_gradients, strict=True):
+                section.add_table(gradient, work.table_gradient(name, gradient.shape[1], integers[1]))
+        if total is not None:
+            section.set_queries(dq, total)
+    tables_out = (gradient.to(table.dtype) for gradient, table in zip(table_gradients, tables, strict=True))
+    return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables_out]
+
+
+@_backward.register_fake
+def _(grads, saved, tables, form, integers, floats):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(x) for x in (*saved[:3], *tables)]
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, positions, tables, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, positions, *output, *tables)
+
+
+def _differentiate(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    dq, dk, dv, *tables = _backward(list(grads), saved[:6], saved[6:], *ctx.numbers)
+    return dq, dk, dv, None, tables, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,260 @@
+"""What to compute: a pattern over an interval of positions, cut into tiles of queries with just the keys they see.
+
+Nobody looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
+calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
+pattern whose distances are multiples of a stride is worked on class by class (positions of equal remainder), where its
+keys lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
+
+_LEAF = 16
+_ROWS = (128, 64, 32, 16)
+_WASTE = 1.3
+_GAP = 32
+
+
+class Fence(NamedTuple):
+    """-inf on the hidden ones, 0 on the visible ones of a tile's keys ``start .. stop``: [classes or 1, rows, keys]."""
+
+    start: int
+    stop: int
+    values: Tensor
+
+
+class Run(NamedTuple):
+    """The tile's keys ``start .. stop`` are neighbours; the query at the tile's first row is ``ahead`` units after the
+    first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
+
+    start: int
+    stop: int
+    ahead: int
+
+
+class Tile(NamedTuple):
+    """Queries ``first .. last`` (units from the first query's) and their keys, a slice or an index [width]."""
+
+    first: int
+    last: int
+    keys: slice | Tensor
+    width: int
+    fences: tuple[Fence, ...]
+    runs: tuple[Run, ...]
+
+
+class Interval(NamedTuple):
+    """Queries at positions ``query .. stop`` and keys at positions ``key .. stop``; key <= query."""
+
+    key: int
+    query: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tiles of one term. Unit u of class c is position u * stride + c; ``origin`` and ``query_origin`` are the
+    units of the first key and query, ``units`` and ``query_units`` how many there are from there on."""
+
+    stride: int
+    origin: int
+    query_origin: int
+    units: int
+    query_units: int
+    rows: int
+    tiles: tuple[Tile, ...]
+    computed: int
+    attended: int
+
+
+@lru_cache(maxsize=256)
+def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[Part, ...]:
+    """One part per term of ``pattern``, each with as tall tiles as do not waste too many pairs.
+
+    ``newest_first``: tiles address the keys, and hold their own, in reversed order.
+    """
+    return tuple(_part(term, interval, newest_first) for term in pattern.terms())
+
+
+def _part(term: Term, interval: Interval, newest_first: bool) -> Part:
+    best = None
+    for rows in _ROWS:
+        part = _Cutter(term, interval, rows, newest_first).part()
+        if best is None or part.computed < 0.9 * best.computed:
+            best = part
+        if best.computed <= _WASTE * best.attended:
+            break
+    assert best is not None
+    return best
+
+
+class _Leaves(NamedTuple):
+    """Intervals of key units [low, high) by tile number, sorted; ``full`` says that every pair is allowed."""
+
+    tile: Ints
+    low: Ints
+    high: Ints
+    full: np.ndarray
+
+
+class _Cutter:
+    """Cuts one term into tiles of ``rows`` query units, aligned to absolute positions."""
+
+    def __init__(self, term: Term, interval: Interval, rows: int, newest_first: bool) -> None:
+        self.pattern, self.stride = term
+        self.interval, self.rows, self.newest_first = interval, rows, newest_first
+        stride = self.stride
+        self.origin, self.query_origin = interval.key // stride, interval.query // stride
+        self.end = (interval.stop - 1) // stride + 1
+        edges = np.arange(self.query_origin // rows, -(-self.end // rows) + 1) * rows
+        edges = edges.clip(self.query_origin, self.end)
+        self.first, self.last = edges[:-1], edges[1:]
+        self.classes = np.arange(stride)
+        self.fences: dict[bytes, Tensor] = {}
+        self.computed = self.attended = 0
+
+    def part(self) -> Part:
+        tiles = tuple(self._tiles())
+        origins = self.origin, self.query_origin
+        units = self.end - self.origin, self.end - self.query_origin
+        return Part(self.stride, *origins, *units, self.rows, tiles, self.computed, self.attended)
+
+    def _tiles(self) -> Iterator[Tile]:
+        leaves = self._leaves()
+        bounds = np.searchsorted(leaves.tile, np.arange(len(self.first) + 1))
+        for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            if start < stop:
+                tile = self._tile(number, _Leaves(*(column[start:stop] for column in leaves)))
+                if tile.width:
+                    yield tile
+
+    def _leaves(self) -> _Leaves:
+        """Split the key axis of every tile until boxes are empty, full or small."""
+        number, low, high = self._roots()
+        found: list[tuple[Ints, Ints, Ints, np.ndarray]] = []
+        while len(number):
+            cover = self._cover(number, low, high)
+            small = high - low <= _LEAF
+            done = (cover == ALL) | ((cover == SOME) & small)
+            found.append((number[done], low[done], high[done], cover[done] == ALL))
+            split = (cover == SOME) & ~small
+            number, low, high = number[split], low[split], high[split]
+            middle = low + (high - low) // 2
+            number, low, high = (np.concatenate(pair) for pair in ((number, number), (low, middle), (middle, high)))
+        columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        return _Leaves(*(column[order] for column in columns))
+
+    def _roots(self) -> tuple[Ints, Ints, Ints]:
+        """For every tile the aligned power-of-two intervals of keys that its pattern's bounds leave."""
+        behind, ahead = self.pattern.behind, self.pattern.ahead
+        low = np.full(len(self.first), self.origin)
+        high = np.full(len(self.first), self.end)
+        if behind is not None:
+            low = np.maximum(low, self.first - behind // self.stride - 1)
+        if ahead is not None:
+            high = np.minimum(high, self.last + ahead // self.stride + 1)
+        size = _LEAF
+        while size < (high - low).max(initial=1):
+            size *= 2
+        roots = [(i, b * size) for i in range(len(low)) for b in range(low[i] // size, (high[i] - 1) // size + 1)]
+        number, start = np.array(roots, dtype=np.int64).reshape(-1, 2).T
+        return number, start, start + size
+
+    def _cover(self, number: Ints, low: Ints, high: Ints) -> Cover:
+        """Over all classes, and with keys outside the interval taken as hidden."""
+        first, last = self.first[number], self.last[number] - 1
+        if self.stride == 1:
+            cover = self.pattern.cover(Boxes(first, last, low, high - 1))
+            inside = (low >= self.interval.key) & (high <= self.interval.stop)
+            outside = (high <= self.interval.key) | (low >= self.interval.stop)
+        else:
+            each = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
+            by_class = self.pattern.cover(Boxes(*each, step=self.stride)).reshape(-1, self.stride)
+            same = by_class.min(1) == by_class.max(1)
+            cover = np.where(same, by_class[:, 0], SOME)
+            inside = (low * self.stride >= self.interval.key) & (high * self.stride <= self.interval.stop)
+            outside = (high <= self.origin) | (low >= self.end)
+        return np.where(outside, NONE, np.where(inside, cover, np.minimum(cover, SOME))).astype(np.int8)
+
+    def _tile(self, number: int, leaves: _Leaves) -> Tile:
+        first, last = int(self.first[number]), int(self.last[number])
+        keys = np.concatenate([np.arange(a, b) for a, b in zip(leaves.low, leaves.high, strict=True)])
+        partial = np.repeat(~leaves.full, leaves.high - leaves.low)
+        hidden = self._hidden(first, last, keys[partial])
+        seen = np.ones(len(keys), dtype=bool)
+        seen[partial] = ~hidden.all((0, 1))
+        hidden = hidden[..., seen[partial]]
+        keys, partial = keys[seen], partial[seen]
+        self._count(first, last, len(keys), hidden)
+        if self.newest_first:
+            keys, partial, hidden = keys[::-1], partial[::-1], hidden[..., ::-1]
+        edge = np.zeros(len(keys), dtype=bool)
+        edge[partial] = hidden.any((0, 1))
+        index = np.cumsum(partial) - 1
+        fences = tuple(
+            Fence(start, stop, self._fence(hidden, partial[start:stop], index[start:stop]))
+            for start, stop in _runs(edge)
+        )
+        runs = tuple(Run(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
+        places = self.end - 1 - keys if self.newest_first else keys - self.origin
+        queries = first - self.query_origin, last - self.query_origin
+        return Tile(*queries, _addresses(places), len(keys), fences, runs)
+
+    def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
+        """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""
+        classes = torch.arange(self.stride)[:, None, None]
+        q = torch.arange(first, last)[:, None] * self.stride + classes
+        k = torch.from_numpy(keys) * self.stride + classes
+        seen = self.pattern.allowed(q, k)
+        seen = seen & (k >= self.interval.key) & (k < self.interval.stop)
+        seen = seen | (q < self.interval.query) | (q >= self.interval.stop) if self.stride > 1 else seen
+        hidden = (~seen).expand(self.stride, last - first, len(keys)).numpy()
+        return hidden[:1] if (hidden == hidden[:1]).all() else hidden
+
+    def _fence(self, hidden: np.ndarray, partial: np.ndarray, index: Ints) -> Tensor:
+        """Additive; equal fences are one tensor."""
+        run = np.zeros((*hidden.shape[:2], len(partial)), dtype=bool)
+        run[..., partial] = hidden[..., index[partial]]
+        name = bytes(str(run.shape), "ascii") + np.packbits(run).tobytes()
+        if name not in self.fences:
+            self.fences[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
+        return self.fences[name]
+
+    def _count(self, first: int, last: int, width: int, hidden: np.ndarray) -> None:
+        pairs = (last - first) * width * self.stride
+        self.computed += pairs
+        self.attended += pairs - int(hidden.sum()) * (self.stride // hidden.shape[0])
+
+
+def _runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Intervals that hold all set flags; small gaps are bridged."""
+    places = np.flatnonzero(flags)
+    if not len(places):
+        return
+    breaks = np.flatnonzero(np.diff(places) > _GAP)
+    starts = places[np.concatenate(([0], breaks + 1))]
+    stops = places[np.concatenate((breaks, [len(places) - 1]))] + 1
+    yield from zip(starts.tolist(), stops.tolist(), strict=True)
+
+
+def _neighbours(keys: Ints) -> Iterator[tuple[int, int]]:
+    """Intervals of consecutive keys."""
+    edges = [0, *(np.flatnonzero(np.abs(np.diff(keys)) > 1) + 1).tolist(), len(keys)]
+    return ((start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True) if start < stop)
+
+
+def _addresses(keys: Ints) -> slice | Tensor:
+    if not len(keys) or keys[-1] - keys[0] + 1 == len(keys):
+        return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(0, 0)
+    return torch.from_numpy(np.ascontiguousarray(keys))

@@ -1,0 +1,106 @@
+"""What the products of queries and keys are made into, tile by tile, with the gradients: the forms of a score.
+
+q [n, rows, head_dim], k [n, keys, head_dim], scores [n, rows, keys]. A form keeps what its ``backward`` needs from the
+last ``forward``; ``backward`` may overwrite the errors it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kinformer.kernels.block_sparse.reference import EPS, complex_queries
+
+_ELEMENTS = 1 << 21
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """left @ right in ``out``; inputs of lower precision are multiplied as they are, since a CPU cannot widen them."""
+    if out.dtype == left.dtype:
+        return torch.bmm(left, right, out=out)
+    return out.copy_(torch.bmm(left, right))
+
+
+class Form:
+    """What is made of queries and keys before distances come in."""
+
+    def enter(self, shape: tuple[int, ...], heads: slice) -> None:
+        """The next tile is [rows, heads, classes, group, queries, keys]; ``heads`` says which."""
+
+    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+        """The scores, in ``out``."""
+        raise NotImplementedError
+
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of q and k from those of the scores."""
+        raise NotImplementedError
+
+
+class Dot(Form):
+    """q . k"""
+
+    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+        return product(q, k.mT, out)
+
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        errors = errors.to(q.dtype)
+        return torch.bmm(errors, k), torch.bmm(errors.mT, q)
+
+
+class Modulus(Form):
+    """scale * |q k| of complex numbers, first half real, second half imaginary."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+        self.parts = [product(part, k.mT, torch.empty_like(out)) for part in complex_queries(q)]
+        torch.mul(self.parts[0], self.parts[0], out=out)
+        self.size = out.addcmul_(self.parts[1], self.parts[1]).add_(EPS).sqrt_().clone()
+        return out.mul_(self.scale)
+
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        errors.div_(self.size).mul_(self.scale)
+        real, imaginary = (part.mul_(errors).to(q.dtype) for part in self.parts)
+        left, right = complex_queries(q)
+        dk = torch.bmm(real.mT, left).add_(torch.bmm(imaginary.mT, right))
+        (a, b), (c, d) = (torch.bmm(part, k).chunk(2, -1) for part in (real, imaginary))
+        return torch.cat([a + d, c - b], -1), dk
+
+
+class Additive(Form):
+    """vector . tanh(q + k), some keys at a time; ``vector`` [heads, group, head_dim]."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        self.gradient = torch.zeros_like(vector)
+
+    def enter(self, shape: tuple[int, ...], heads: slice) -> None:
+        rows, count, classes, group, queries, _ = shape
+        width = self.vector.shape[-1]
+        self.heads, self.shape = heads, (rows, count, classes, group, queries, width)
+        spread = self.vector[heads][None, :, None, :, None].expand(self.shape)
+        self.row_vectors = spread.reshape(-1, group * queries, 1, width)
+
+    def _tanh(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, _ELEMENTS // q.numel())
+        for start in range(0, k.shape[1], step):
+            block = slice(start, start + step)
+            yield block, (q[:, :, None] + k[:, None, block]).to(self.vector.dtype).tanh_()
+
+    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+        for block, tanh in self._tanh(q, k):
+            out[..., block] = (tanh * self.row_vectors).sum(-1)
+        return out
+
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        dq, dk = torch.zeros_like(q, dtype=errors.dtype), torch.zeros_like(k, dtype=errors.dtype)
+        for block, tanh in self._tanh(q, k):
+            error = errors[..., block, None]
+            self.gradient[self.heads] += (tanh * error).sum(2).view(self.shape).sum((0, 2, 4))
+            inner = tanh.square_().neg_().add_(1).mul_(self.row_vectors).mul_(error)
+            dq += inner.sum(2)
+            dk[:, block] = inner.sum(1)
+        return dq, dk

@@ -1,0 +1,112 @@
+"""Splits a call into sections: rows, times and heads that one plan serves.
+
+A row that begins anew in mid-chunk, or that is at another position than its neighbours, and heads of another pattern
+each make a section of their own; most calls are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.block_sparse.plan import Interval
+
+
+class Section(NamedTuple):
+    """``rows`` and ``heads`` (of queries) are slices or lists; ``times`` of queries, ``slots`` of keys.
+
+    Heads that were picked out have keys of their own, so that ``kv_heads`` is their number.
+    """
+
+    pattern: Pattern
+    interval: Interval
+    rows: slice | list[int]
+    times: slice
+    slots: slice
+    heads: slice | list[int]
+    kv_heads: int
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[batch, q_heads, time, ...] -> [rows * kv_heads, group, time, ...], a view where it can be."""
+        x = x[self.rows][:, self.heads][:, :, self.times]
+        return x.reshape(x.shape[0] * self.kv_heads, x.shape[1] // self.kv_heads, *x.shape[2:])
+
+    def keys(self, x: Tensor, group: int) -> Tensor:
+        """[batch, kv_heads, slots, ...] -> [rows * kv_heads, slots, ...]."""
+        x = x[self.rows]
+        if isinstance(self.heads, list):
+            x = x[:, [head // group for head in self.heads]]
+        return x[:, :, self.slots].flatten(0, 1)
+
+    def table(self, x: Tensor) -> Tensor:
+        """[q_heads or 1, ...] -> [kv_heads or 1, group or 1, ...]."""
+        return x[None] if x.shape[0] == 1 else x[self.heads].unflatten(0, (self.kv_heads, -1))
+
+    def add_table(self, target: Tensor, x: Tensor) -> None:
+        """Add what :meth:`table` would give."""
+        if target.shape[0] == 1:
+            target += x[0]
+        else:
+            target[self.heads] += x.flatten(0, 1)
+
+    def set_queries(self, target: Tensor, x: Tensor) -> None:
+        """Write [rows * kv_heads, group, time, ...] into the section's place in [batch, q_heads, time, ...]."""
+        place = target[:, :, self.times]
+        if isinstance(self.rows, slice) and isinstance(self.heads, slice):
+            place.copy_(x.reshape(place.shape))
+            return
+        rows = torch.arange(target.shape[0])[self.rows][:, None]
+        heads = torch.arange(target.shape[1])[self.heads]
+        place[rows, heads] = x.reshape(len(rows), len(heads), *place.shape[2:])
+
+    def add_keys(self, target: Tensor, x: Tensor, group: int) -> None:
+        """Add [rows * kv_heads, slots, width] to [batch, kv_heads, slots, width]."""
+        place = target[:, :, self.slots]
+        if isinstance(self.rows, slice) and isinstance(self.heads, slice):
+            place.add_(x.reshape(place.shape))
+            return
+        rows = torch.arange(target.shape[0])[self.rows][:, None]
+        every = torch.arange(target.shape[1])
+        heads = every if isinstance(self.heads, slice) else torch.tensor(self.heads) // group
+        place.index_put_((rows, heads), x.reshape(len(rows), len(heads), *place.shape[2:]), accumulate=True)
+
+
+def sections(pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int) -> Iterator[Section]:
+    """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots."""
+    for times, first, rows in _runs(positions):
+        past = slots - positions.shape[1] + times.start
+        oldest = max(0, past - first)
+        interval = Interval(first - (past - oldest), first, first + times.stop - times.start)
+        place = slice(oldest, past + times.stop - times.start)
+        for alike, group in _heads(pattern, heads):
+            owners = len(group) if isinstance(group, list) else kv_heads
+            yield Section(alike, interval, rows, times, place, group, owners)
+
+
+def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
+    """Times in which positions count up by one, the first position, and the rows for which that holds."""
+    batch, time = positions.shape
+    places = positions.cpu()
+    offset = places - torch.arange(time)
+    if bool((offset == offset[0, 0]).all()):
+        yield slice(0, time), int(places[0, 0]), slice(None)
+        return
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for row in range(batch):
+        starts = [0, *((offset[row].diff() != 0).nonzero()[:, 0] + 1).tolist(), time]
+        for start, stop in zip(starts[:-1], starts[1:], strict=True):
+            found.setdefault((start, stop, int(places[row, start])), []).append(row)
+    for (start, stop, first), rows in found.items():
+        yield slice(start, stop), first, rows
+
+
+def _heads(pattern: Pattern, heads: int) -> Iterator[tuple[Pattern, slice | list[int]]]:
+    alike: dict[Pattern, list[int]] = {}
+    for head in range(pattern.num_heads or 1):
+        alike.setdefault(pattern.at(head), []).append(head)
+    for one, members in alike.items():
+        yield one, slice(0, heads) if len(alike) == 1 else members

@@ -1,0 +1,161 @@
+"""What distances do to the scores and outputs of one tile, with the gradients of the tables.
+
+Views of a tile here are [rows, heads, classes, group, queries, keys]: batch rows, key heads, classes of a stride,
+query heads of a key head. Tables are [heads or 1, group or 1, n] or [..., n, head_dim] by unit distance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.parts import Relative
+from kinformer.kernels.block_sparse.plan import Tile
+from kinformer.kernels.block_sparse.skew import antidiagonal_sums, skew, toeplitz, unskew
+
+FIELDS = ("bias", "factor", "keys", "values")
+
+
+class Span(NamedTuple):
+    """The tile's keys ``start .. stop`` that a table reaches, and where their distances begin in the padded table."""
+
+    start: int
+    stop: int
+    first: int
+
+
+class Tables:
+    """The tables of a section's heads at distances 0, stride, 2 stride, ...; ``rows`` queries are in a tile at most."""
+
+    def __init__(self, relative: Relative, stride: int, rows: int, numbers: torch.dtype) -> None:
+        self.pad = rows
+        self.lowest = -(-relative.lowest // stride)
+        skip = self.lowest * stride - relative.lowest
+        self.tables: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        for name in FIELDS:
+            table = getattr(relative, name)
+            if table is not None:
+                wide = name in ("keys", "values")
+                table = table[:, :, skip::stride]
+                self.count = table.shape[2]
+                self.tables[name] = functional.pad(table, (0, 0) * wide + (rows, rows))
+                self.gradients[name] = torch.zeros_like(self.tables[name], dtype=numbers)
+
+    def gradient(self, name: str, n: int, lowest: int, stride: int) -> Tensor:
+        """The gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
+        inner = self.gradients[name][:, :, self.pad : self.pad + self.count]
+        whole = inner.new_zeros(*inner.shape[:2], n, *inner.shape[3:])
+        whole[:, :, self.lowest * stride - lowest :: stride] = inner
+        return whole
+
+    def spans(self, tile: Tile) -> list[Span]:
+        """Where the tile's runs of neighbouring keys meet distances of the tables."""
+        rows, found = tile.last - tile.first, []
+        for run in tile.runs:
+            start = max(0, self.lowest - run.ahead - rows + 1)
+            stop = min(run.stop - run.start, self.lowest + self.count - run.ahead)
+            if start < stop:
+                first = run.ahead + start - self.lowest + self.pad
+                found.append(Span(run.start + start, run.start + stop, first))
+        return found
+
+    def _segment(self, name: str, heads: slice, span: Span, rows: int) -> Tensor:
+        table = self.tables[name]
+        return table[self._heads(name, heads), :, self._distances(span, rows)]
+
+    def _heads(self, name: str, heads: slice) -> slice:
+        return heads if self.tables[name].shape[0] > 1 else slice(None)
+
+    def _distances(self, span: Span, rows: int) -> slice:
+        return slice(span.first, span.first + rows + span.stop - span.start - 1)
+
+    def _gradient(self, name: str, heads: slice, span: Span, rows: int) -> Tensor:
+        return self.gradients[name][self._heads(name, heads), :, self._distances(span, rows)]
+
+    def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> Tensor | None:
+        """Change ``scores`` in place; returns what the factor multiplied, which its gradient needs."""
+        rows, spans = scores.shape[-2], self.spans(tile)
+        rectified = None
+        if "factor" in self.tables:
+            rectified = scores.relu_().clone()
+            for span in spans:
+                view = toeplitz(self._segment("factor", heads, span, rows), span.stop - span.start)
+                scores[..., span.start : span.stop].mul_(view.unsqueeze(1))
+        for span in spans:
+            width = span.stop - span.start
+            place = scores[..., span.start : span.stop]
+            if "keys" in self.tables:
+                products = _spread(q, self._segment("keys", heads, span, rows))
+                place.add_(skew(products.flatten(0, 3), width).view(place.shape))
+            if "bias" in self.tables:
+                place.add_(toeplitz(self._segment("bias", heads, span, rows), width).unsqueeze(1))
+        return rectified
+
+    def add_gradients(
+        self, errors: Tensor, q: Tensor, dq: Tensor, rectified: Tensor | None, tile: Tile, heads: slice
+    ) -> None:
+        """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
+        rows = errors.shape[-2]
+        for span in self.spans(tile):
+            place = errors[..., span.start : span.stop]
+            if "bias" in self.tables:
+                self._collect("bias", place, heads, span)
+            if "keys" in self.tables:
+                far = unskew(place).to(q.dtype)
+                dq.add_(_mix(far, self._segment("keys", heads, span, rows)))
+                _outer(far, q, self._gradient("keys", heads, span, rows))
+            if rectified is not None:
+                self._collect("factor", place * rectified[..., span.start : span.stop], heads, span)
+                view = toeplitz(self._segment("factor", heads, span, rows), span.stop - span.start)
+                place.mul_(view.unsqueeze(1))
+        if rectified is not None:
+            errors.masked_fill_(rectified <= 0, 0)
+
+    def _collect(self, name: str, errors: Tensor, heads: slice, span: Span) -> None:
+        sums = antidiagonal_sums(errors.sum((0, 2)))
+        target = self._gradient(name, heads, span, errors.shape[-2])
+        target += sums.sum_to_size(target.shape)
+
+    def add_values(self, out: Tensor, weights: Tensor, tile: Tile, heads: slice) -> None:
+        """out [rows, heads, classes, group, queries, head_dim] += weights * values."""
+        if "values" in self.tables:
+            for span in self.spans(tile):
+                table = self._segment("values", heads, span, weights.shape[-2])
+                out.add_(_mix(unskew(weights[..., span.start : span.stop]).to(table.dtype), table))
+
+    def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
+        """Gradients of ``values``, and of the weights in ``errors``, from that of the output."""
+        if "values" in self.tables:
+            rows = weights.shape[-2]
+            for span in self.spans(tile):
+                place = errors[..., span.start : span.stop]
+                products = _spread(grad, self._segment("values", heads, span, rows))
+                place.add_(skew(products.flatten(0, 3), span.stop - span.start).view(place.shape))
+                far = unskew(weights[..., span.start : span.stop]).to(grad.dtype)
+                _outer(far, grad, self._gradient("values", heads, span, rows))
+
+
+def _spread(x: Tensor, table: Tensor) -> Tensor:
+    """x [r, h, c, g, rows, d] times table [h or 1, g or 1, n, d]: [r, h, c, g, rows, n]."""
+    if table.shape[:2] == (1, 1):
+        return (x.reshape(-1, x.shape[-1]) @ table[0, 0].mT).view(*x.shape[:-1], -1)
+    return torch.matmul(x, table.unsqueeze(1).mT)
+
+
+def _mix(far: Tensor, table: Tensor) -> Tensor:
+    """far [r, h, c, g, rows, n] times table [h or 1, g or 1, n, d]: [r, h, c, g, rows, d]."""
+    if table.shape[:2] == (1, 1):
+        return (far.reshape(-1, far.shape[-1]) @ table[0, 0]).view(*far.shape[:-1], -1)
+    return torch.matmul(far, table.unsqueeze(1))
+
+
+def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
+    """gradient [h or 1, g or 1, n, d] += far^T x, summed over all that the table is shared by."""
+    if gradient.shape[:2] == (1, 1):
+        gradient[0, 0] += far.reshape(-1, far.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+    else:
+        gradient += torch.matmul(far.mT, x).sum((0, 2)).sum_to_size(gradient.shape)

@@ -1,0 +1,218 @@
+"""One part of a plan over the operands of one section: the tile loops of forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.kernels.block_sparse.classes import from_classes, to_classes
+from kinformer.kernels.block_sparse.plan import Interval, Part, Tile
+from kinformer.kernels.block_sparse.scores import Additive, Form, product
+from kinformer.kernels.block_sparse.tables import Tables
+from kinformer.kernels.softmax.geometry import kept
+
+_LOG2_E = math.log2(math.e)
+
+# Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
+_PAIRS = 1 << 19
+
+
+class Operands(NamedTuple):
+    """q [n, group, time, head_dim], k, v [n, slots, ...] of one section, n = rows * heads; the words of dropout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    interval: Interval
+    words: tuple[Tensor, Tensor] | None = None
+    p: float = 0.0
+
+
+class Place(NamedTuple):
+    """Some of the n of a tile: a slice of them, and which heads of each row they are."""
+
+    n: slice
+    heads: slice
+    shape: tuple[int, ...]
+
+
+class Work:
+    """Operands in the part's layout [n * stride, group, units, ...], keys newest first where tables are used."""
+
+    def __init__(self, operands: Operands, part: Part, tables: Tables | None, form: Form) -> None:
+        self.operands, self.part, self.tables, self.form = operands, part, tables, form
+        self.q = self.queries(operands.q)
+        self.k, self.v = self.keys(operands.k), self.keys(operands.v)
+        self.numbers = torch.promote_types(self.q.dtype, torch.float32)
+        self.group, self.classes = self.q.shape[1], part.stride
+        most = max((self._step(tile) * self._pairs(tile) for tile in part.tiles), default=0)
+        self.first = self.q.new_empty(most, dtype=self.numbers)
+        self.words = None
+        if operands.words is not None:
+            rows, columns = operands.words
+            columns = self.keys(columns.view(1, -1, 1))
+            self.words = self.queries(rows), columns.view(part.stride, -1)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[n, group, time, width] in the part's layout."""
+        interval, part = self.operands.interval, self.part
+        return to_classes(x, interval.query, part.stride, part.query_origin, part.query_units)
+
+    def times(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`queries`."""
+        interval, part = self.operands.interval, self.part
+        return from_classes(x, interval.query, part.stride, part.query_origin, interval.stop - interval.query)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[n, slots, width] in the part's layout."""
+        interval, part = self.operands.interval, self.part
+        x = to_classes(x[:, None], interval.key, part.stride, part.origin, part.units)[:, 0]
+        return x.flip(1) if self.tables is not None else x
+
+    def slots(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`keys`."""
+        interval, part = self.operands.interval, self.part
+        x = x.flip(1) if self.tables is not None else x
+        return from_classes(x[:, None], interval.key, part.stride, part.origin, interval.stop - interval.key)[:, 0]
+
+    def _pairs(self, tile: Tile) -> int:
+        return self.group * (tile.last - tile.first) * tile.width
+
+    def _step(self, tile: Tile) -> int:
+        """How many of the n to work on at once: whole rows, or some heads of one row."""
+        heads = self.operands.heads
+        fit = max(1, _PAIRS // (self._pairs(tile) * self.classes))
+        rows = self.q.shape[0] // (heads * self.classes)
+        return min(fit // heads * heads if fit >= heads else fit, rows * heads) * self.classes
+
+    def places(self, tile: Tile) -> Iterator[Place]:
+        heads, classes = self.operands.heads, self.classes
+        step = self._step(tile) // classes
+        size = (classes, self.group, tile.last - tile.first, tile.width)
+        for start in range(0, self.q.shape[0] // classes, heads if step < heads else step):
+            for head in range(0, heads, step) if step < heads else (0,):
+                low = start + head
+                high = min(start + heads, low + step) if step < heads else min(low + step, self.q.shape[0] // classes)
+                picked = slice(head, head + high - low) if step < heads else slice(0, heads)
+                count = picked.stop - picked.start
+                yield Place(slice(low * classes, high * classes), picked, ((high - low) // count, count, *size))
+
+    def block(self, x: Tensor, tile: Tile, place: Place) -> Tensor:
+        """The tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
+        return x[place.n, :, tile.first : tile.last].flatten(1, 2)
+
+    def picked(self, x: Tensor, tile: Tile, place: Place) -> Tensor:
+        """The tile's keys of ``x`` [n, units, width]."""
+        x = x[place.n]
+        return x[:, tile.keys] if isinstance(tile.keys, slice) else x.index_select(1, tile.keys)
+
+    def six(self, x: Tensor, place: Place) -> Tensor:
+        """[n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
+        return x.view(*place.shape[:5], x.shape[-1])
+
+    def scores(self, q: Tensor, k: Tensor, tile: Tile, place: Place) -> tuple[Tensor, Tensor | None]:
+        """[n, group * rows, keys] in scratch memory, hidden pairs at -inf; and what a factor multiplied."""
+        scratch = self.first[: q.shape[0] * q.shape[1] * tile.width].view(*q.shape[:2], tile.width)
+        self.form.enter(place.shape, place.heads)
+        scores = self.form.forward(q, k, scratch)
+        rectified = None
+        if self.tables is not None:
+            rectified = self.tables.add(self.six(scores, place), self.six(q, place), tile, place.heads)
+        for fence in tile.fences:
+            view = self.six(scores, place)[..., fence.start : fence.stop]
+            view.add_(fence.values[:, None].to(scores))
+        return scores, rectified
+
+    def keep(self, tile: Tile, place: Place) -> Tensor | None:
+        """Which probabilities dropout keeps, [n, group * rows, keys]."""
+        if self.words is None:
+            return None
+        rows, columns = self.words
+        left = self.block(rows, tile, place).view(*place.shape[:5], 1)
+        right = columns[:, tile.keys] if isinstance(tile.keys, slice) else columns.index_select(1, tile.keys)
+        words = left + right[:, None, None]
+        return kept(words, self.operands.p, torch.empty_like(words)).view(
+            -1, place.shape[3] * place.shape[4], tile.width
+        )
+
+    def powers(self, scores: Tensor, top: Tensor) -> Tensor:
+        """2 ** (log2(e) * scores - top) in place; ``top`` [n, group * rows, 1]."""
+        return torch.add(-top, scores, alpha=_LOG2_E, out=scores).exp2_()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Output [n, group, time, head_dim_v] and log-sum-exp [n, group, time, 1]."""
+        out = self.q.new_zeros(*self.q.shape[:3], self.v.shape[-1])
+        lse = self.q.new_full((*self.q.shape[:3], 1), -torch.inf, dtype=self.numbers)
+        lowest = torch.finfo(self.numbers).min
+        for tile in self.part.tiles:
+            for place in self.places(tile):
+                q, k, v = self.block(self.q, tile, place), *(self.picked(x, tile, place) for x in (self.k, self.v))
+                scores, _ = self.scores(q, k, tile, place)
+                top = scores.amax(-1, keepdim=True).mul_(_LOG2_E).clamp_(min=lowest)
+                weights = self.powers(scores, top)
+                total = weights.sum(-1, keepdim=True)
+                split = (-1, self.group, tile.last - tile.first, 1)
+                lse[place.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / _LOG2_E).view(split)
+                keep = self.keep(tile, place)
+                if keep is not None:
+                    weights.mul_(keep)
+                mixed = torch.bmm(weights.to(v.dtype), v)
+                if self.tables is not None:
+                    self.tables.add_values(self.six(mixed, place), self.six(weights, place), tile, place.heads)
+                # A query that sees nothing has weights and total 0; any other has a weight of 1.
+                mixed = mixed / total.clamp_(min=0.5).mul_(1 - self.operands.p)
+                out[place.n, :, tile.first : tile.last] = mixed.unflatten(1, split[1:3])
+        return self.times(out), self.times(lse)
+
+    def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [n, group, time, ...], dk, dv [n, slots, ...] from ``grad`` like the output, ``delta``, ``top`` like lse."""
+        grad, delta, top = (self.queries(x) for x in (grad, delta, top))
+        dq = torch.zeros_like(self.q)
+        dk, dv = torch.zeros_like(self.k, dtype=self.numbers), torch.zeros_like(self.v, dtype=self.numbers)
+        second = torch.empty_like(self.first)
+        for tile in self.part.tiles:
+            for place in self.places(tile):
+                q, k, v = self.block(self.q, tile, place), *(self.picked(x, tile, place) for x in (self.k, self.v))
+                grad_block = self.block(grad, tile, place)
+                scores, rectified = self.scores(q, k, tile, place)
+                weights = self.powers(scores, self.block(top, tile, place))
+                errors = product(grad_block, v.mT, second[: weights.numel()].view(weights.shape))
+                kept_weights, keep = weights, self.keep(tile, place)
+                if keep is not None:
+                    kept_weights = weights * keep
+                if self.tables is not None:
+                    six = (self.six(x, place) for x in (errors, kept_weights, grad_block))
+                    self.tables.add_value_gradients(*six, tile, place.heads)
+                if keep is not None:
+                    errors.mul_(keep)
+                errors.sub_(self.block(delta, tile, place)).mul_(weights)
+                self._add(dv, torch.bmm(kept_weights.to(v.dtype).mT, grad_block), tile, place)
+                table_dq = torch.zeros_like(q) if self.tables is not None else None
+                if self.tables is not None:
+                    six = (self.six(x, place) for x in (errors, q, table_dq))
+                    self.tables.add_gradients(
+                        *six, None if rectified is None else self.six(rectified, place), tile, place.heads
+                    )
+                left, right = self.form.backward(errors, q, k)
+                left = left if table_dq is None else left + table_dq
+                dq[place.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
+                self._add(dk, right, tile, place)
+        return self.times(dq), self.slots(dk), self.slots(dv)
+
+    def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
+        """After :meth:`backward`: the gradient of a table of ``n`` distances from ``lowest``, or of the vector."""
+        if isinstance(self.form, Additive) and name == "vector":
+            return self.form.gradient
+        assert self.tables is not None
+        return self.tables.gradient(name, n, lowest, self.part.stride)
+
+    def _add(self, total: Tensor, x: Tensor, tile: Tile, place: Place) -> None:
+        if isinstance(tile.keys, slice):
+            total[place.n, tile.keys] += x
+        else:
+            total[place.n].index_add_(1, tile.keys, x.to(total.dtype))
