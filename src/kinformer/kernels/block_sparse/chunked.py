@@ -18,7 +18,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.plan import plan
 from kinformer.kernels.block_sparse.problem import Problem
 from kinformer.kernels.block_sparse.scores import Additive, Dot, Form, Modulus
-from kinformer.kernels.block_sparse.sections import Section, sections
+from kinformer.kernels.block_sparse.sections import Gathered, Section, Summed, sections
 from kinformer.kernels.block_sparse.tables import FIELDS, Tables
 from kinformer.kernels.block_sparse.work import Operands, Work
 from kinformer.kernels.softmax.geometry import dropout_words
@@ -121,17 +121,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     call = _Call(q, k, v, positions, tables, form, integers, floats)
     numbers = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=numbers)
+    out, lse = Gathered(q, v.shape[-1], q.dtype), Gathered(q, 1, numbers, -torch.inf)
     for section in call.sections():
         merged: tuple[Tensor, Tensor] | None = None
         for work in call.works(section):
             result = work.forward()
             merged = result if merged is None else _merge(*merged, *result)
         if merged is not None:
-            section.set_queries(out, merged[0])
-            section.set_queries(lse, merged[1])
-    return out, lse[..., 0]
+            out.put(section, merged[0])
+            lse.put(section, merged[1])
+    return out.value(), lse.value()[..., 0]
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,8 +162,7 @@ def _backward(
     delta = (grads[0] * out).sum(-1, dtype=lse.dtype).sub_(grads[1])[..., None]
     top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
     grad = grads[0] / (1 - p) if p else grads[0]
-    dq = torch.zeros_like(q)
-    dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    dq, dk, dv = Gathered(q, q.shape[-1], q.dtype), Summed(k, lse.dtype), Summed(v, lse.dtype)
     table_gradients = [torch.zeros_like(table, dtype=lse.dtype) for table in tables]
     for section in call.sections():
         places = tuple(section.queries(x) for x in (grad, delta, top))
@@ -172,14 +170,14 @@ def _backward(
         for work in call.works(section):
             part_dq, part_dk, part_dv = work.backward(*places)
             total = part_dq if total is None else total + part_dq
-            section.add_keys(dk, part_dk, call.group)
-            section.add_keys(dv, part_dv, call.group)
+            dk.add(section, part_dk, call.group)
+            dv.add(section, part_dv, call.group)
             for name, gradient in zip(form.split()[1:], table_gradients, strict=True):
                 section.add_table(gradient, work.table_gradient(name, gradient.shape[1], integers[1]))
         if total is not None:
-            section.set_queries(dq, total)
+            dq.put(section, total)
     tables_out = (gradient.to(table.dtype) for gradient, table in zip(table_gradients, tables, strict=True))
-    return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables_out]
+    return [dq.value(), dk.value().to(k.dtype), dv.value().to(v.dtype), *tables_out]
 
 
 @_backward.register_fake

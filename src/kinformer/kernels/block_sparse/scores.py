@@ -23,30 +23,39 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return out.copy_(torch.bmm(left, right))
 
 
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right"""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))
+
+
 class Form:
     """What is made of queries and keys before distances come in."""
 
     def enter(self, shape: tuple[int, ...], heads: slice) -> None:
         """The next tile is [rows, heads, classes, group, queries, keys]; ``heads`` says which."""
 
-    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        """The scores, in ``out``."""
+    def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
+        """The scores, in ``out``; ``kt`` is k transposed."""
         raise NotImplementedError
 
-    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of q and k from those of the scores."""
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
+        """The gradient of q from that of the scores; that of k is added to ``dk``."""
         raise NotImplementedError
 
 
 class Dot(Form):
     """q . k"""
 
-    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        return product(q, k.mT, out)
+    def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
+        return product(q, kt, out)
 
-    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
         errors = errors.to(q.dtype)
-        return torch.bmm(errors, k), torch.bmm(errors.mT, q)
+        accumulate(dk, errors.mT, q)
+        return torch.bmm(errors, k)
 
 
 class Modulus(Form):
@@ -55,19 +64,20 @@ class Modulus(Form):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        self.parts = [product(part, k.mT, torch.empty_like(out)) for part in complex_queries(q)]
+    def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
+        self.parts = [product(part, kt, torch.empty_like(out)) for part in complex_queries(q)]
         torch.mul(self.parts[0], self.parts[0], out=out)
         self.size = out.addcmul_(self.parts[1], self.parts[1]).add_(EPS).sqrt_().clone()
         return out.mul_(self.scale)
 
-    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
         errors.div_(self.size).mul_(self.scale)
         real, imaginary = (part.mul_(errors).to(q.dtype) for part in self.parts)
         left, right = complex_queries(q)
-        dk = torch.bmm(real.mT, left).add_(torch.bmm(imaginary.mT, right))
+        accumulate(dk, real.mT, left)
+        accumulate(dk, imaginary.mT, right)
         (a, b), (c, d) = (torch.bmm(part, k).chunk(2, -1) for part in (real, imaginary))
-        return torch.cat([a + d, c - b], -1), dk
+        return torch.cat([a + d, c - b], -1)
 
 
 class Additive(Form):
@@ -90,17 +100,17 @@ class Additive(Form):
             block = slice(start, start + step)
             yield block, (q[:, :, None] + k[:, None, block]).to(self.vector.dtype).tanh_()
 
-    def forward(self, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        for block, tanh in self._tanh(q, k):
+    def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
+        for block, tanh in self._tanh(q, kt.mT):
             out[..., block] = (tanh * self.row_vectors).sum(-1)
         return out
 
-    def backward(self, errors: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        dq, dk = torch.zeros_like(q, dtype=errors.dtype), torch.zeros_like(k, dtype=errors.dtype)
+    def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
+        dq = torch.zeros_like(q, dtype=errors.dtype)
         for block, tanh in self._tanh(q, k):
             error = errors[..., block, None]
             self.gradient[self.heads] += (tanh * error).sum(2).view(self.shape).sum((0, 2, 4))
             inner = tanh.square_().neg_().add_(1).mul_(self.row_vectors).mul_(error)
             dq += inner.sum(2)
-            dk[:, block] = inner.sum(1)
-        return dq, dk
+            dk[:, block] += inner.sum(1)
+        return dq

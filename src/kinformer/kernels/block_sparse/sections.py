@@ -53,26 +53,62 @@ class Section(NamedTuple):
         else:
             target[self.heads] += x.flatten(0, 1)
 
-    def set_queries(self, target: Tensor, x: Tensor) -> None:
-        """Write [rows * kv_heads, group, time, ...] into the section's place in [batch, q_heads, time, ...]."""
-        place = target[:, :, self.times]
-        if isinstance(self.rows, slice) and isinstance(self.heads, slice):
-            place.copy_(x.reshape(place.shape))
-            return
-        rows = torch.arange(target.shape[0])[self.rows][:, None]
-        heads = torch.arange(target.shape[1])[self.heads]
-        place[rows, heads] = x.reshape(len(rows), len(heads), *place.shape[2:])
+    def covers(self, times: slice, length: int) -> bool:
+        """Are these all rows and heads, and ``times`` (of queries or of keys) all of ``length``?"""
+        simple = isinstance(self.rows, slice) and isinstance(self.heads, slice)
+        return simple and times.stop - times.start == length
 
-    def add_keys(self, target: Tensor, x: Tensor, group: int) -> None:
-        """Add [rows * kv_heads, slots, width] to [batch, kv_heads, slots, width]."""
-        place = target[:, :, self.slots]
-        if isinstance(self.rows, slice) and isinstance(self.heads, slice):
-            place.add_(x.reshape(place.shape))
-            return
+    def place(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Index of the section's rows and of its heads, which of ``group`` share one in ``target``."""
         rows = torch.arange(target.shape[0])[self.rows][:, None]
-        every = torch.arange(target.shape[1])
-        heads = every if isinstance(self.heads, slice) else torch.tensor(self.heads) // group
-        place.index_put_((rows, heads), x.reshape(len(rows), len(heads), *place.shape[2:]), accumulate=True)
+        if isinstance(self.heads, slice):
+            return rows, torch.arange(target.shape[1])
+        return rows, torch.tensor(self.heads) // group
+
+
+class Gathered:
+    """A result by query, [batch, q_heads, time, width], put together section by section."""
+
+    def __init__(self, q: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:
+        self.shape, self.dtype, self.fill, self.like = (*q.shape[:3], width), dtype, fill, q
+        self.found: Tensor | None = None
+
+    def put(self, section: Section, x: Tensor) -> None:
+        """``x`` [rows * kv_heads, group, time, width]"""
+        if section.covers(section.times, self.shape[2]):
+            self.found = x.reshape(self.shape)
+            return
+        target = self.value()[:, :, section.times]
+        rows, heads = section.place(target, 1)
+        target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
+
+    def value(self) -> Tensor:
+        if self.found is None:
+            self.found = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
+        return self.found
+
+
+class Summed:
+    """A sum by key, [batch, kv_heads, slots, width], over sections and their terms."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.like, self.dtype = like, dtype
+        self.found: Tensor | None = None
+
+    def add(self, section: Section, x: Tensor, group: int) -> None:
+        """``x`` [rows * kv_heads, slots, width]"""
+        if section.covers(section.slots, self.like.shape[2]):
+            x = x.reshape(self.like.shape)
+            self.found = x if self.found is None else self.found.add_(x)
+            return
+        target = self.value()[:, :, section.slots]
+        rows, heads = section.place(target, group)
+        target.index_put_((rows, heads), x.reshape(len(rows), heads.shape[0], *target.shape[2:]), accumulate=True)
+
+    def value(self) -> Tensor:
+        if self.found is None:
+            self.found = torch.zeros_like(self.like, dtype=self.dtype)
+        return self.found
 
 
 def sections(pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int) -> Iterator[Section]:

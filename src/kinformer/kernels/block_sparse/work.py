@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from kinformer.kernels.block_sparse.classes import from_classes, to_classes
 from kinformer.kernels.block_sparse.plan import Interval, Part, Tile
-from kinformer.kernels.block_sparse.scores import Additive, Form, product
+from kinformer.kernels.block_sparse.scores import Additive, Form, accumulate, product
 from kinformer.kernels.block_sparse.tables import Tables
 from kinformer.kernels.softmax.geometry import kept
 
 _LOG2_E = math.log2(math.e)
 
 # Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
-_PAIRS = 1 << 19
+_PAIRS = 1 << 18
 
 
 class Operands(NamedTuple):
@@ -115,11 +116,24 @@ class Work:
         """[n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
         return x.view(*place.shape[:5], x.shape[-1])
 
-    def scores(self, q: Tensor, k: Tensor, tile: Tile, place: Place) -> tuple[Tensor, Tensor | None]:
+    def transposed(self, x: Tensor) -> Tensor:
+        """[n, units, width] as [n, width, units], laid out anew: CPU products read a transposed right side slowly."""
+        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+        for one, other in zip(out, x, strict=True):
+            one.copy_(other.mT)
+        return out
+
+    def columns(self, x: Tensor, transposed: Tensor, tile: Tile, place: Place) -> Tensor:
+        """The tile's keys of ``x`` [n, units, width], or of its transpose, as [n, width, keys]."""
+        if isinstance(tile.keys, slice):
+            return transposed[place.n, :, tile.keys]
+        return self.picked(x, tile, place).mT
+
+    def scores(self, q: Tensor, kt: Tensor, tile: Tile, place: Place) -> tuple[Tensor, Tensor | None]:
         """[n, group * rows, keys] in scratch memory, hidden pairs at -inf; and what a factor multiplied."""
         scratch = self.first[: q.shape[0] * q.shape[1] * tile.width].view(*q.shape[:2], tile.width)
         self.form.enter(place.shape, place.heads)
-        scores = self.form.forward(q, k, scratch)
+        scores = self.form.forward(q, kt, scratch)
         rectified = None
         if self.tables is not None:
             rectified = self.tables.add(self.six(scores, place), self.six(q, place), tile, place.heads)
@@ -144,15 +158,22 @@ class Work:
         """2 ** (log2(e) * scores - top) in place; ``top`` [n, group * rows, 1]."""
         return torch.add(-top, scores, alpha=_LOG2_E, out=scores).exp2_()
 
+    def fresh(self, width: int, dtype: torch.dtype, fill: float) -> Tensor:
+        """[n, group, units, width], with ``fill`` where no tile will write."""
+        shape = (*self.q.shape[:3], width)
+        if sum(tile.last - tile.first for tile in self.part.tiles) == self.q.shape[2]:
+            return self.q.new_empty(shape, dtype=dtype)
+        return self.q.new_full(shape, fill, dtype=dtype)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output [n, group, time, head_dim_v] and log-sum-exp [n, group, time, 1]."""
-        out = self.q.new_zeros(*self.q.shape[:3], self.v.shape[-1])
-        lse = self.q.new_full((*self.q.shape[:3], 1), -torch.inf, dtype=self.numbers)
-        lowest = torch.finfo(self.numbers).min
+        out = self.fresh(self.v.shape[-1], self.q.dtype, 0.0)
+        lse = self.fresh(1, self.numbers, -torch.inf)
+        lowest, kt = torch.finfo(self.numbers).min, self.transposed(self.k)
         for tile in self.part.tiles:
             for place in self.places(tile):
-                q, k, v = self.block(self.q, tile, place), *(self.picked(x, tile, place) for x in (self.k, self.v))
-                scores, _ = self.scores(q, k, tile, place)
+                q, v = self.block(self.q, tile, place), self.picked(self.v, tile, place)
+                scores, _ = self.scores(q, self.columns(self.k, kt, tile, place), tile, place)
                 top = scores.amax(-1, keepdim=True).mul_(_LOG2_E).clamp_(min=lowest)
                 weights = self.powers(scores, top)
                 total = weights.sum(-1, keepdim=True)
@@ -165,23 +186,25 @@ class Work:
                 if self.tables is not None:
                     self.tables.add_values(self.six(mixed, place), self.six(weights, place), tile, place.heads)
                 # A query that sees nothing has weights and total 0; any other has a weight of 1.
-                mixed = mixed / total.clamp_(min=0.5).mul_(1 - self.operands.p)
-                out[place.n, :, tile.first : tile.last] = mixed.unflatten(1, split[1:3])
+                total = total.clamp_(min=0.5).mul_(1 - self.operands.p).view(split)
+                torch.div(mixed.unflatten(1, split[1:3]), total, out=out[place.n, :, tile.first : tile.last])
         return self.times(out), self.times(lse)
 
     def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [n, group, time, ...], dk, dv [n, slots, ...] from ``grad`` like the output, ``delta``, ``top`` like lse."""
+        """dq [n, group, time, ...], dk, dv [n, slots, ...] from those of output and log-sum-exp."""
         grad, delta, top = (self.queries(x) for x in (grad, delta, top))
-        dq = torch.zeros_like(self.q)
+        dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
         dk, dv = torch.zeros_like(self.k, dtype=self.numbers), torch.zeros_like(self.v, dtype=self.numbers)
-        second = torch.empty_like(self.first)
+        second, kt, vt = torch.empty_like(self.first), self.transposed(self.k), self.transposed(self.v)
         for tile in self.part.tiles:
             for place in self.places(tile):
-                q, k, v = self.block(self.q, tile, place), *(self.picked(x, tile, place) for x in (self.k, self.v))
+                q, k = self.block(self.q, tile, place), self.picked(self.k, tile, place)
                 grad_block = self.block(grad, tile, place)
-                scores, rectified = self.scores(q, k, tile, place)
+                scores, rectified = self.scores(q, self.columns(self.k, kt, tile, place), tile, place)
                 weights = self.powers(scores, self.block(top, tile, place))
-                errors = product(grad_block, v.mT, second[: weights.numel()].view(weights.shape))
+                errors = product(
+                    grad_block, self.columns(self.v, vt, tile, place), second[: weights.numel()].view(weights.shape)
+                )
                 kept_weights, keep = weights, self.keep(tile, place)
                 if keep is not None:
                     kept_weights = weights * keep
@@ -191,17 +214,18 @@ class Work:
                 if keep is not None:
                     errors.mul_(keep)
                 errors.sub_(self.block(delta, tile, place)).mul_(weights)
-                self._add(dv, torch.bmm(kept_weights.to(v.dtype).mT, grad_block), tile, place)
+                with self.target(dv, tile, place) as target:
+                    accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
                 table_dq = torch.zeros_like(q) if self.tables is not None else None
                 if self.tables is not None:
                     six = (self.six(x, place) for x in (errors, q, table_dq))
                     self.tables.add_gradients(
                         *six, None if rectified is None else self.six(rectified, place), tile, place.heads
                     )
-                left, right = self.form.backward(errors, q, k)
+                with self.target(dk, tile, place) as target:
+                    left = self.form.backward(errors, q, k, target)
                 left = left if table_dq is None else left + table_dq
                 dq[place.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
-                self._add(dk, right, tile, place)
         return self.times(dq), self.slots(dk), self.slots(dv)
 
     def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
@@ -211,8 +235,12 @@ class Work:
         assert self.tables is not None
         return self.tables.gradient(name, n, lowest, self.part.stride)
 
-    def _add(self, total: Tensor, x: Tensor, tile: Tile, place: Place) -> None:
+    @contextmanager
+    def target(self, total: Tensor, tile: Tile, place: Place) -> Iterator[Tensor]:
+        """Where to add what belongs to the tile's keys in ``total`` [n, units, width]."""
         if isinstance(tile.keys, slice):
-            total[place.n, tile.keys] += x
+            yield total[place.n, tile.keys]
         else:
-            total[place.n].index_add_(1, tile.keys, x.to(total.dtype))
+            picked = total.new_zeros(place.n.stop - place.n.start, tile.width, total.shape[-1])
+            yield picked
+            total[place.n].index_add_(1, tile.keys, picked)
