@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse import chunked, reference
+from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
 from kinformer.kernels.softmax.geometry import Dropout
 
-__all__ = ["FORMS", "IMPLS", "Dropout", "Problem", "block_sparse_attention"]
+__all__ = ["FORMS", "IMPLS", "Dropout", "Problem", "block_sparse_attention", "choose_impl", "explain"]
 
 IMPLS = ("auto", "reference", "chunked")
 _PLACE = "block-sparse attention"
@@ -41,6 +45,26 @@ def block_sparse_attention(
     if impl == "auto":
         impl = choose_impl(q)
     return (chunked if impl == "chunked" else reference).attend(q, k, v, problem)[0]
+
+
+class Explanation(NamedTuple):
+    """Pairs of one head (the mean over heads where they differ), and the name of what runs."""
+
+    computed: float
+    attended: float
+    impl: str = "chunked"
+
+    @property
+    def ratio(self) -> float:
+        return self.computed / max(self.attended, 1)
+
+
+def explain(pattern: Pattern, length: int, past: int = 0) -> Explanation:
+    """How many pairs ``length`` queries after ``past`` tokens compute, and how many of them the pattern allows."""
+    heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
+    parts = [part for one in heads for part in plan(one, Interval(0, past, past + length))]
+    computed, attended = (sum(getattr(part, name) for part in parts) / len(heads) for name in ("computed", "attended"))
+    return Explanation(computed, attended)
 
 
 def choose_impl(q: Tensor) -> str:

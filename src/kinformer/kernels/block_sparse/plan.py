@@ -217,8 +217,9 @@ class _Cutter:
         q = torch.arange(first, last)[:, None] * self.stride + classes
         k = torch.from_numpy(keys) * self.stride + classes
         seen = self.pattern.allowed(q, k)
+        if self.stride > 1:
+            seen = seen | (q < self.interval.query) | (q >= self.interval.stop)
         seen = seen & (k >= self.interval.key) & (k < self.interval.stop)
-        seen = seen | (q < self.interval.query) | (q >= self.interval.stop) if self.stride > 1 else seen
         hidden = (~seen).expand(self.stride, last - first, len(keys)).numpy()
         return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
@@ -232,9 +233,10 @@ class _Cutter:
         return self.fences[name]
 
     def _count(self, first: int, last: int, width: int, hidden: np.ndarray) -> None:
-        pairs = (last - first) * width * self.stride
-        self.computed += pairs
-        self.attended += pairs - int(hidden.sum()) * (self.stride // hidden.shape[0])
+        positions = np.arange(first, last) * self.stride + self.classes[:, None]
+        inside = (positions >= self.interval.query) & (positions < self.interval.stop)
+        self.computed += positions.size * width
+        self.attended += int(((width - hidden.sum(-1)) * inside).sum())
 
 
 def _runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,220 @@
+"""The tiled executor against the dense truth: any pattern, any table of distances, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.block_sparse import Dropout, Problem, chunked, explain, reference
+from kinformer.kernels.block_sparse.plan import Interval, plan
+from kinformer.kernels.softmax import Span, softmax_attention
+from kinformer.patterns.band import Band
+from kinformer.patterns.blockwise import Blockwise
+from kinformer.patterns.dilated import Dilated
+from kinformer.patterns.documents import Documents
+from kinformer.patterns.fixed import Fixed
+from kinformer.patterns.global_tokens import GlobalTokens
+from kinformer.patterns.image_1d import Image1D
+from kinformer.patterns.image_2d import Image2D
+from kinformer.patterns.local import Local
+from kinformer.patterns.per_head import PerHead
+from kinformer.patterns.random_blocks import RandomBlocks
+from kinformer.patterns.strided import Strided
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 4
+LEAVES = {
+    "causal": Band(),
+    "full": Band(ahead=None),
+    "window": Local.Config(window=7).build(),
+    "two-sided": Local.Config(window=5, ahead=3).build(),
+    "dilated": Dilated.Config(window=4, dilation=3).build(),
+    "dilated per head": PerHead.Config(
+        patterns=tuple(Dilated.Config(window=3, dilation=each) for each in (1, 2, 4, 1))
+    ).build(),
+    "strided": Strided(stride=8).build(),
+    "columns": Strided(stride=6, part="columns").build(),
+    "fixed": Fixed(segment=8, summary=2).build(),
+    "fixed per head": Fixed(segment=8, summary=2, slices=2, num_heads=4).build(),
+    "global": GlobalTokens.Config(count=3).build(),
+    "random": RandomBlocks.Config(block=4, count=2, seed=3).build(),
+    "random per head": RandomBlocks.Config(block=4, count=2, num_heads=4).build(),
+    "blockwise": Blockwise.Config(block=16, permutations=((0, 1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 0)) * 2).build(),
+    "image 1d": Image1D(block=6).build(),
+    "documents": Documents.Config(starts=(5, 21, 22, 60)).build(),
+}
+DECODER = ("causal", "window", "dilated", "strided", "columns", "fixed", "random", "image 1d")
+
+
+def expressions() -> st.SearchStrategy[Pattern]:
+    return st.recursive(
+        st.sampled_from(sorted(LEAVES)).map(LEAVES.__getitem__),
+        lambda inner: st.one_of(
+            st.builds(lambda one, two: one & two, inner, inner),
+            st.builds(lambda one, two: one | two, inner, inner),
+            st.builds(lambda one: ~one, inner),
+        ),
+        max_leaves=3,
+    )
+
+
+def operands(time: int, past: int, batch: int = 2, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, HEADS, time, WIDTH), *((batch, KV_HEADS, past + time, width) for width in (WIDTH, 3)))
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return made, torch.randn(batch, HEADS, time, 4, generator=generator, dtype=torch.float64)
+
+
+def outcome(attend, inputs: list[Tensor], problem: Problem, upstream: Tensor, others: list[Tensor]) -> list[Tensor]:
+    """Output, finite log-sum-exps, and all gradients."""
+    out, lse = attend(*inputs, problem)
+    seen = torch.where(lse > -torch.inf, lse, 0)
+    total = (out * upstream[..., :3]).sum() + (seen * upstream[..., 3]).sum()
+    if not total.requires_grad:
+        return [out, lse]
+    gradients = torch.autograd.grad(total, [*inputs, *others], allow_unused=True, materialize_grads=True)
+    return [out, torch.where(lse > -torch.inf, lse, -1e3), *gradients]
+
+
+def agree(problem: Problem, time: int, past: int, others: tuple[Tensor, ...] = (), batch: int = 2) -> None:
+    inputs, upstream = operands(time, past, batch)
+    truth, found = (outcome(each.attend, inputs, problem, upstream, list(others)) for each in (reference, chunked))
+    for one, two in zip(truth, found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-9)
+
+
+def counting(time: int, first: int, batch: int = 2) -> Tensor:
+    return (first + torch.arange(time)).expand(batch, time)
+
+
+@settings(max_examples=120, deadline=None)
+@given(pattern=expressions(), time=st.integers(1, 75), past=st.integers(0, 30), first=st.integers(0, 40))
+def test_any_expression_equals_the_dense_mask(pattern: Pattern, time: int, past: int, first: int) -> None:
+    agree(Problem(pattern, 0.7, counting(time, first)), time, past)
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_long_enough_for_many_tiles(name: str) -> None:
+    agree(Problem(LEAVES[name], 0.7, counting(300, 5, 1)), 300, 5, batch=1)
+
+
+def test_images_in_two_dimensions() -> None:
+    pattern = Image2D.Config(
+        height=16, width=16, block_height=4, block_width=8, flange_height=2, flange_width=3
+    ).build()
+    agree(Problem(pattern, 0.7, counting(250, 6, 1)), 250, 6, batch=1)
+
+
+def tables(names: str, heads: int, distances: int, lowest: int = 0) -> tuple[Relative, tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for name in names.split():
+        shape = (heads, distances, *{"keys": (WIDTH,), "values": (3,)}.get(name, ()))
+        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    return Relative(lowest, **made), tuple(made.values())
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("names", ["bias", "factor", "keys", "values", "bias keys values"])
+@pytest.mark.parametrize("name", DECODER)
+def test_distances_in_every_pattern(name: str, names: str, heads: int) -> None:
+    relative, others = tables(names, heads, 90)
+    agree(Problem(LEAVES[name], 0.7, counting(70, 20), relative), 70, 20, others)
+
+
+@pytest.mark.parametrize("names", ["bias", "keys values"])
+def test_a_narrow_range_of_distances_on_both_sides(names: str) -> None:
+    relative, others = tables(names, HEADS, 9, lowest=-4)
+    for pattern in (Band(ahead=None), Band(behind=40, ahead=11), LEAVES["dilated"] | LEAVES["two-sided"]):
+        agree(Problem(pattern, 0.7, counting(150, 0), relative), 150, 0, others)
+
+
+@pytest.mark.parametrize("form", ["modulus", "additive"])
+@pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])
+def test_forms(name: str, form: str) -> None:
+    vector = torch.randn(HEADS, WIDTH, dtype=torch.float64, requires_grad=True) if form == "additive" else None
+    relative, others = tables("bias", HEADS, 60)
+    problem = Problem(LEAVES[name], 0.7, counting(50, 10), relative, form, vector)
+    agree(problem, 50, 10, (*others, *(() if vector is None else (vector,))))
+
+
+@pytest.mark.parametrize("names", ["", "bias values"])
+@pytest.mark.parametrize("name", ["window", "strided", "fixed", "random per head"])
+def test_dropout_drops_the_same(name: str, names: str) -> None:
+    relative, others = tables(names, 1, 80)
+    agree(
+        Problem(LEAVES[name], 0.7, counting(60, 20), relative if names else None, dropout=Dropout(0.3, 9)),
+        60,
+        20,
+        others,
+    )
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "strided", "fixed per head", "random"])
+def test_rows_of_their_own_and_new_beginnings(name: str) -> None:
+    positions = torch.stack([torch.arange(40) + 3, torch.arange(40) + 25, torch.arange(40) + 25])
+    positions[1, 17:] -= 42
+    positions[2, 30:] -= 55
+    relative, others = tables("bias keys", HEADS, 60)
+    agree(Problem(LEAVES[name], 0.7, positions, relative), 40, 20, others, batch=3)
+
+
+def test_equals_the_softmax_kernel() -> None:
+    inputs, _ = operands(200, 10)
+    mine = chunked.attend(*inputs, Problem(Band(behind=20), 0.7, counting(200, 10)))[0]
+    torch.testing.assert_close(mine, softmax_attention(*inputs, span=Span(behind=20), scale=0.7, impl="reference"))
+
+
+def test_bfloat16_is_as_good_as_its_inputs() -> None:
+    inputs, _ = operands(100, 0)
+    relative, _ = tables("bias keys", HEADS, 100)
+    exact = reference.attend(*inputs, Problem(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
+    low = [x.detach().bfloat16() for x in inputs]
+    mine = chunked.attend(*low, Problem(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
+    assert mine.dtype == torch.bfloat16
+    torch.testing.assert_close(mine.double(), exact, rtol=0.1, atol=0.05)
+
+
+EXPLAINED = {
+    "causal": Band(),
+    "window": Band(behind=255),
+    "narrow window": Band(behind=63),
+    "two-sided": Band(behind=128, ahead=128),
+    "dilated": Dilated.Config(window=128, dilation=4).build(),
+    "strided": Strided(stride=128).build(),
+    "strided columns": Strided(stride=128, part="columns").build(),
+    "fixed": Fixed(segment=128, summary=8).build(),
+    "fixed columns": Fixed(segment=128, summary=8, part="columns").build(),
+    "global and window": GlobalTokens.Config(count=16).build() | Band(behind=128, ahead=128),
+    "random": RandomBlocks.Config(block=64, count=3).build(),
+    "big bird": RandomBlocks.Config(block=64, count=3).build() | Band(behind=96) | (GlobalTokens(64) & Band()),
+    "blockwise": Blockwise.Config(block=8192, permutations=((1, 0),)).build(),
+    "image 1d": Image1D(block=256).build(),
+    "image 2d": Image2D.Config(
+        height=128, width=128, block_height=16, block_width=16, flange_height=8, flange_width=8
+    ).build(),
+    "documents": Documents.Config(starts=tuple(range(700, 16384, 700))).build() & Band(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(EXPLAINED))
+def test_little_is_computed_that_is_not_attended(name: str) -> None:
+    told = explain(EXPLAINED[name], 16384)
+    assert told.attended <= told.computed <= 1.6 * told.attended
+
+
+def test_what_is_explained_is_what_is_attended() -> None:
+    for pattern in (*LEAVES.values(), LEAVES["strided"] | LEAVES["global"]):
+        at = torch.arange(50)
+        heads = range(pattern.num_heads or 1)
+        dense = sum(int(pattern.at(head).allowed(at[:, None], at).sum()) for head in heads) / len(heads)
+        assert explain(pattern, 50).attended == dense
+
+
+def test_no_tile_grows_with_the_length() -> None:
+    parts = plan(Strided(stride=128).build(), Interval(0, 0, 65536))
+    assert max((tile.last - tile.first) * tile.width for part in parts for tile in part.tiles) <= 128 * 1024
