@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
@@ -218,3 +219,15 @@ def test_what_is_explained_is_what_is_attended() -> None:
 def test_no_tile_grows_with_the_length() -> None:
     parts = plan(Strided(stride=128).build(), Interval(0, 0, 65536))
     assert max((tile.last - tile.first) * tile.width for part in parts for tile in part.tiles) <= 128 * 1024
+
+
+@pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])
+def test_flops_are_those_of_the_products(name: str) -> None:
+    pattern, time = LEAVES[name], 256
+    meta = [torch.empty(1, HEADS, time, 16, device="meta", requires_grad=True) for _ in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        out, _ = chunked.attend(*meta, Problem(pattern, 1.0, torch.empty(1, time, dtype=torch.int64, device="meta")))
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == explain(pattern, time).computed * HEADS * 4 * 16
+    assert counter.get_total_flops() == forward * 7 // 2

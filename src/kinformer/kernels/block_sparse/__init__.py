@@ -10,12 +10,12 @@ from torch import Tensor
 from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import chunked, reference
+from kinformer.kernels.block_sparse import chunked, flops, reference
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
 from kinformer.kernels.softmax.geometry import Dropout
 
-__all__ = ["FORMS", "IMPLS", "Dropout", "Problem", "block_sparse_attention", "choose_impl", "explain"]
+__all__ = ["FORMS", "IMPLS", "Dropout", "Problem", "block_sparse_attention", "choose_impl", "explain", "flops"]
 
 IMPLS = ("auto", "reference", "chunked")
 _PLACE = "block-sparse attention"

@@ -58,6 +58,11 @@ def number_of(pattern: Pattern) -> int:
     return _NUMBERS[pattern]
 
 
+def pattern_of(number: int) -> Pattern:
+    """The pattern that :func:`number_of` gave this number."""
+    return _PATTERNS[number]
+
+
 class _Call(NamedTuple):
     """The operator's arguments."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kinformer.core.parts import Relative
@@ -11,6 +12,8 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.softmax.geometry import Dropout
 
 FORMS = ("dot", "modulus", "additive")
+EPS = 1e-12
+"""Added under the root of a modulus, whose gradient at 0 would be infinite."""
 
 
 class Problem(NamedTuple):
@@ -26,3 +29,9 @@ class Problem(NamedTuple):
     form: str = "dot"
     vector: Tensor | None = None
     dropout: Dropout | None = None
+
+
+def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:
+    """q = [re, im] as the vectors whose products with [re, im] keys are the real and imaginary part of q k."""
+    real, imaginary = q.chunk(2, dim=-1)
+    return torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)

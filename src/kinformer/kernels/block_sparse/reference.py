@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.parts import Relative
-from kinformer.kernels.block_sparse.problem import Problem
+from kinformer.kernels.block_sparse.problem import EPS, Problem, complex_queries
 from kinformer.kernels.softmax.geometry import dropout_mask
-
-EPS = 1e-12
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -81,9 +79,3 @@ def _scores(q: Tensor, k: Tensor, problem: Problem, distance: Tensor) -> Tensor:
     if relative.bias is not None:
         scores = scores + _at(relative.bias.to(q.dtype), distance, relative.lowest)
     return scores
-
-
-def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q = [re, im] as the vectors whose products with [re, im] keys are the real and imaginary part of q k."""
-    real, imaginary = q.chunk(2, dim=-1)
-    return torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)

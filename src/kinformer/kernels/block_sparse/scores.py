@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kinformer.kernels.block_sparse.reference import EPS, complex_queries
+from kinformer.kernels.block_sparse.problem import EPS, complex_queries
 
 _ELEMENTS = 1 << 21
 
