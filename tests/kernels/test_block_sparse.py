@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import Dropout, Problem, chunked, explain, reference
+from kinformer.kernels.block_sparse import Dropout, Problem, block_sparse_attention, chunked, explain, reference
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.softmax import Span, softmax_attention
 from kinformer.patterns.band import Band
@@ -162,6 +162,19 @@ def test_rows_of_their_own_and_new_beginnings(name: str) -> None:
     positions[2, 30:] -= 55
     relative, others = tables("bias keys", HEADS, 60)
     agree(Problem(LEAVES[name], 0.7, positions, relative), 40, 20, others, batch=3)
+
+
+@pytest.mark.parametrize("names", ["", "bias", "factor", "keys values"])
+@pytest.mark.parametrize("name", ["causal", "window", "strided", "fixed per head", "global"])
+def test_one_query(name: str, names: str) -> None:
+    relative, _ = tables(names, HEADS, 45)
+    for form in ("dot", "modulus", "additive") if not names else ("dot",):
+        vector = torch.randn(HEADS, WIDTH, dtype=torch.float64) if form == "additive" else None
+        for positions in (torch.tensor([[44], [44]]), torch.tensor([[31], [7]])):
+            inputs, _ = operands(1, 44)
+            problem = Problem(LEAVES[name], 0.7, positions, relative if names else None, form, vector)
+            mine = block_sparse_attention(*inputs, problem)
+            torch.testing.assert_close(mine, reference.attend(*inputs, problem)[0])
 
 
 def test_equals_the_softmax_kernel() -> None:

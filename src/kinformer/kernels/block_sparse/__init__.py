@@ -10,7 +10,7 @@ from torch import Tensor
 from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import chunked, flops, reference
+from kinformer.kernels.block_sparse import chunked, flops, reference, single
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
 from kinformer.kernels.softmax.geometry import Dropout
@@ -43,7 +43,9 @@ def block_sparse_attention(
     if impl not in IMPLS:
         raise KinformerError(f"{_PLACE}: impl is {impl!r}, expected one of {', '.join(IMPLS)}.")
     if impl == "auto":
-        impl = choose_impl(q)
+        impl = choose_impl(q, problem)
+    if impl == "single":
+        return single.attend(q, k, v, problem)
     return (chunked if impl == "chunked" else reference).attend(q, k, v, problem)[0]
 
 
@@ -67,6 +69,6 @@ def explain(pattern: Pattern, length: int, past: int = 0) -> Explanation:
     return Explanation(computed, attended)
 
 
-def choose_impl(q: Tensor) -> str:
+def choose_impl(q: Tensor, problem: Problem) -> str:
     """The name that impl="auto" stands for: one query needs no plan."""
-    return "reference" if q.shape[2] == 1 and q.device.type != "meta" else "chunked"
+    return "single" if q.shape[2] == 1 and problem.dropout is None and q.device.type != "meta" else "chunked"
