@@ -11,7 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import Dropout, Problem, block_sparse_attention, chunked, explain, reference
+from kinformer.kernels.block_sparse import (
+    Dropout,
+    Problem,
+    block_sparse_attention,
+    chunked,
+    column_sums,
+    explain,
+    reference,
+)
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.softmax import Span, softmax_attention
 from kinformer.patterns.band import Band
@@ -175,6 +183,19 @@ def test_one_query(name: str, names: str) -> None:
             problem = Problem(LEAVES[name], 0.7, positions, relative if names else None, form, vector)
             mine = block_sparse_attention(*inputs, problem)
             torch.testing.assert_close(mine, reference.attend(*inputs, problem)[0])
+
+
+@pytest.mark.parametrize("name", ["window", "strided", "fixed per head", "random"])
+def test_column_sums(name: str) -> None:
+    inputs, _ = operands(60, 12)
+    q, k, _ = inputs
+    positions = counting(60, 12).clone()
+    positions[1, 20:] -= 32
+    relative, _ = tables("bias", HEADS, 72)
+    problem = Problem(LEAVES[name], 0.7, positions, relative)
+    every = torch.eye(72, dtype=torch.float64).expand(2, KV_HEADS, -1, -1)
+    probabilities = reference.attend(q, k, every, problem)[0]
+    torch.testing.assert_close(column_sums(*inputs, problem), probabilities.sum(2).detach())
 
 
 def test_equals_the_softmax_kernel() -> None:

@@ -11,11 +11,22 @@ from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse import chunked, flops, reference, single
+from kinformer.kernels.block_sparse.chunked import column_sums
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
 from kinformer.kernels.softmax.geometry import Dropout
 
-__all__ = ["FORMS", "IMPLS", "Dropout", "Problem", "block_sparse_attention", "choose_impl", "explain", "flops"]
+__all__ = [
+    "FORMS",
+    "IMPLS",
+    "Dropout",
+    "Problem",
+    "block_sparse_attention",
+    "choose_impl",
+    "column_sums",
+    "explain",
+    "flops",
+]
 
 IMPLS = ("auto", "reference", "chunked")
 _PLACE = "block-sparse attention"

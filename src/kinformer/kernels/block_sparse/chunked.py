@@ -8,7 +8,7 @@ uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse. Memory is linear in t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ _NUMBERS: dict[Pattern, int] = {}
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], with gradients of both."""
+    return _forward(*_arguments(q, k, v, problem))
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Any, ...]:
+    """The operator's own."""
     if problem.form == "dot":
         q = q * problem.scale
     tables: list[Tensor] = []
@@ -46,7 +51,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, T
     p, seed = problem.dropout or (0.0, 0)
     integers = [number_of(problem.pattern), relative.lowest, seed]
     form = " ".join([problem.form, *names])
-    return _forward(q, k, v, problem.positions, tables, form, integers, [p, problem.scale])
+    return q, k, v, problem.positions, tables, form, integers, [p, problem.scale]
+
+
+@torch.no_grad()
+def column_sums(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """[batch, q_heads, slots] in float32 or better: the probability that each slot gets over all queries of the call."""
+    arguments = _arguments(q, k, v, problem._replace(dropout=None))
+    _, lse = _forward(*arguments)
+    call = _Call(*arguments)
+    top = _top(lse)
+    sums = torch.zeros(*q.shape[:2], k.shape[2], 1, dtype=lse.dtype, device=q.device)
+    for section in call.sections():
+        rows, heads = section.place(sums, 1)
+        target = sums[:, :, section.slots]
+        for work in call.works(section):
+            found = work.column_sums(section.queries(top))
+            target[rows, heads] += found.reshape(len(rows), heads.shape[0], *target.shape[2:])
+    return sums[..., 0]
 
 
 @torch.compiler.assume_constant_result
@@ -161,11 +183,10 @@ def _backward(
     floats: Sequence[float],
 ) -> list[Tensor]:
     """Gradients of q, k, v and the tables from those of (out, lse); ``saved`` is q, k, v, positions, out, lse."""
-    *inputs, out, lse = saved
-    call = _Call(*inputs, tables, form, integers, floats)
-    q, k, v, p = call.q, call.k, call.v, floats[0]
+    q, k, v, positions, out, lse = saved
+    call, p = _Call(q, k, v, positions, tables, form, integers, floats), floats[0]
     delta = (grads[0] * out).sum(-1, dtype=lse.dtype).sub_(grads[1])[..., None]
-    top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
+    top = _top(lse)
     grad = grads[0] / (1 - p) if p else grads[0]
     dq, dk, dv = Gathered(q, q.shape[-1], q.dtype), Summed(k, lse.dtype), Summed(v, lse.dtype)
     table_gradients = [torch.zeros_like(table, dtype=lse.dtype) for table in tables]
@@ -183,6 +204,11 @@ def _backward(
             dq.put(section, total)
     tables_out = (gradient.to(table.dtype) for gradient, table in zip(table_gradients, tables, strict=True))
     return [dq.value(), dk.value().to(k.dtype), dv.value().to(v.dtype), *tables_out]
+
+
+def _top(lse: Tensor) -> Tensor:
+    """[..., 1] in powers of two; queries that see nothing give weights of 0."""
+    return (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
 
 
 @_backward.register_fake

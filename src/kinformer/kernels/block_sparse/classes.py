@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int) -> Tensor:
-    """[n, group, time, width] -> [n * stride, group, units, width], zeros where there is no such position.
+def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill: float = 0.0) -> Tensor:
+    """[n, group, time, width] -> [n * stride, group, units, width], ``fill`` where there is no such position.
 
     ``x`` begins at position ``first``; unit u of class c holds position (origin + u) * stride + c.
     """
@@ -15,7 +15,7 @@ def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int) -> T
         return x
     n, group, time, width = x.shape
     before = first - origin * stride
-    x = functional.pad(x, (0, 0, before, units * stride - before - time))
+    x = functional.pad(x, (0, 0, before, units * stride - before - time), value=fill)
     return x.view(n, group, units, stride, width).permute(0, 3, 1, 2, 4).reshape(n * stride, group, units, width)
 
 

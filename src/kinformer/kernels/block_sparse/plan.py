@@ -180,7 +180,8 @@ class _Cutter:
             outside = (high <= self.interval.key) | (low >= self.interval.stop)
         else:
             each = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
-            by_class = self.pattern.cover(Boxes(*each, step=self.stride)).reshape(-1, self.stride)
+            boxes = Boxes(*each, self.stride)  # type: ignore[arg-type]
+            by_class = self.pattern.cover(boxes).reshape(-1, self.stride)
             same = by_class.min(1) == by_class.max(1)
             cover = np.where(same, by_class[:, 0], SOME)
             inside = (low * self.stride >= self.interval.key) & (high * self.stride <= self.interval.stop)

@@ -59,10 +59,10 @@ class Work:
             columns = self.keys(columns.view(1, -1, 1))
             self.words = self.queries(rows), columns.view(part.stride, -1)
 
-    def queries(self, x: Tensor) -> Tensor:
+    def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[n, group, time, width] in the part's layout."""
         interval, part = self.operands.interval, self.part
-        return to_classes(x, interval.query, part.stride, part.query_origin, part.query_units)
+        return to_classes(x, interval.query, part.stride, part.query_origin, part.query_units, fill)
 
     def times(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`queries`."""
@@ -192,7 +192,7 @@ class Work:
 
     def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [n, group, time, ...], dk, dv [n, slots, ...] from those of output and log-sum-exp."""
-        grad, delta, top = (self.queries(x) for x in (grad, delta, top))
+        grad, delta, top = self.queries(grad), self.queries(delta), self.queries(top, torch.inf)
         dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
         dk, dv = torch.zeros_like(self.k, dtype=self.numbers), torch.zeros_like(self.v, dtype=self.numbers)
         second, kt, vt = torch.empty_like(self.first), self.transposed(self.k), self.transposed(self.v)
@@ -209,24 +209,36 @@ class Work:
                 if keep is not None:
                     kept_weights = weights * keep
                 if self.tables is not None:
-                    six = (self.six(x, place) for x in (errors, kept_weights, grad_block))
-                    self.tables.add_value_gradients(*six, tile, place.heads)
+                    views = self.six(errors, place), self.six(kept_weights, place), self.six(grad_block, place)
+                    self.tables.add_value_gradients(*views, tile, place.heads)
                 if keep is not None:
                     errors.mul_(keep)
                 errors.sub_(self.block(delta, tile, place)).mul_(weights)
                 with self.target(dv, tile, place) as target:
                     accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
-                table_dq = torch.zeros_like(q) if self.tables is not None else None
-                if self.tables is not None:
-                    six = (self.six(x, place) for x in (errors, q, table_dq))
-                    self.tables.add_gradients(
-                        *six, None if rectified is None else self.six(rectified, place), tile, place.heads
-                    )
+                moved = torch.zeros_like(q) if self.tables is not None else None
+                if self.tables is not None and moved is not None:
+                    views = self.six(errors, place), self.six(q, place), self.six(moved, place)
+                    factor = None if rectified is None else self.six(rectified, place)
+                    self.tables.add_gradients(*views, factor, tile, place.heads)
                 with self.target(dk, tile, place) as target:
                     left = self.form.backward(errors, q, k, target)
-                left = left if table_dq is None else left + table_dq
+                left = left if moved is None else left.add_(moved)
                 dq[place.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
         return self.times(dq), self.slots(dk), self.slots(dv)
+
+    def column_sums(self, top: Tensor) -> Tensor:
+        """[n, group, slots]: the probability that each key gets over all queries; ``top`` like the log-sum-exp."""
+        top, kt = self.queries(top, torch.inf), self.transposed(self.k)
+        sums = self.q.new_zeros(self.k.shape[0], self.k.shape[1], self.group, dtype=self.numbers)
+        for tile in self.part.tiles:
+            for place in self.places(tile):
+                q = self.block(self.q, tile, place)
+                scores, _ = self.scores(q, self.columns(self.k, kt, tile, place), tile, place)
+                weights = self.powers(scores, self.block(top, tile, place))
+                with self.target(sums, tile, place) as target:
+                    target += weights.unflatten(1, (self.group, -1)).sum(2).mT
+        return self.slots(sums).mT
 
     def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
         """After :meth:`backward`: the gradient of a table of ``n`` distances from ``lowest``, or of the vector."""
