@@ -34,6 +34,7 @@ PEERS = {
     "fast_transformers": "pytorch-fast-transformers",
     "x_transformers": "x-transformers",
     "transformers": "transformers",
+    "local_attention": "local-attention",
 }
 
 

@@ -44,11 +44,14 @@ def build(
     return build(name, recipe, vocab_size, set)
 
 
-def load(run: str | Path) -> Decoder:
-    """The model of a trained run folder, with its best weights, in eval mode."""
+def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder:
+    """The model of a trained run folder, with its best weights, in eval mode.
+
+    ``set`` overrides what leaves the weights as they are: ``{"layers.*.mixer.position.factor": 4, ...}``.
+    """
     from kinformer.family.runs import load_model
 
-    return load_model(run)
+    return load_model(run, set)
 
 
 def generate(model: Decoder, prompt_tokens: Tensor, **options: Any) -> Tensor:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
+from kinformer.core.contract import CausalMixer
 from kinformer.core.errors import KinformerError
 from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
 from kinformer.evaluation.estimate_length import at_length
@@ -30,6 +31,11 @@ CONFIGS["gpt, one key for all heads, dropout"] = configure(
     "gpt",
     "tiny",
     set={"layers.*.mixer.projection": "grouped", "layers.*.dropout": 0.1, "layers.*.mixer.dropout": 0.1},
+)
+CONFIGS["xl positions, bilinear score"] = configure(
+    "gpt",
+    "tiny",
+    set={"position": "none", "layers.*.mixer.position": "xl", "layers.*.mixer.score": "bilinear"},
 )
 CONFIGS["linear-transformer, quadratic"] = configure(
     "linear-transformer", "tiny", set={"layers.*.mixer.feature_map": "quadratic", "dim": 32}
@@ -157,11 +163,12 @@ def test_state_bytes_in_bfloat16_are_exact(config):
 def test_long_lengths_are_continued_exactly(name):
     changes = {"position.max_length": 10_000} if name.startswith("gpt") else {}
     config, length = configure_like(CONFIGS[name], changes), 4173
+    even = all(mixer.even_costs for mixer in config.build().modules() if isinstance(mixer, CausalMixer))
     for function in (
         lambda n: measure(config, 2, n),
         lambda n: measure_state(config, 2, n, torch.float32),
     ):
-        assert at_length(function, length, horizon=40) == function(length)
+        assert at_length(function, length, horizon=40, even=even) == function(length)
 
 
 def test_products_in_place_are_counted():

@@ -33,3 +33,11 @@ def test_each_unlike_pattern_of_a_model_is_drawn_once():
     model = kinformer.build("gpt", recipe="tiny", set={"layers": 4, "layers.2.mixer.pattern": "local"})
     assert [each["pattern"] for each in pictures(model)] == ["causal", "local"]
     assert pictures(kinformer.build("linear-transformer", recipe="tiny")) == []
+
+
+def test_each_unlike_head_is_drawn_once():
+    rows = [each["rows"] for each in pictures(kinformer.build("sparse-transformer", recipe="tiny-heads"))]
+    assert [{key for key, cell in enumerate(drawn[10].split()) if cell == "■"} for drawn in rows] == [
+        {5, 6, 7, 8, 9, 10},
+        {4, 10},
+    ]

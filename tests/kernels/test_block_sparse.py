@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse import (
@@ -212,6 +213,46 @@ def test_bfloat16_is_as_good_as_its_inputs() -> None:
     mine = chunked.attend(*low, Problem(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
     assert mine.dtype == torch.bfloat16
     torch.testing.assert_close(mine.double(), exact, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("names", ["", "bias"])
+@pytest.mark.parametrize("name", ["window", "strided", "fixed per head", "random"])
+def test_flex_attention_says_the_same(name: str, names: str) -> None:
+    inputs = [x.detach().float() for x in operands(300, 20)[0]]
+    inputs = [torch.nn.functional.pad(x, (0, 16 - x.shape[-1])) for x in inputs]
+    relative, _ = tables(names, HEADS, 320)
+    if names:
+        relative = relative._replace(bias=relative.bias.detach().float())
+    problem = Problem(LEAVES[name], 0.7, counting(300, 20), relative if names else None)
+    mine = block_sparse_attention(*inputs, problem, "flex")
+    torch.testing.assert_close(mine, block_sparse_attention(*inputs, problem, "reference"), rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_refuses_what_it_cannot() -> None:
+    inputs, _ = operands(20, 0)
+    uneven = counting(20, 0).clone()
+    uneven[1, 5:] -= 5
+    with pytest.raises(KinformerError, match="count up by one"):
+        block_sparse_attention(*inputs, Problem(Band(), 1.0, uneven), "flex")
+    relative, _ = tables("keys", 1, 20)
+    with pytest.raises(KinformerError, match="impl='chunked'"):
+        block_sparse_attention(*inputs, Problem(Band(), 1.0, counting(20, 0), relative), "flex")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])
+def test_on_a_gpu(name: str) -> None:
+    inputs = [torch.randn(2, HEADS, 512, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    problem = Problem(LEAVES[name], 0.125, counting(512, 0).cuda())
+    results = []
+    for impl in ("reference", "flex", "chunked"):
+        out = block_sparse_attention(*inputs, problem, impl)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for one in results[1:]:
+        for mine, truth in zip(one, results[0], strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-2, atol=1e-2)
 
 
 EXPLAINED = {

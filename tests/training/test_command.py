@@ -119,3 +119,11 @@ def test_options_are_read_without_torch() -> None:
     program = "import kinformer.cli.train, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_pattern_of_images_is_refused_on_text(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(text), "--out", str(tmp_path / "run"), "--length", "16", "--steps", "1"]
+    assert main(["train", "image-transformer", "--recipe", "tiny-2d", *options]) != 0
+    told = capsys.readouterr().err
+    assert "is a sequence of tokens, but this model's attention pattern is for an image" in told
+    assert not (tmp_path / "run").exists()

@@ -83,11 +83,11 @@ def test_segments_see_what_came_before_and_cut_the_gradient(corpus: Corpus, tmp_
     norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
 
     run.update(0, 0.0, 0.0)
-    carried_loss, carried_norm = run.update(1, 0.0, 0.0)
+    carried_loss, carried_norm, _ = run.update(1, 0.0, 0.0)
     assert float(carried_loss) == pytest.approx(loss.item(), rel=1e-6)
     assert float(carried_norm) == pytest.approx(float(norm), rel=1e-5)
     run.update.forget()
-    fresh_loss, _ = run.update(1, 0.0, 0.0)
+    fresh_loss, _, _ = run.update(1, 0.0, 0.0)
     assert abs(float(fresh_loss) - loss.item()) > 1e-4
 
 

@@ -22,9 +22,12 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp segments": ("ddp", {"segments": True, "model": LINEAR}),
     "fsdp segments": ("fsdp", {"segments": True, "model": LINEAR}),
     "fsdp muon": ("fsdp", {"optimizer": "muon"}),
+    "fsdp shared": ("fsdp", {"model": {"member": "t5"}}),
+    "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
+    "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
-AGAIN = ("ddp", "fsdp", "ddp segments", "fsdp segments", "fsdp muon")
+AGAIN = ("ddp", "fsdp", "ddp segments", "fsdp segments", "fsdp muon", "fsdp shared", "fsdp deep")
 OPTIONS = {"validate_every": 4}
 
 

@@ -8,10 +8,11 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.blocks.slices import per_slice
 from kinformer.core.config import Config
 from kinformer.core.parts import ResidualOutput
 
-Activation = Literal["gelu", "gelu_tanh", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"]
 
 
 class FeedForwardConfig(Config):
@@ -24,7 +25,10 @@ class FeedForwardConfig(Config):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))) (Vaswani et al. 2017, equation 2)."""
+    """down(activation(up(x))) (Vaswani et al. 2017, equation 2).
+
+    With ``slices`` above 1 every slice of a token goes through the same weights; ``hidden`` is what one slice becomes.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
@@ -32,9 +36,10 @@ class MLP(nn.Module):
         hidden: int | None = None
         activation: Activation = "gelu"
         bias: bool = True
+        slices: int = 1
 
-        def build(self, dim: int) -> MLP:
-            return MLP(self, dim)
+        def build(self, dim: int) -> nn.Module:
+            return per_slice(lambda width: MLP(self, width), dim, self.slices)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -50,6 +55,10 @@ class MLP(nn.Module):
 def _activate(x: Tensor, name: str) -> Tensor:
     if name == "relu":
         return x.relu()
+    if name == "squared_relu":
+        return x.relu().square()
+    if name == "gelu_sigmoid":
+        return x * (1.702 * x).sigmoid()
     return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from kinformer.blocks.slices import per_slice
 from kinformer.core.config import Config
 
 
@@ -20,14 +21,15 @@ class NormConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(NormConfig):
-    """Ba et al. 2016: centred, scaled, with weight and bias."""
+    """Ba et al. 2016: centred, scaled, with weight and bias; each of ``slices`` equal parts of a token by itself."""
 
     kind = "layer_norm"
     eps: float = 1e-5
     bias: bool = True
+    slices: int = 1
 
     def build(self, dim: int) -> nn.Module:
-        return nn.LayerNorm(dim, eps=self.eps, bias=self.bias)
+        return per_slice(lambda width: nn.LayerNorm(width, eps=self.eps, bias=self.bias), dim, self.slices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,12 +70,19 @@ class ResidualLayer(nn.Module):
         return (self.mixer.initial_state(batch, device=device, dtype=dtype),)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        x = chunk.x
-        y, mixed = self.mixer(Chunk(self.mixer_norm(x) if self.pre else x, chunk.valid, chunk.reset), state[0])
-        x = self._add(x, y, self.mixer_norm)
-        y = self.feed_forward(self.feed_forward_norm(x) if self.pre else x)
-        return self._add(x, y, self.feed_forward_norm), (mixed,)
+        x, mixed = self._mix(chunk, state[0])
+        return self._feed(x, self.feed_forward, self.feed_forward_norm), (mixed,)
 
-    def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        x = x + (y if self.dropout is None else self.dropout(y))
+    def _mix(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+        x = chunk.x
+        y, state = self.mixer(Chunk(self.mixer_norm(x) if self.pre else x, chunk.valid, chunk.reset), state)
+        return self._add(x, y, self.mixer_norm), state
+
+    def _feed(self, x: Tensor, feed_forward: nn.Module, norm: nn.Module, share: float = 1.0) -> Tensor:
+        y = feed_forward(norm(x) if self.pre else x)
+        return self._add(x, y, norm, share)
+
+    def _add(self, x: Tensor, y: Tensor, norm: nn.Module, share: float = 1.0) -> Tensor:
+        y = y if self.dropout is None else self.dropout(y)
+        x = x + y if share == 1 else torch.add(x, y, alpha=share)
         return x if self.pre else norm(x)

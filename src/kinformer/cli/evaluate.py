@@ -1,20 +1,22 @@
-"""``kinformer evaluate DIR``: bits per byte of a run on held-out data, by one protocol for every member."""
+"""``kinformer evaluate DIR...``: bits per byte of runs on held-out data, by one protocol for every member."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kinformer.cli.options import Computing, Count, RunFolder, Text, require
-from kinformer.cli.output import print_json, print_table
+from kinformer.cli.evaluate_lengths import Length, parse_lengths, possible
+from kinformer.cli.evaluate_report import Result, report
+from kinformer.cli.options import Changes, Computing, Count, RunFolders, Text, require
+from kinformer.cli.parsing import overrides
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -31,10 +33,12 @@ Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computing):
-    """Measure a run: its files in order, every token scored once, in bits per byte of text."""
+    """Measure runs: their files in order, every token scored once, in bits per byte of text."""
 
-    folder: RunFolder
-    """The run folder."""
+    folders: RunFolders
+    """The run folder; several are measured one after the other and shown side by side."""
+    set: Changes = ()
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     data: Text = None
     """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "test"
@@ -45,7 +49,16 @@ class Options(Computing):
     overlap: float = 0.0
     """The share of each window that repeats the one before and is not scored again."""
     lengths: Text = None
-    """Also measure in windows of each of these lengths, as in 128,512,2048."""
+    """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
+    for multiples of the training length. A length beyond a model's positions is left out."""
+    plot: Text = None
+    """Draw what --lengths or --recl measured, as PNG or SVG by the ending of this name."""
+    recl: bool = False
+    """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
+    hardest: float = 0.1
+    """With --recl: the share of tokens that count, those that the shorter context explains least."""
+    positions: int = 512
+    """With --recl: how many tokens are predicted, evenly spread, each anew at every context."""
     max_bytes: Count = None
     """Measure on the first N bytes only."""
     chunk: int = 2048
@@ -56,43 +69,68 @@ class Options(Computing):
 
 def run(options: Options) -> int:
     """Measure and print."""
+    _check(options)
+    lengths = parse_lengths(options.lengths)
+    if options.recl:
+        from kinformer.cli.evaluate_recl import run as run_recl
+
+        return run_recl(options, lengths)
+    with source(options) as data:
+        results = [_measure(folder, data, options, lengths) for folder in options.folders]
+    report(options, results)
+    return 0
+
+
+def _check(options: Options) -> None:
+    require("--max-bytes", options.max_bytes, 2)
+    require("--chunk", options.chunk, 1)
+    if not options.folders:
+        raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
+    if options.plot is not None:
+        from kinformer.evaluation.figure import check
+
+        check(Path(options.plot))
+        if options.lengths is None and not options.recl:
+            raise KinformerError(f"--plot {options.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
+
+
+def _measure(folder: str, data: str | None, options: Options, lengths: Sequence[Length]) -> Result:
     from kinformer.evaluation.bits import measure
+
+    run, model = opened(folder, options)
+    main = _main_windows(run, model, options)
+    within, skipped = possible([length.tokens(run) for length in lengths], model)
+    further = [_windows(length, options.overlap) for length in within]
+    beyond = [_windows(length, options.overlap) for length in skipped if not within]
+    for windows in (main, *beyond):
+        _check_positions(model, windows)
+    held = _held_out(options, run, data)
+    done: dict[Windows | None, Measurement] = {}
+    begun = time.perf_counter()
+    with progressing(options.json) as progress:
+        done[main] = measure(model, held.split, main, chunk=options.chunk, progress=progress)
+        seconds = time.perf_counter() - begun
+        for windows in further:
+            if windows not in done:
+                done[windows] = measure(model, held.split, windows, chunk=options.chunk, progress=progress)
+    ngram = _baseline(held) if options.baseline else None
+    return Result(run, held, done[main], [done[windows] for windows in further], skipped, seconds, ngram)
+
+
+def opened(folder: str, options: Options) -> tuple[Run, Decoder]:
+    """A run and its model, ready to be measured."""
     from kinformer.family.runs import open_run
     from kinformer.training.precision import use_fast_products
 
-    require("--max-bytes", options.max_bytes, 2)
-    require("--chunk", options.chunk, 1)
-    further = [_windows(length, options.overlap) for length in _lengths(options.lengths)]
-    run = open_run(options.folder)
+    run = open_run(folder)
     use_fast_products()
-    model = run.load().to(options.prepare(options.seed))
-    main = _main_windows(run, model, options)
-    with _data(options, run) as data:
-        for other in (main, *further):
-            _check_positions(model, other)
-        if data.note:
-            print(f"kinformer: note: {data.note}", file=sys.stderr)
-        begun = time.perf_counter()
-        with _progress(options.json) as progress:
-            first = measure(model, data.split, main, chunk=options.chunk, progress=progress)
-            seconds = time.perf_counter() - begun
-            rest = [measure(model, data.split, other, chunk=options.chunk, progress=progress) for other in further]
-        ngram = _baseline(data) if options.baseline else None
-    _print(options, run, data, (first, rest, seconds, ngram))
-    return 0
+    return run, run.load(overrides(options.set)).to(options.prepare(options.seed))
 
 
 def _windows(context: int, overlap: float) -> Windows:
     from kinformer.evaluation.windows import Windows
 
     return Windows(context=context, overlap=overlap)
-
-
-def _lengths(text: str | None) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text is not None else []
-    except ValueError:
-        raise KinformerError(f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048.") from None
 
 
 def _main_windows(run: Run, model: Decoder, options: Options) -> Windows | None:
@@ -130,18 +168,25 @@ def _check_positions(model: Decoder, windows: Windows | None) -> None:
 
 
 @contextmanager
-def _data(options: Options, run: Run) -> Iterator[HeldOut]:
-    from kinformer.cli.runs import held_out
+def source(options: Options) -> Iterator[str | None]:
+    """The data that was named, standard input as a file."""
     from kinformer.data import spool
 
     with tempfile.TemporaryDirectory() as folder:
-        piped = options.data == "-"
-        data = str(spool(sys.stdin.buffer, Path(folder))) if piped else options.data
-        yield held_out(run, data, options.split, options.max_bytes)
+        yield str(spool(sys.stdin.buffer, Path(folder))) if options.data == "-" else options.data
+
+
+def _held_out(options: Options, run: Run, data: str | None) -> HeldOut:
+    from kinformer.cli.runs import held_out
+
+    held = held_out(run, data, options.split, options.max_bytes)
+    if held.note:
+        print(f"kinformer: note: {held.note}", file=sys.stderr)
+    return held
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
+def progressing(quiet: bool) -> Iterator[Progress | None]:
     """A bar on standard error, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
@@ -158,46 +203,3 @@ def _baseline(data: HeldOut) -> float:
     from kinformer.data import NgramModel
 
     return NgramModel(data.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(data.split)
-
-
-def _print(
-    options: Options, run: Run, data: HeldOut, results: tuple[Measurement, list[Measurement], float, float | None]
-) -> None:
-    first, rest, seconds, ngram = results
-    if options.json:
-        print_json(
-            {"run": str(run.folder), "member": run.member, "data": data.identity}
-            | _figures(first)
-            | {"bytes": first.bytes, "seconds": seconds, "bytes_per_second": first.bytes / seconds}
-            | {"lengths": [_figures(each) for each in rest], "ngram_bits_per_byte": ngram}
-        )
-        return
-    print(f"{run.folder} ({run.member}) on {data.corpus.name} {data.corpus.version}, {data.split.name} split")
-    print(
-        f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
-        f"{_told(first)}, {first.bytes / seconds:,.0f} bytes/s"
-    )
-    if ngram is not None:
-        print(f"{ngram:.4f} bits per byte by a 5-gram model of the training split")
-    if rest:
-        print()
-        rows = [(each.context or "carried", f"{each.bits_per_byte:.4f}") for each in (first, *rest)]
-        print_table(("context", "bits per byte"), rows, numbers=(0, 1))
-
-
-def _told(measured: Measurement) -> str:
-    if measured.context is None:
-        return "state carried"
-    repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
-    return f"windows of {measured.context} tokens{repeated}"
-
-
-def _figures(measured: Measurement) -> dict[str, Any]:
-    return {
-        "context": measured.context,
-        "carried": measured.context is None,
-        "overlap": measured.overlap,
-        "tokens": measured.tokens,
-        "bits_per_byte": measured.bits_per_byte,
-        "bits_per_token": measured.bits_per_token,
-    }

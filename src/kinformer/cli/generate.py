@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from kinformer.cli.options import Count, Machine, Number, RunFolder, Text, require
+from kinformer.cli.options import Changes, Count, Machine, Number, RunFolder, Text, require
 from kinformer.cli.output import print_json, size
+from kinformer.cli.parsing import overrides
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Options(Machine):
 
     folder: RunFolder
     """The run folder."""
+    set: Changes = ()
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     prompt: Text = None
     """The text to continue; - reads standard input."""
     prompt_file: Text = None
@@ -107,7 +110,7 @@ def _session(options: Options, run: Any, prompt: int) -> tuple[Session, int]:
 
     assert options.seed is not None
     device = options.prepare(options.seed)
-    model = run.load().to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    model = run.load(overrides(options.set)).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     new = options.max_new_tokens
     if new is None:
         limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1

@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": Command("kinformer.cli.evaluate", "Measure a run on held-out data, in bits per byte."),
     "generate": Command("kinformer.cli.generate", "Continue a text with a trained run, token by token."),
     "estimate": Command("kinformer.cli.estimate", "Parameters, FLOPs, memory and state size before anything is run."),
+    "draw": Command("kinformer.cli.draw", "Attention patterns and encodings of positions as a picture."),
     "import": Command("kinformer.cli.import_", "Turn a Hugging Face checkpoint folder into a run folder."),
 }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="N")]
 Number = Annotated[float | None, tyro.conf.arg(metavar="X")]

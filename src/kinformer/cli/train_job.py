@@ -16,6 +16,7 @@ import torch
 
 from kinformer.cli.parsing import overrides
 from kinformer.cli.runs import tokenizer_of
+from kinformer.cli.train_checks import check_data, check_model
 from kinformer.core.config import override, to_dict
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, load_weights
@@ -24,6 +25,7 @@ from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure, model_config
 from kinformer.family.kinds import kinds
 from kinformer.family.runs import CONFIG, WEIGHTS, Run, open_run
+from kinformer.family.table import member
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
@@ -84,7 +86,9 @@ def _begun(options: Options) -> tuple[Run, Settings]:
     _require_empty(folder)
     settings = _settings(options)
     if settings.steps is None and settings.minutes is None:
-        settings = Settings(**vars(settings) | {"steps": DEFAULT_STEPS})
+        settings = replace(settings, steps=DEFAULT_STEPS)
+    if settings.objective is None:
+        settings = replace(settings, objective=member(options.member).objective)
     base = _base(options)
     _model(options, base, None)
     with _tidy(folder):
@@ -92,8 +96,8 @@ def _begun(options: Options) -> tuple[Run, Settings]:
         tokenizer = _tokenizer(options, spec) if base is None else tokenizer_of(base)
         corpus = open_corpus(spec, tokenizer=tokenizer, holdout=options.holdout)
         model = _model(options, base, tokenizer.vocab_size)
-        _check_model(model, tokenizer, settings)
-        _check_data(corpus, settings)
+        check_model(model, tokenizer, settings)
+        check_data(corpus, settings)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         run = Run(
@@ -221,44 +225,6 @@ def _tokenizer(options: Options, spec: str) -> Tokenizer:
     split = open_corpus(spec, holdout=options.holdout).splits["train"]
     with tempfile.TemporaryDirectory() as folder:
         return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
-
-
-def _check_model(config: Decoder.Config, tokenizer: Tokenizer, settings: Settings) -> None:
-    if config.vocab_size < tokenizer.vocab_size:
-        raise KinformerError(
-            f"--set vocab_size={config.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens, and the model "
-            "needs as many; leave it out, or choose another tokenizer."
-        )
-    longest = config.position.build(config.dim).max_length
-    if settings.segments:
-        _check_endless(config, longest)
-    if longest is not None and settings.length > longest:
-        raise KinformerError(
-            f"--length {settings.length}: this model's positions end at {longest}; give --length {longest} or less, or "
-            f"--set position.max_length={settings.length}."
-        )
-
-
-def _check_endless(config: Decoder.Config, longest: int | None) -> None:
-    """A state that is carried through the whole corpus must not grow with it."""
-    if longest is not None:
-        raise KinformerError(
-            f"--segments: the state goes on without end, but this model's positions end at {longest}; choose another "
-            "member, or another position such as --set position=sinusoidal."
-        )
-    with torch.device("meta"):
-        growing = any(getattr(module, "growth", "") == "linear" for module in config.build().modules())
-    if growing:
-        raise KinformerError(
-            "--segments: the state goes on without end, but this model's grows with every token; choose another "
-            'member, or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
-        )
-
-
-def _check_data(corpus: Corpus, settings: Settings) -> None:
-    rows = settings.batch_size if settings.segments else 1
-    corpus.splits["train"].require(rows * settings.length + 1, f"training with --length {settings.length}")
-    corpus.splits["validation"].require(2, "validation")
 
 
 def _require_empty(folder: Path) -> None:

@@ -56,6 +56,8 @@ class CausalMixer(nn.Module):
     """
 
     growth: str = "constant"
+    even_costs: bool = True
+    """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
 
     @property
     def retained(self) -> int | None:

@@ -36,7 +36,7 @@ class Position(nn.Module):
     """Where: hooks through which an encoding of positions enters; each does nothing unless overridden.
 
     ``max_length`` is the first position that has no encoding, or None where every position has one. ``shared``: the
-    paper has one such encoding for all layers, so layers of equal configs use one module.
+    paper has one such encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
     """
 
     max_length: int | None = None
@@ -53,6 +53,10 @@ class Position(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [batch, heads, time, head_dim] after the encoding of ``positions`` [batch, time]."""
         return q, k
+
+    def values(self, v: Tensor) -> Tensor:
+        """Values [batch, kv_heads, time, head_dim], as they are remembered, with what is added at every distance."""
+        return v
 
     def relative(self, lowest: int, highest: int) -> Relative | None:
         """What distances do; it may name a narrower range than ``lowest .. highest`` (ends included), the rest of
@@ -110,19 +114,36 @@ class ScoreConfig(Config):
 
 
 class Projection(nn.Module):
-    """What: x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads, ...]."""
+    """What: x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads, ...].
+
+    A projection with ``context`` above 0 also looks at so many tokens before each token: the mixer remembers what
+    ``forward`` made of the last ones, and ``combine`` makes q, k and v of that and of the new tokens.
+    """
 
     num_kv_heads: int
+    context: int = 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
+    def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the first
+        ``context``; its heads are those of q, k and v as ``forward`` gave them, zero before a sequence begins.
+        ``positions`` [batch, time] are given where a token of the chunk may begin a sequence."""
+        raise NotImplementedError
+
 
 class ProjectionConfig(Config):
+    """Builds what stands before attention, and after it: what brings the heads back to the width of the stream."""
+
     slot = "projection"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> Projection:
         raise NotImplementedError
+
+    def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
+        """A module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""
+        return ResidualOutput(num_heads * head_dim, dim, bias=bias)
 
 
 class FeatureMap(nn.Module):
@@ -144,6 +165,18 @@ class FeatureMapConfig(Config):
 
 class ResidualOutput(nn.Linear):
     """A product that writes into the residual stream; some initialisations shrink these by the model's depth."""
+
+
+class EmbeddingConfig(Config):
+    """``build(vocab_size, dim)``: a table (tokens, positions), both [batch, time] int64, -> [batch, time, dim].
+
+    A tied head reads its ``weight`` [vocab_size, ...].
+    """
+
+    slot = "embedding"
+
+    def build(self, vocab_size: int, dim: int) -> nn.Embedding:
+        raise NotImplementedError
 
 
 class HeadConfig(Config):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer
 from kinformer.core.errors import KinformerError
 from kinformer.data import EvaluationStream, Split
+from kinformer.evaluation.by_position import Bin, ByPosition
 from kinformer.evaluation.windows import Windows, batches
 from kinformer.generation.protocol import LanguageModel, device_of
 
@@ -31,7 +32,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried."""
+    """``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
+
+    ``by_position`` tells the same by place within the windows; it is empty where the state was carried.
+    """
 
     bits_per_byte: float
     nats: float
@@ -39,6 +43,7 @@ class Measurement:
     bytes: int
     context: int | None
     overlap: float
+    by_position: tuple[Bin, ...] = ()
 
     @property
     def bits_per_token(self) -> float:
@@ -70,7 +75,8 @@ def measure(
     """
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)
-    scores = _carried(model, stream) if windows is None else _windowed(model, split, windows, chunk)
+    places = ByPosition()
+    scores = _carried(model, stream) if windows is None else _windowed(model, split, windows, chunk, places)
     nats, done = 0.0, 0
     with torch.inference_mode():
         for score, count in scores:
@@ -90,6 +96,7 @@ def measure(
         bytes=split.bytes,
         context=None if windows is None else windows.context,
         overlap=0.0 if windows is None else windows.overlap,
+        by_position=places.bins(done / split.bytes),
     )
 
 
@@ -101,7 +108,9 @@ def _carried(model: LanguageModel, stream: EvaluationStream) -> Iterator[tuple[f
         yield float(nats.sum()), nats.numel()
 
 
-def _windowed(model: LanguageModel, split: Split, windows: Windows, chunk: int) -> Iterator[tuple[float, int]]:
+def _windowed(
+    model: LanguageModel, split: Split, windows: Windows, chunk: int, places: ByPosition
+) -> Iterator[tuple[float, int]]:
     device = device_of(model)
     for group in batches(len(split) - 1, windows, max(1, chunk // windows.context)):
         size = group[0].size
@@ -109,6 +118,7 @@ def _windowed(model: LanguageModel, split: Split, windows: Windows, chunk: int) 
         nats, _ = surprise(model, torch.from_numpy(tokens).to(device), None)
         unscored = torch.tensor([window.unscored for window in group], device=device)
         counted = torch.arange(size, device=device) >= unscored[:, None]
+        places.add(nats, counted)
         yield float(nats.where(counted, 0.0).sum()), sum(window.size - window.unscored for window in group)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.errors import KinformerError, choose
+from kinformer.evaluation.estimate_checkpoint import held_bytes, is_checkpointed, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
 from kinformer.evaluation.estimate_parts import Costs, measure, measure_state
 
@@ -55,8 +56,9 @@ def estimate(
     """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
-    include the bfloat16 copies of the weights that autocast keeps. Inference memory is weights and the state after
-    ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+    include the bfloat16 copies of the weights that autocast keeps. With ``checkpoint`` in the config, activations are
+    the most that is alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
+    state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
 
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
@@ -65,7 +67,14 @@ def estimate(
         model = config.build()
     _check(model, length, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = _table(config, model, _costs(config, model, batch, length, precision))
+    costs = _costs(config, model, batch, length, precision)
+    rows = _table(config, model, costs)
+    if is_checkpointed(config):
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        distinct = config.replace(layers=tuple(dict.fromkeys(config.layers)))
+        further = _state(config, model, batch, length, dtype) - _state(distinct, model, batch, length, dtype)
+        held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
+        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, further), len(config.layers))
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -119,6 +128,10 @@ def _check(model: Any, length: int, batch: int) -> None:
         )
 
 
+def _even(model: Any) -> bool:
+    return all(module.even_costs for module in model.modules() if isinstance(module, CausalMixer))
+
+
 def _horizon(model: Any) -> int:
     """The widest window of the model's mixers."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
@@ -128,16 +141,20 @@ def _horizon(model: Any) -> int:
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
     """The costs of the model of distinct layers."""
     single = config.replace(layers=tuple(dict.fromkeys(config.layers)))
-    costs = at_length(lambda n: measure(single, batch, n), length, _horizon(model))
+    measures = [measure, measure_held] if is_checkpointed(config) else [measure]
+    costs: Costs = {}
+    for one in measures:
+        costs |= at_length(lambda n, one=one: one(single, batch, n), length, _horizon(model), _even(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
     start = settled + step * (_horizon(model) // step)
-    samples = [measure(single, 1, start + i * step, autocast=True) for i in range(3)]
-    fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
-    for key in row:
-        if key[0] == "saved":
-            costs[key] = fixed[key] + batch * (row[key] - fixed[key])
+    for one in measures:
+        samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+        fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
+        for key in row:
+            if key[0] in ("saved", "held"):
+                costs[key] = fixed[key] + batch * (row[key] - fixed[key])
     return costs
 
 
@@ -161,7 +178,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
     for name, parameter in model.named_parameters():
         parameters[_part(name.split("."), group_of)] += parameter.numel()
     rows = []
-    for name in dict.fromkeys([*parameters, *(part for _, part in costs)]):
+    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "held")]):
         label, count = name, 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
@@ -179,6 +196,13 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
             )
         )
     return [row for row in rows if row.parameters or row.flops_forward or row.flops_backward or row.activation_bytes]
+
+
+def _with_checkpoints(rows: list[Part], held: int, depth: int) -> list[Part]:
+    """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
+    held -= sum(row.activation_bytes for row in rows)
+    own = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
+    return [*rows, Part(part="checkpoints", count=depth, **own)]
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:

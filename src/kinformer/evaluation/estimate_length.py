@@ -13,10 +13,11 @@ STEP = 512
 """A multiple of every kernel's tile: lengths that differ by it are cut alike."""
 
 
-def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
-    """``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window."""
+def at_length(measure: Callable[[int], Costs], length: int, horizon: int, even: bool = True) -> Costs:
+    """``measure(length)``; a long one of ``even`` costs is continued from three lengths beyond ``horizon``, the widest
+    window."""
     start = length % STEP + STEP * max(2, -(-horizon // STEP))
-    if length <= max(DIRECT, start + 2 * STEP):
+    if not even or length <= max(DIRECT, start + 2 * STEP):
         return measure(length)
     return through([measure(start + i * STEP) for i in range(3)], start, STEP, length)
 

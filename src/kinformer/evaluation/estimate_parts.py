@@ -115,7 +115,7 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
             model = config.build()
             tokens = torch.empty(batch, length, dtype=torch.int64)
         if autocast:
-            _without_seeds(model)
+            without_seeds(model)
         ledger = _Ledger(model, counter)
         with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -128,10 +128,13 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
     return ledger.costs
 
 
-def _without_seeds(model: nn.Module) -> None:
-    """Only dropout modules, whose masks are saved, stay in training mode: imitated tensors give kernels no seed."""
+def without_seeds(model: nn.Module) -> None:
+    """Only dropout modules, whose masks are saved, stay in training mode: imitated tensors give kernels no seed.
+
+    The model itself too: its mode decides on checkpoints.
+    """
     for module in model.modules():
-        module.training = isinstance(module, nn.Dropout)
+        module.training = isinstance(module, nn.Dropout) or module is model
 
 
 def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,13 +28,18 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 
 
 def pictures(model: nn.Module) -> list[dict[str, Any]]:
-    """Each unlike pattern of the model's mixers, in order: its name, scale and lines."""
+    """Each unlike pattern of the model's mixers and their heads, in order: its name, scale and lines."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for pattern in _patterns(model):
+        cell = scale(pattern)
+        rows = draw(pattern, cell)
+        name = type(pattern).__name__.lower()
+        found.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
+    return list(found.values())
+
+
+def _patterns(model: nn.Module) -> Iterator[Pattern]:
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, Pattern):
-            cell = scale(pattern)
-            rows = draw(pattern, cell)
-            name = type(pattern).__name__.lower()
-            found.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
-    return list(found.values())
+            yield from (pattern.at(head) for head in range(pattern.num_heads or 1))

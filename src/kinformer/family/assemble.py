@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from kinformer.blocks.feed_forward import Activation
     from kinformer.blocks.initialise import Initialisation
     from kinformer.core.contract import MixerConfig
     from kinformer.core.parts import HeadConfig, PositionConfig
@@ -21,7 +22,7 @@ class Shape:
     num_heads: int
     hidden: int | None = None
     wiring: Literal["pre", "post"] = "pre"
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    activation: Activation = "gelu"
 
 
 def decoder(

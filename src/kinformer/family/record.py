@@ -20,7 +20,8 @@ class Member:
     ``axes``: what it changes (position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
     ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
-    recipe's own) that gives a model config; it imports what it assembles when called.
+    recipe's own) that gives a model config; it imports what it assembles when called. ``objective``: what training it
+    minimises unless told otherwise (see ``training.settings``).
     """
 
     name: str
@@ -33,3 +34,4 @@ class Member:
     departures: tuple[str, ...]
     exact_limit: str
     recipes: Mapping[str, Recipe]
+    objective: Literal["next-token", "deep-supervision"] = "next-token"

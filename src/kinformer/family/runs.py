@@ -45,18 +45,50 @@ class Run:
             {"schema": SCHEMA, "kinformer": __version__} | {name: getattr(self, name) for name in names},
         )
 
-    def build(self) -> Decoder:
-        """The model, newly initialised."""
+    @property
+    def config(self) -> Decoder.Config:
+        """The model's config."""
         from kinformer.family.build import model_config
 
-        return model_config(self.model, f"{self.folder / CONFIG}: model").build()
+        return model_config(self.model, f"{self.folder / CONFIG}: model")
 
-    def load(self) -> Decoder:
-        """The model with its best weights, in eval mode."""
-        model = self.build()
+    def build(self) -> Decoder:
+        """The model, newly initialised."""
+        return self.config.build()
+
+    def load(self, changes: Mapping[str, Any] | None = None) -> Decoder:
+        """The model with its best weights, in eval mode.
+
+        ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
+        the shape of every weight as they are.
+        """
+        model = self._changed(changes).build() if changes else self.build()
         tensors, _ = load_tensors(self.folder / WEIGHTS)
         load_weights(model, tensors, self.folder / WEIGHTS)
         return model.eval()
+
+    def _changed(self, changes: Mapping[str, Any]) -> Decoder.Config:
+        from kinformer.core.config import override
+        from kinformer.family.kinds import kinds
+
+        changed = override(self.config, changes, kinds())
+        before, after = weight_shapes(self.config), weight_shapes(changed)
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                shapes = " to ".join(str(shape) if shape else "none" for shape in (before.get(name), after.get(name)))
+                raise KinformerError(
+                    f"--set {' '.join(changes)}: turns the weight {name} from {shapes}, but a trained model's weights "
+                    f"stay as they are in {self.folder}; train a new run for that."
+                )
+        return changed
+
+
+def weight_shapes(config: Decoder.Config) -> dict[str, tuple[int, ...]]:
+    """Name to shape of everything that a model of ``config`` stores; nothing is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: tuple(weight.shape) for name, weight in config.build().state_dict().items()}
 
 
 def open_run(folder: str | Path) -> Run:
@@ -83,9 +115,9 @@ def open_run(folder: str | Path) -> Run:
     return Run(folder=folder, **{name: data[name] for name in names})
 
 
-def load_model(folder: str | Path) -> Decoder:
-    """The trained model of a run folder, in eval mode."""
-    return open_run(folder).load()
+def load_model(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Decoder:
+    """The trained model of a run folder, in eval mode, with ``changes`` that leave its weights as they are."""
+    return open_run(folder).load(changes)
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from kinformer.core.errors import choose
-from kinformer.family import fast_weights, gpt, linear_transformer
+from kinformer.family import (
+    alibi,
+    complex_order,
+    da_transformer,
+    deep_char,
+    fast_weights,
+    gpt,
+    image_transformer,
+    linear_transformer,
+    local,
+    macaron,
+    post_ln,
+    primer,
+    rope,
+    shaw,
+    sparse_transformer,
+    t5,
+)
 from kinformer.family.record import Member
 
 MEMBERS: dict[str, Member] = {
     module.MEMBER.name: module.MEMBER
     for module in (
         gpt,
+        post_ln,
+        macaron,
+        rope,
+        local,
+        sparse_transformer,
+        image_transformer,
         linear_transformer,
         fast_weights,
+        shaw,
+        t5,
+        alibi,
+        da_transformer,
+        primer,
+        deep_char,
+        complex_order,
     )
 }
 

@@ -29,7 +29,6 @@ from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
     ProjectionConfig,
-    ResidualOutput,
     ScoreConfig,
     head_width,
     merge_heads,
@@ -56,6 +55,19 @@ class SoftmaxState(NamedTuple):
     def reserve(self, length: int) -> ReservedKeysValues:
         """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
         return ReservedKeysValues.of(self, length)
+
+
+class ContextState(NamedTuple):
+    """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] is what
+    the projection made of the last tokens, right-aligned."""
+
+    attention: SoftmaxState | ReservedKeysValues
+    recent: Tensor
+
+    slots = ("recent",)  # type: ignore[misc]
+
+
+State = SoftmaxState | ReservedKeysValues | ContextState
 
 
 class SoftmaxAttention(CausalMixer):
@@ -92,73 +104,91 @@ class SoftmaxAttention(CausalMixer):
                 f"the pattern {config.pattern.kind!r} lets a token see later ones, which a decoder must not; "
                 "use a causal pattern (causal, local)."
             )
+        if self.pattern.num_heads not in (None, config.num_heads):
+            raise KinformerError(
+                f"the pattern {config.pattern.kind!r} is for {self.pattern.num_heads} heads, but the mixer has "
+                f"{config.num_heads}; give it one pattern per head, or set num_heads."
+            )
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
         self.span = None
         if isinstance(self.pattern, Band) and self.score.form == "dot":
             self.span = Span(behind=self.pattern.behind, ahead=0)
-        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
+        self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
+        self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
+        self.even_costs = isinstance(self.pattern, Band)
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property
     def retained(self) -> int | None:
-        return self.pattern.horizon
+        horizon = self.pattern.horizon
+        return None if horizon is None else max(horizon, self.projection.context)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> SoftmaxState:
-        like = self.out.weight
+    ) -> SoftmaxState | ContextState:
+        like: Tensor = self.out.weight  # type: ignore[assignment]
         device = device or like.device
         dtype = dtype or activation_dtype(like)
         empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        return SoftmaxState(empty, empty, seen)  # type: ignore[call-arg]
+        state = SoftmaxState(empty, empty, seen)  # type: ignore[call-arg]
+        if not self.projection.context:
+            return state
+        return ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        past = length if self.retained is None else min(length, self.retained)
-        return 2 * self.projection.num_kv_heads * past * self.head_dim * dtype.itemsize + 8
+        past = length if self.pattern.horizon is None else min(length, self.pattern.horizon)
+        slots = 2 * self.projection.num_kv_heads * past + self.projected_heads * min(length, self.projection.context)
+        return slots * self.head_dim * dtype.itemsize + 8
 
-    def forward(
-        self, chunk: Chunk, state: SoftmaxState | ReservedKeysValues
-    ) -> tuple[Tensor, SoftmaxState | ReservedKeysValues]:
-        if isinstance(state, SoftmaxState):
-            return self._absorb(chunk, state)
-        if chunk.valid is None and chunk.reset is None:
-            return self._extend(chunk, state)
-        room = state.room
-        y, value = self._absorb(chunk, state.release())
-        return y, value.reserve(room)
+    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+        attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
+        if isinstance(attention, SoftmaxState):
+            y, attention, recent = self._absorb(chunk, attention, recent)
+        elif chunk.valid is None and chunk.reset is None:
+            y, attention, recent = self._extend(chunk, attention, recent)
+        else:
+            room = attention.room
+            y, value, recent = self._absorb(chunk, attention.release(), recent)
+            attention = value.reserve(room)
+        return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
 
-    def _absorb(self, chunk: Chunk, state: SoftmaxState) -> tuple[Tensor, SoftmaxState]:
+    def _absorb(
+        self, chunk: Chunk, state: SoftmaxState, recent: Tensor | None
+    ) -> tuple[Tensor, SoftmaxState, Tensor | None]:
         positions = positions_of(chunk, state.seen)
-        q, k, v = self.projection(select_valid(chunk.x, chunk.valid))
+        seen = advance(state.seen, chunk, positions)
+        q, k, v, recent = self._project(chunk, positions, seen, recent)
         q, k = self.position.rotate(q, k, positions)
-        past, time = state.k.shape[2], chunk.x.shape[1]
+        v = self.position.values(v)
+        past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
         y = self._attend(q, k, v, positions, whole=not past and chunk.reset is None)
-        seen = advance(state.seen, chunk, positions)
-        return select_valid(y, chunk.valid), self._remember(chunk, k, v, seen, time)
+        k, v = (_newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
+        return select_valid(y, chunk.valid), SoftmaxState(k, v, seen), recent  # type: ignore[call-arg]
 
-    def _remember(self, chunk: Chunk, k: Tensor, v: Tensor, seen: Tensor, time: int) -> SoftmaxState:
-        """The slots that a later query can see, right-aligned, zero where a row has none."""
-        if chunk.valid is not None:
-            count = chunk.valid.sum(dim=1)
-            k, v = right_align(k, count, time), right_align(v, count, time)
-        total = k.shape[2]
-        start = 0 if self.retained is None else max(0, total - self.retained)
-        k, v = k[:, :, start:], v[:, :, start:]
-        if chunk.valid is not None or chunk.reset is not None:
-            age = torch.arange(total - start, 0, -1, device=seen.device)
-            filled = (age <= seen[:, None])[:, None, :, None]
-            k, v = torch.where(filled, k, k.new_zeros(())), torch.where(filled, v, v.new_zeros(()))
-        return SoftmaxState(k, v, seen)  # type: ignore[call-arg]
-
-    def _extend(self, chunk: Chunk, state: ReservedKeysValues) -> tuple[Tensor, ReservedKeysValues]:
+    def _extend(
+        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None
+    ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
         positions = state.positions(chunk.x.shape[1])
-        q, k, v = self.projection(chunk.x)
+        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent)
         q, k = self.position.rotate(q, k, positions)
-        k, v, state, full = state.append(k, v, self.retained)
-        return self._attend(q, k, v, positions, whole=full), state
+        k, v, state, full = state.append(k, self.position.values(v), self.pattern.horizon)
+        return self._attend(q, k, v, positions, whole=full), state, recent
+
+    def _project(
+        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v of the chunk, and what of it a projection with a context needs later."""
+        q, k, v = self.projection(select_valid(chunk.x, chunk.valid))
+        if recent is None:
+            return q, k, v, None
+        batch, heads, past, head_dim = recent.shape
+        nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
+        tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
+        q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
+        return q, k, v, _newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
@@ -178,3 +208,20 @@ class SoftmaxAttention(CausalMixer):
             )
             y = block_sparse_attention(q, k, v, problem, self.impl)
         return self.out(merge_heads(y))
+
+
+def _newest(chunk: Chunk, slots: Tensor, seen: Tensor, keep: int | None) -> Tensor:
+    """The last ``keep`` (None: all) of ``slots`` [batch, heads, past + time, head_dim], the chunk's being the last.
+
+    Right-aligned, zero where a row has none: ``seen`` [batch] counts its tokens after the chunk.
+    """
+    if chunk.valid is not None:
+        slots = right_align(slots, chunk.valid.sum(dim=1), chunk.x.shape[1])
+    total = slots.shape[2]
+    start = 0 if keep is None else max(0, total - keep)
+    slots = slots[:, :, start:]
+    if chunk.valid is None and chunk.reset is None:
+        return slots
+    age = torch.arange(total - start, 0, -1, device=seen.device)
+    filled = (age <= seen[:, None])[:, None, :, None]
+    return torch.where(filled, slots, slots.new_zeros(()))

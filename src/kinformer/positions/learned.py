@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import Position, PositionConfig
+from kinformer.core.parts import Position
+from kinformer.positions.places import AtTokens
 
 
 class Learned(Position):
     """A table [max_length, dim]; a position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(AtTokens):
         kind = "learned"
         max_length: int = 1024
         std: float = 0.02

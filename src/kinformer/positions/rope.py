@@ -1,13 +1,26 @@
 """Rotary position embedding (Su et al. 2021, RoFormer, equation 34): queries and keys are rotated by their position.
 
-    (x_i, x_j) -> (x_i cos a - x_j sin a, x_i sin a + x_j cos a),   a = position / base^(2i / width)
+    (x_i, x_j) -> (x_i cos a - x_j sin a, x_i sin a + x_j cos a),   a = position * f_i,   f_i = base^(-2i / width)
 
 so that a product of a query and a key depends on their distance only. ``layout`` says which features form a pair:
-``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper).
+``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper). ``fraction`` is
+the share of each head's features that turn (GPT-NeoX: the first quarter); the rest passes through.
+
+A model that was trained at ``original_length`` reads ``factor`` times as far with other frequencies:
+
+    linear   f_i / factor                                     (position interpolation, Chen et al. 2023)
+    ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are not)
+    yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor where it turns
+             ``beta_slow`` times or less, a linear ramp over i between; cosine and sine times 0.1 ln(factor) + 1
+             (Peng et al. 2023, section 3)
+
+They add no weights. Frequencies that follow the length of the text (dynamic NTK) would make keys that are remembered
+wrong, so there are none.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,25 +39,92 @@ class Rope(Position):
         kind = "rope"
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
+        fraction: float = 1.0
+        scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+        factor: float = 1.0
+        original_length: int | None = None
+        beta_fast: float = 32.0
+        beta_slow: float = 1.0
+
+        def __post_init__(self) -> None:
+            if not self.base > 1:
+                raise KinformerError(f"base must be above 1, but is {self.base:g}.")
+            if not 0 < self.fraction <= 1:
+                raise KinformerError(f"fraction must be above 0 and at most 1, but is {self.fraction:g}.")
+            if not self.factor >= 1:
+                raise KinformerError(f"factor must be 1 or more, but is {self.factor:g}.")
+            if self.original_length is not None and self.original_length < 1:
+                raise KinformerError(f"original_length must be 1 or more, but is {self.original_length}.")
+            if not 0 < self.beta_slow < self.beta_fast:
+                raise KinformerError(
+                    f"beta_slow = {self.beta_slow:g} must lie between 0 and beta_fast = {self.beta_fast:g}."
+                )
 
         def build(self, dim: int) -> Rope:
-            if dim % 2:
-                raise KinformerError(f"rope needs an even head_dim, but head_dim is {dim}.")
             return Rope(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        self.dim, self.base, self.layout = dim, config.base, config.layout
+        self.config, self.width = config, int(config.fraction * dim)
+        _check(config, dim, self.width)
+        self.magnitude = 1 + 0.1 * math.log(config.factor) if config.scaling == "yarn" else 1.0
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        index = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float64)
-        angles = (positions[..., None].to(torch.float64) * self.base ** (-index / self.dim))[:, None]
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        rate = frequencies(self.config, self.width, positions.device)
+        angles = (positions[..., None].to(torch.float64) * rate)[:, None]
+        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in (angles.cos(), angles.sin()))
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.layout == "half":
-            a, b = x.chunk(2, dim=-1)
-            return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        turned, rest = x[..., : self.width], x[..., self.width :]
+        if self.config.layout == "half":
+            a, b = turned.chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def frequencies(config: Rope.Config, width: int, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each pair of ``width`` features, [width / 2] float64, scaled as ``config`` says."""
+    base = config.base
+    if config.scaling == "ntk":
+        base *= config.factor ** (width / (width - 2))
+    index = torch.arange(width // 2, device=device, dtype=torch.float64)
+    rate = base ** (-2 * index / width)
+    if config.scaling == "linear":
+        return rate / config.factor
+    if config.scaling == "yarn":
+        low, high = _ramp(config, width)
+        slow = ((index - low) / (high - low)).clamp(0, 1)
+        return rate * (1 - slow) + rate / config.factor * slow
+    return rate
+
+
+def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
+    """The pairs between which YaRN goes over from f_i to f_i / factor; never empty."""
+    assert config.original_length is not None
+
+    def pair(turns: float) -> float:
+        """Which pair turns so many times within the original length."""
+        return width * math.log(config.original_length / (2 * math.pi * turns)) / (2 * math.log(config.base))
+
+    low = max(math.floor(pair(config.beta_fast)), 0)
+    high = min(math.ceil(pair(config.beta_slow)), width - 1)
+    return low, max(high, low + 0.001)
+
+
+def _check(config: Rope.Config, dim: int, width: int) -> None:
+    """What only the whole config and the width of a head can tell."""
+    if width < 2 or width % 2:
+        share = "" if config.fraction == 1 else f", of which fraction = {config.fraction:g} leaves {width}"
+        raise KinformerError(f"rope needs an even head_dim, but head_dim is {dim}{share}.")
+    if (config.scaling == "none") != (config.factor == 1):
+        raise KinformerError(
+            f"rope's scaling is {config.scaling!r} with factor = {config.factor:g}; set both, scaling (linear, ntk, "
+            "yarn) and a factor above 1, or neither."
+        )
+    if config.scaling == "ntk" and width < 4:
+        raise KinformerError(f"rope's scaling 'ntk' needs 4 or more features that turn, but there are {width}.")
+    if config.scaling == "yarn" and config.original_length is None:
+        raise KinformerError("rope's scaling 'yarn' needs original_length, the length that the model was trained at.")

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import Position, PositionConfig
+from kinformer.core.parts import Position
+from kinformer.positions.places import AtTokens
 
 
 class Sinusoidal(Position):
     """Interleaved sines and cosines as in the paper (not the split layout of some libraries)."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(AtTokens):
         kind = "sinusoidal"
         base: float = 10000.0
         scale: float = 1.0  # factor on the encoding; 0.02-sized embeddings want a smaller one than 1

@@ -22,7 +22,7 @@ from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Progress, Silence
-from kinformer.training.objectives import NextToken, Objective, Step
+from kinformer.training.objectives import DeepSupervision, Objective, Step, objective_of
 from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
@@ -69,13 +69,17 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
+        whole = Step(self.model, objective or objective_of(settings.objective, model), settings.precision)
+        self.extras = whole.extras.to(group.device)
         if saved:
             load_weights(self.model, saved.files["model"], self._place(saved))
+            load_weights(self.extras, saved.files.get("objective", {}), self._place(saved))
             carried.load(saved.files.get("carried", {}), model.initial_state(1), group)  # type: ignore[operator]
         if settings.compile:
-            _compile(self.model, by_layer=group.world > 1 and group.strategy == "fsdp")
-        self.engine = group.wrap(Step(self.model, objective or NextToken(), settings.precision))
-        optimiser = Optimiser(self.model, settings)
+            sharded = group.world > 1 and group.strategy == "fsdp"
+            _compile(self.model, by_layer=sharded or isinstance(self.extras, DeepSupervision))
+        self.engine = group.wrap(whole)
+        optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
             optimiser.load(saved.files["optimizer"], self._place(saved))
         sampler = (SegmentStreams if settings.segments else RandomWindows)(
@@ -171,7 +175,7 @@ class Trainer:
 
     def _tell(self, rate: float) -> None:
         """Look at the losses since the last time; anything that is not finite ends the run."""
-        losses, norms = self.window.read()
+        losses, norms, nats = self.window.read()
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -179,7 +183,7 @@ class Trainer:
         if not losses:
             return
         mean = sum(losses) / len(losses)
-        speed, bits = self.window.speed, bits_per_byte(mean, self.train_split)
+        speed, bits = self.window.speed, bits_per_byte(sum(nats) / len(nats), self.train_split)
         self.told.update(self.step, bits, speed)
         if self.log:
             values = {
@@ -213,6 +217,8 @@ class Trainer:
     def _save(self) -> None:
         weights = gather(self.model.state_dict().items(), self.group.first)
         files = {"model": weights, "optimizer": gather(self.update.optimiser.tensors(), self.group.first)}
+        if extras := self.extras.state_dict():
+            files["objective"] = gather(extras.items(), self.group.first)
         if carried := self.update.carried.tensors(self.group):
             files["carried"] = carried
         numbers = {"total": self.total, "seconds": self.seconds}

@@ -17,14 +17,17 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """One or two of PyTorch's optimisers over all parameters of a model.
+    """One or two of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained beside it.
 
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     ``model.layers``, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    def __init__(self, model: nn.Module, settings: Settings, extras: nn.Module | None = None) -> None:
+        named = list(model.named_parameters())
+        if extras is not None:
+            named += extras.named_parameters(prefix="objective")
+        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         hidden = [item for item in named if item[0].startswith("layers.") and item[1].dim() == 2]
         parts = [named]
         if settings.optimizer == "muon" and hidden:

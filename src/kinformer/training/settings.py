@@ -43,6 +43,8 @@ class Settings:
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
+    objective: Literal["next-token", "deep-supervision"] | None = None
+    """What is minimised, by default the member's own; deep-supervision adds losses at all layers, two tokens ahead."""
     segments: bool = False
     """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
     seed: int = 0

@@ -38,26 +38,29 @@ class Updater:
         self.optimiser.forget()
         self.carried.clear()
 
-    def __call__(self, step: int, rate: float, progress: float) -> tuple[Tensor, Tensor]:
-        """The loss of this process's rows and the norm of the gradient, both scalars still on the device."""
+    def __call__(self, step: int, rate: float, progress: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of this process's rows, the norm of the gradient, and the nats of a next token on average (the loss
+        without what else was minimised): scalars still on the device."""
         self._seed_masks(step)
         batch = self._batch(step)
         parts = self.settings.accumulate
-        losses = []
+        costs = []
         for part in range(parts):
             with self.group.exchange(self.engine, part == parts - 1):
-                losses.append(self._part(part, batch, progress))
+                costs.append(self._part(part, batch, progress))
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
-        return torch.stack(losses).mean(), norm.detach()
+        loss, nats = torch.stack(costs).mean(dim=0)
+        return loss, norm.detach(), nats
 
     def _part(self, part: int, batch: Batch, progress: float) -> Tensor:
         rows = batch.rows(slice(part * self.rows, (part + 1) * self.rows))
-        loss, _, state = self.engine(rows, self.carried.states[part], progress)
-        (loss / self.settings.accumulate).backward()
+        loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
         if self.settings.segments:
             self.carried.put(part, state)
-        return loss.detach()
+        del state  # before the backward: it may be as large as the activations
+        (loss / self.settings.accumulate).backward()
+        return torch.stack([loss.detach(), metrics["nats"] / (self.rows * self.settings.length)])
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
@@ -83,33 +86,35 @@ class Updater:
 
 
 class Window:
-    """Losses and norms since the last look, left on the device until somebody looks, and the speed meanwhile."""
+    """Losses, norms and nats since the last look, left on the device until somebody looks, and the speed meanwhile."""
 
     def __init__(self, settings: Settings, group: Group) -> None:
         self.tokens_per_step, self.group = settings.batch_size * settings.length, group
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
+        self.nats: list[Tensor] = []
         self.speed = self.overall = self._seconds = 0.0
         self._tokens = 0
         self.restart()
 
-    def add(self, loss: Tensor, norm: Tensor) -> None:
+    def add(self, loss: Tensor, norm: Tensor, nats: Tensor) -> None:
         """Note one step's."""
         self.losses.append(loss)
         self.norms.append(norm)
+        self.nats.append(nats)
 
-    def read(self) -> tuple[list[float], list[float]]:
-        """The losses (means over the processes) and norms of the steps since the last look; waits for the device."""
+    def read(self) -> tuple[list[float], list[float], list[float]]:
+        """Losses, norms and nats (means over the processes) of the steps since the last look; waits for the device."""
         if not self.losses:
-            return [], []
-        losses = self.group.mean(torch.stack(self.losses)).tolist()
+            return [], [], []
+        losses, nats = self.group.mean(torch.stack([torch.stack(self.losses), torch.stack(self.nats)])).tolist()
         norms = torch.stack(self.norms).tolist()
         seconds, tokens = time.monotonic() - self._mark, self.tokens_per_step * len(losses)
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         self.speed, self.overall = tokens / seconds, self._tokens / self._seconds
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.nats = [], [], []
         self.restart()
-        return losses, norms
+        return losses, norms, nats
 
     def restart(self) -> None:
         """Measure time from now on (after something that was no step)."""

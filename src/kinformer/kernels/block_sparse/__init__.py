@@ -28,7 +28,7 @@ __all__ = [
     "flops",
 ]
 
-IMPLS = ("auto", "reference", "chunked")
+IMPLS = ("auto", "reference", "chunked", "flex")
 _PLACE = "block-sparse attention"
 
 
@@ -57,6 +57,10 @@ def block_sparse_attention(
         impl = choose_impl(q, problem)
     if impl == "single":
         return single.attend(q, k, v, problem)
+    if impl == "flex":
+        from kinformer.kernels.block_sparse import flex
+
+        return flex.attend(q, k, v, problem)[0]
     return (chunked if impl == "chunked" else reference).attend(q, k, v, problem)[0]
 
 

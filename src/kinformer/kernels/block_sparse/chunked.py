@@ -56,7 +56,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Any, 
 
 @torch.no_grad()
 def column_sums(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """[batch, q_heads, slots] in float32 or better: the probability that each slot gets over all queries of the call."""
+    """[batch, q_heads, slots] in float32 or better: the probability of each slot over all queries of the call."""
     arguments = _arguments(q, k, v, problem._replace(dropout=None))
     _, lse = _forward(*arguments)
     call = _Call(*arguments)

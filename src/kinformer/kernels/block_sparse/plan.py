@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
 
@@ -83,7 +84,8 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 
     ``newest_first``: tiles address the keys, and hold their own, in reversed order.
     """
-    return tuple(_part(term, interval, newest_first) for term in pattern.terms())
+    with _disable_current_modes():  # a plan is made of real numbers, also where costs are counted on imitations
+        return tuple(_part(term, interval, newest_first) for term in pattern.terms())
 
 
 def _part(term: Term, interval: Interval, newest_first: bool) -> Part:
@@ -180,7 +182,7 @@ class _Cutter:
             outside = (high <= self.interval.key) | (low >= self.interval.stop)
         else:
             each = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
-            boxes = Boxes(*each, self.stride)  # type: ignore[arg-type]
+            boxes = Boxes(*each, self.stride)  # type: ignore[arg-type,call-arg]
             by_class = self.pattern.cover(boxes).reshape(-1, self.stride)
             same = by_class.min(1) == by_class.max(1)
             cover = np.where(same, by_class[:, 0], SOME)

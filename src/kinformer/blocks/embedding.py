@@ -1,0 +1,23 @@
+"""Token ids to vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kinformer.core.parts import EmbeddingConfig
+
+
+class Lookup(nn.Embedding):
+    """One vector per token, wherever it stands."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EmbeddingConfig):
+        kind = "lookup"
+
+        def build(self, vocab_size: int, dim: int) -> Lookup:
+            return Lookup(vocab_size, dim)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)

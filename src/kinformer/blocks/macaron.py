@@ -1,0 +1,43 @@
+"""The Macaron layer (Lu et al. 2019, section 4): the mixer between two half steps of feed-forwards.
+
+    x + F1(x) / 2,   then x + mixer(x),   then x + F2(x) / 2
+
+A layer is one step of a differential equation of particles that move (F) and meet (the mixer). Transport, interaction,
+transport with halves outside (Strang splitting) is exact to one order more than one after the other. Every sublayer has
+its own norm, before it or after its residual sum. With F1 = 0 and F2 twice as large it is the standard layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kinformer.blocks.residual import ResidualLayer
+from kinformer.core.contract import Chunk
+
+HALF = 0.5
+
+
+class MacaronLayer(ResidualLayer):
+    """Feed-forward, mixer, feed-forward. ``feed_forward`` describes each of the two: at half the usual ``hidden`` the
+    layer has as many weights as the standard one. Its state is the tuple ``(mixer state,)``.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualLayer.Config):
+        kind = "macaron"
+
+        def build(self, dim: int) -> MacaronLayer:
+            return MacaronLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.first_feed_forward = config.feed_forward.build(dim)
+        self.first_norm = config.norm.build(dim)
+
+    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        x = self._feed(chunk.x, self.first_feed_forward, self.first_norm, HALF)
+        x, mixed = self._mix(chunk._replace(x=x), state[0])
+        return self._feed(x, self.feed_forward, self.feed_forward_norm, HALF), (mixed,)

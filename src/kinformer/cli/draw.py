@@ -1,0 +1,105 @@
+"""``kinformer draw MEMBER|PATTERN|POSITION|DIR``: attention patterns and encodings of positions as a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from kinformer.cli.options import Changes, Common, Count, Text, require
+from kinformer.cli.output import print_json
+from kinformer.core.errors import KinformerError
+
+if TYPE_CHECKING:
+    from kinformer.evaluation.panels import Panel
+
+MOST_PANELS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Common):
+    """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
+
+    subject: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER|PATTERN")]
+    """A member of the family, a run folder, a kind of pattern or position, or one as JSON, as in
+    '{"kind": "union", "patterns": [{"kind": "local", "window": 4}, {"kind": "columns", "stride": 8}]}'."""
+    pattern: bool = False
+    """Take the name for a kind of pattern, where a member has it too."""
+    position: bool = False
+    """Take the name for a kind of position, where a member has it too."""
+    recipe: str = "small"
+    """Which of the member's recipes."""
+    set: Changes = ()
+    """Change the recipe, or an option of the pattern or position, as in --set window=8; may be given again."""
+    length: Count = None
+    """Tokens in the picture; if not given, as many as it takes to see the structure."""
+    layer: Count = None
+    """Only this layer, counted from 1."""
+    head: Count = None
+    """Only this head, counted from 1."""
+    image_width: Count = None
+    """Also show what one query sees of an image so wide, its positions being pixels line by line."""
+    out: Text = None
+    """The picture's name, which ends in .png or .svg; NAME.png in this folder if not given."""
+
+
+def run(options: Options) -> int:
+    """Draw, and print the picture's name."""
+    from kinformer.evaluation.figure import check
+
+    for flag in ("length", "layer", "head", "image_width"):
+        require(f"--{flag.replace('_', '-')}", getattr(options, flag), 1)
+    require("--seed", options.seed, 0)
+    out = Path(options.out or f"{_file_name(options.subject)}.png")
+    check(out)
+    import torch
+
+    from kinformer.cli.draw_subject import find
+    from kinformer.evaluation.draw import draw
+
+    torch.manual_seed(options.seed)
+    subject = find(options)
+    panels = subject.panels()
+    if not panels:
+        raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
+    draw(panels[:MOST_PANELS], subject.title, out)
+    if options.json:
+        print_json(
+            {"subject": options.subject, "kind": subject.kind, "out": str(out), "drawn": len(panels[:MOST_PANELS])}
+            | {"panels": [_told(panel) for panel in panels]}
+        )
+        return 0
+    more = f" ({MOST_PANELS} of {len(panels)}; choose with --layer and --head)" if len(panels) > MOST_PANELS else ""
+    print(f"{out}: {subject.title}{more}")
+    _list(panels[:MOST_PANELS])
+    return 0
+
+
+def _list(panels: Sequence[Panel]) -> None:
+    from kinformer.evaluation.panels import PatternPanel
+
+    for panel in panels:
+        told = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
+        if isinstance(panel, PatternPanel):
+            share = panel.allowed_pairs / panel.length**2
+            told += f" ({panel.allowed_pairs:,} of {panel.length**2:,} pairs of {panel.length} tokens, {share:.1%})"
+        print(f"  {told}")
+
+
+def _told(panel: Panel) -> dict[str, Any]:
+    """For JSON: a panel without its numbers."""
+    import numpy as np
+
+    shown = {name: value for name, value in asdict(panel).items() if not isinstance(value, np.ndarray)}
+    return {"panel": type(panel).__name__.removesuffix("Panel").lower()} | shown
+
+
+def _file_name(subject: str) -> str:
+    return (
+        re.sub(r"[^\w-]+", "-", Path(subject).name if not subject.startswith("{") else "pattern").strip("-")
+        or "drawing"
+    )

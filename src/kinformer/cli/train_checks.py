@@ -1,0 +1,68 @@
+"""Whether a model, its data and the settings of a training run go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Pattern
+from kinformer.data import Corpus, Tokenizer
+from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def check_model(config: Decoder.Config, tokenizer: Tokenizer, settings: Settings) -> None:
+    """Refuse a model that cannot take the tokens, the length or the kind of the data."""
+    if config.vocab_size < tokenizer.vocab_size:
+        raise KinformerError(
+            f"--set vocab_size={config.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens, and the model "
+            "needs as many; leave it out, or choose another tokenizer."
+        )
+    with torch.device("meta"):
+        model = config.build()
+    _check_domain(model)
+    longest = model.max_length
+    if settings.segments:
+        _check_endless(model, longest)
+    if longest is not None and settings.length > longest:
+        raise KinformerError(
+            f"--length {settings.length}: this model's positions end at {longest}; give --length {longest} or less, or "
+            f"--set position.max_length={settings.length}."
+        )
+
+
+def check_data(corpus: Corpus, settings: Settings) -> None:
+    """Refuse data that is too short."""
+    rows = settings.batch_size if settings.segments else 1
+    corpus.splits["train"].require(rows * settings.length + 1, f"training with --length {settings.length}")
+    corpus.splits["validation"].require(2, "validation")
+
+
+def _check_domain(model: nn.Module) -> None:
+    """What is trained on here is one sequence of tokens, cut anywhere: it has no rows of pixels."""
+    for module in model.modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, Pattern) and pattern.domain != "sequence":
+            raise KinformerError(
+                f"--data: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
+                'choose one for sequences, as --set \'layers.*.mixer.pattern={"kind": "local"}\' or another recipe.'
+            )
+
+
+def _check_endless(model: nn.Module, longest: int | None) -> None:
+    """A state that is carried through the whole corpus must not grow with it."""
+    if longest is not None:
+        raise KinformerError(
+            f"--segments: the state goes on without end, but this model's positions end at {longest}; choose another "
+            "member, or another position such as --set position=sinusoidal."
+        )
+    if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
+        raise KinformerError(
+            "--segments: the state goes on without end, but this model's grows with every token; choose another "
+            'member, or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+        )

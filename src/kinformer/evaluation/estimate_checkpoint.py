@@ -1,0 +1,89 @@
+"""What a training step with gradient checkpointing holds: every live tensor is counted while it runs on shapes only.
+
+Every layer keeps its input, and the state that it hands on until the loss is known; in the backward one layer at a time
+is computed again. Memory is highest either where the loss is or in the widest layer's backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kinformer.evaluation.estimate_parts import Costs, without_seeds
+
+FLOAT = 4
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the distinct storages that operations have made and that are still alive, ``known`` ones excluded."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+                self._add(tensor.untyped_storage())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _add(self, storage: Any) -> None:
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._remove, storage._cdata)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def is_checkpointed(config: Any) -> bool:
+    """Whether a model config asks for gradient checkpointing."""
+    return bool(getattr(config, "checkpoint", False))
+
+
+def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
+    """Bytes ``held`` at the ``loss`` and, at most, in the ``backward`` of a step, in which the state is let go of.
+
+    Arguments as of ``estimate_parts.measure``. Weights and their gradients, which are there before, do not count.
+    """
+    with FakeTensorMode() if autocast else nullcontext():
+        with torch.device("cpu" if autocast else "meta"):
+            model = config.build()
+            tokens = torch.empty(batch, length, dtype=torch.int64)
+        if autocast:
+            without_seeds(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = (parameter.grad for parameter in model.parameters())
+        with Live([*model.parameters(), *model.buffers(), *gradients, tokens]) as live:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                logits, state = model(tokens)
+                loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            at_loss = live.now
+            del logits, state
+            live.most = live.now
+            loss.backward()
+    return {("held", "loss"): at_loss, ("held", "backward"): live.most}
+
+
+def held_bytes(config: Any, held: Mapping[str, int], tokens: int, further_states: int) -> int:
+    """Bytes at the highest moment of a step of the whole model.
+
+    held: of the model of distinct layers, at the ``loss`` and at most in the ``backward``. tokens: batch * length. A
+    further layer keeps its input (the residual stream is float32 also under autocast), and its state until the loss is
+    known; further_states: bytes of those.
+    """
+    further = FLOAT * tokens * config.dim * (len(config.layers) - len(set(config.layers)))
+    return further + max(held["loss"] + further_states, held["backward"])

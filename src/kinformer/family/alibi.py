@@ -1,0 +1,54 @@
+"""ALiBi: scores fall linearly with the distance, so that a model trained on short texts runs on longer ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.alibi import Alibi
+        from kinformer.positions.none import NoPosition
+
+        return decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Alibi.Config()),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="alibi",
+    title="ALiBi (attention with linear biases)",
+    paper="Press et al. 2022, Train Short, Test Long: Attention with Linear Biases (arXiv 2108.12409)",
+    year=2022,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "embeddings and softmax over the vocabulary are not adaptive",
+        "GELU, but the recipe paper, which has ReLU as published",
+        "no dropout unless asked for",
+    ),
+    exact_limit="slopes of zero: exact attention without positions",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4)),
+        "paper": _recipe(Shape(1024, 16, 8, hidden=4096, activation="relu"), vocab_size=267744),
+    },
+)

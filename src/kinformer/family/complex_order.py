@@ -1,0 +1,73 @@
+"""Complex-order Transformer: tokens are waves whose phase is their position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.norms import LayerNorm
+        from kinformer.blocks.residual import ResidualLayer
+        from kinformer.heads.modulus import ModulusHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.models.decoder import Decoder
+        from kinformer.positions.complex_order import ComplexOrder
+        from kinformer.positions.none import NoPosition
+        from kinformer.projections.complex import Complex
+        from kinformer.scores.modulus import Modulus
+
+        norm = LayerNorm(slices=2)
+        layer = ResidualLayer.Config(
+            mixer=SoftmaxAttention.Config(
+                num_heads=shape.num_heads, projection=Complex.Config(), score=Modulus.Config()
+            ),
+            feed_forward=MLP.Config(hidden=shape.hidden, activation=shape.activation, slices=2),
+            norm=norm,
+            wiring=shape.wiring,
+        )
+        return Decoder.Config(
+            vocab_size=vocab or 256,
+            dim=shape.dim,
+            layers=(layer,) * shape.depth,
+            position=NoPosition.Config(),
+            embedding=ComplexOrder.Config(),
+            head=ModulusHead.Config(),
+            norm=None if shape.wiring == "post" else norm,
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="complex-order",
+    title="Complex-order Transformer (embeddings r e^(i (w p + t)))",
+    paper="Wang et al. 2020, Encoding word order in complex embeddings (arXiv 1912.12333)",
+    year=2020,
+    axes=("position", "score"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",
+        "the imaginary part of a product is re im' + im re' (the authors' language model takes re im' twice), its "
+        "score is the modulus of the sum (theirs adds those of content and position), the pre-norm keeps its residual",
+        "positions count through the whole sequence (theirs begin anew in every segment), from 0",
+        "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
+        "twice as wide as other members' at as many weights",
+        "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",
+    ),
+    exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2, hidden=64)),
+        "small": _recipe(Shape(512, 4, 4, hidden=1024)),
+        "benchmark": _recipe(Shape(256, 4, 4, hidden=1024, activation="relu")),
+        "paper": _recipe(Shape(1024, 6, 8, hidden=2048, wiring="post", activation="relu")),
+    },
+)

@@ -1,0 +1,68 @@
+"""Primer-EZ: squared ReLU, and queries, keys and values convolved over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.none import NoPosition
+        from kinformer.positions.t5 import T5
+        from kinformer.projections.convolved import Convolved
+        from kinformer.projections.shared import Shared
+
+        return decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(
+                num_heads=shape.num_heads,
+                projection=Convolved.Config(inner=Shared.Config(bias=False)),
+                position=T5.Config(),
+                bias=False,
+            ),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int) -> Shape:
+    return Shape(dim, depth, num_heads, activation="squared_relu")
+
+
+MEMBER = Member(
+    name="primer",
+    title="Primer-EZ (squared ReLU, convolved q, k and v)",
+    paper="So et al. 2021, Primer: Searching for Efficient Transformers for Language Modeling (arXiv 2109.08668)",
+    year=2021,
+    axes=("projection",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "Primer-EZ, the two changes that the paper recommends; of the full Primer these are left out: keys and queries "
+        "from one projection, and the norm after the feed-forward instead of before it (its variance over x (x - mean) "
+        "is a layer norm's exactly)",
+        "scores are divided by sqrt(head_dim), which the authors leave to the initial weights",
+        "no dropout, as in the paper's language models",
+    ),
+    exact_limit="a convolution of (1, 0, 0) is exact attention, with T5's relative biases",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2)),
+        "small": _recipe(_shape(256, 4, 4)),
+        "benchmark": _recipe(_shape(256, 4, 4)),
+        "paper": _recipe(_shape(512, 6, 8), vocab_size=32128),
+        "paper-medium": _recipe(_shape(768, 12, 12), vocab_size=32128),
+    },
+)

@@ -1,0 +1,55 @@
+"""RoFormer: rotary positions instead of added ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.none import NoPosition
+        from kinformer.positions.rope import Rope
+
+        config = decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(scale_residual=shape.wiring == "pre"),
+        )
+        return config if shape.wiring == "pre" else config.replace(norm=None)
+
+    return recipe
+
+
+MEMBER = Member(
+    name="rope",
+    title="RoFormer (rotary positions)",
+    paper="Su et al. 2021, RoFormer: Enhanced Transformer with Rotary Position Embedding (arXiv 2104.09864)",
+    year=2021,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a causal decoder (the published model reads both sides and fills in masked words)",
+        "pre-norm in all recipes but paper, which is post-norm as published, without the norm of the embeddings",
+        "no dropout unless asked for",
+    ),
+    exact_limit="is exact attention; with all positions equal it is attention without positions",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4)),
+        "paper": _recipe(Shape(768, 12, 12, wiring="post"), vocab_size=50000),
+    },
+)

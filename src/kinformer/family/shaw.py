@@ -1,0 +1,56 @@
+"""Shaw et al.: relative position representations, vectors by clipped distance on keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.none import NoPosition
+        from kinformer.positions.shaw import Shaw
+
+        return decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Shaw.Config(max_distance=max_distance)),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="shaw",
+    title="Relative position representations",
+    paper="Shaw et al. 2018, Self-Attention with Relative Position Representations (arXiv 1803.02155)",
+    year=2018,
+    axes=("position",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "a decoder alone (the paper translates with an encoder and a decoder)",
+        "pre-norm with GELU, but the recipes paper and paper-big, which are post-norm with ReLU as published",
+        "products have biases",
+        "no dropout unless asked for",
+    ),
+    exact_limit="tables of zeros: exact attention without positions",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4)),
+        "paper": _recipe(Shape(512, 6, 8, hidden=1024, wiring="post", activation="relu"), vocab_size=32768),
+        "paper-big": _recipe(Shape(1024, 6, 16, hidden=4096, wiring="post", activation="relu"), 8, 32768),
+    },
+)

@@ -1,0 +1,93 @@
+"""Sparse Transformer: attention factorised into a local part and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.core.parts import PatternConfig
+    from kinformer.models.decoder import Decoder
+
+Use = Literal["merged", "interleaved", "heads"]
+
+
+def _recipe(shape: Shape, use: Use = "merged", max_length: int = 4096, **pattern: object) -> Recipe:
+    """``use``: both parts in one softmax, or by turns in layers or in heads; ``pattern`` are the config's fields."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.learned import Learned
+
+        alike = [
+            decoder(
+                shape,
+                vocab or 256,
+                mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=one),
+                position=Learned.Config(max_length=max_length),
+                head=LanguageModelHead.Config(tied=True),
+                initialisation=Initialisation(std=0.125 / shape.dim**0.5),
+            )
+            for one in _patterns(use, shape.num_heads, pattern)
+        ]
+        return alike[0].replace(layers=tuple(alike[i % len(alike)].layers[i] for i in range(shape.depth)))
+
+    return recipe
+
+
+def _patterns(use: Use, num_heads: int, fields: dict[str, object]) -> Sequence[PatternConfig]:
+    """The patterns that the layers take by turns."""
+    from kinformer.patterns.fixed import Fixed
+    from kinformer.patterns.per_head import PerHead
+    from kinformer.patterns.strided import Strided
+
+    both: PatternConfig = Strided(**fields) if "stride" in fields else Fixed(**fields)  # type: ignore[arg-type]
+    parts = [both.replace(part="local"), both.replace(part="columns")]
+    if use == "heads":
+        return [PerHead.Config(patterns=tuple(parts[head % 2] for head in range(num_heads)))]
+    return parts if use == "interleaved" else [both]
+
+
+def _shape(dim: int, depth: int, num_heads: int) -> Shape:
+    return Shape(dim, depth, num_heads, activation="gelu_sigmoid")
+
+
+_TINY, _SMALL = _shape(32, 2, 2), _shape(256, 4, 4)
+
+MEMBER = Member(
+    name="sparse-transformer",
+    title="Sparse Transformer",
+    paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers (arXiv 1904.10509)",
+    year=2019,
+    axes=("pattern",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "the strided window has as many tokens as the published code's, one fewer than the paper's formula",
+        "one learned table of positions (the paper adds one of rows and one of columns)",
+        "one standard deviation, 0.125 / sqrt(dim), for all weights but those that write into the residual stream",
+        "the output shares the embedding's weights; no dropout unless asked for (the paper: 0.4 on enwik8)",
+    ),
+    exact_limit="stride or segment >= length",
+    recipes={
+        "tiny": _recipe(_TINY, max_length=128, segment=8, summary=2),
+        "tiny-strided": _recipe(_TINY, max_length=128, stride=6),
+        "tiny-interleaved": _recipe(_TINY, use="interleaved", max_length=128, stride=6),
+        "tiny-heads": _recipe(_TINY, use="heads", max_length=128, stride=6),
+        "small": _recipe(_SMALL, segment=128, summary=8),
+        "small-slices": _recipe(_SMALL, segment=128, summary=8, slices=4, num_heads=4),
+        "small-interleaved": _recipe(_SMALL, use="interleaved", segment=128, summary=8),
+        "small-heads": _recipe(_SMALL, use="heads", segment=128, summary=8),
+        "small-strided": _recipe(_SMALL, stride=128),
+        "small-strided-interleaved": _recipe(_SMALL, use="interleaved", stride=128),
+        "small-strided-heads": _recipe(_SMALL, use="heads", stride=128),
+        "benchmark": _recipe(_SMALL, segment=128, summary=8),
+        "benchmark-strided": _recipe(_SMALL, stride=128),
+        "paper": _recipe(_shape(512, 30, 8), max_length=12288, segment=128, summary=32, slices=4, num_heads=8),
+    },
+)

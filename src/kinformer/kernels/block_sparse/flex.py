@@ -1,0 +1,126 @@
+"""Attention over the pairs of a pattern by PyTorch's FlexAttention: for a GPU, where it is compiled into one kernel.
+
+Blocks of 128 x 128 pairs are sorted into empty, partial and full ones by the pattern's ``cover``; single pairs are
+looked at inside the kernel. On a CPU it runs uncompiled and without gradients, which is good for tests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
+from kinformer.kernels.block_sparse.plan import Interval
+from kinformer.kernels.block_sparse.problem import Problem
+
+_BLOCK = 128
+
+
+def refusal(q: Tensor, problem: Problem) -> str | None:
+    """Why FlexAttention cannot do what is asked, or None where it can."""
+    relative = problem.relative
+    if problem.form != "dot" or (relative is not None and any(x is not None for x in relative[2:])):
+        return "scores that are not a product plus a bias by distance"
+    if problem.dropout is not None:
+        return "dropout"
+    return "float64" if q.dtype == torch.float64 and q.device.type == "cuda" else None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, None]:
+    """Output [batch, q_heads, time, head_dim_v]; rows must stand at the same positions, counting up by one.
+
+    Errors: what :func:`refusal` names, and rows of unlike positions.
+    """
+    if (why := refusal(q, problem)) is not None:
+        raise KinformerError(f"block-sparse attention: impl='flex' knows no {why}; use impl='chunked'.")
+    first = _first(problem.positions)
+    past = k.shape[2] - q.shape[2]
+    oldest = max(0, past - first)
+    interval = Interval(first - (past - oldest), first, first + q.shape[2])
+    k, v = k[:, :, oldest:], v[:, :, oldest:]
+    mask = _mask(problem.pattern, interval, q.shape[1], str(q.device))
+    run = _compiled() if q.device.type == "cuda" else _plain()
+    out = run(
+        q, k, v, score_mod=_score(problem, past - oldest), block_mask=mask, scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out, None
+
+
+def _plain() -> Callable[..., Any]:
+    return flex_attention
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _first(positions: Tensor) -> int:
+    offset = positions - torch.arange(positions.shape[1], device=positions.device)
+    if not bool((offset == offset[0, 0]).all()):
+        raise KinformerError(
+            "block-sparse attention: impl='flex' needs rows at equal positions that count up by one, "
+            "but these differ or begin anew; use impl='chunked'."
+        )
+    return int(positions[0, 0])
+
+
+def _score(problem: Problem, past: int) -> Callable[..., Tensor] | None:
+    relative = problem.relative
+    if relative is None or relative.bias is None:
+        return None
+    bias, lowest = relative.bias, relative.lowest
+
+    def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        index = past + query - key - lowest
+        inside = (index >= 0) & (index < bias.shape[1])
+        row = head if bias.shape[0] > 1 else torch.zeros_like(head)
+        return torch.where(inside, score + bias[row, index.clamp(0, bias.shape[1] - 1)], score)
+
+    return score
+
+
+@lru_cache(maxsize=64)
+def _mask(pattern: Pattern, interval: Interval, heads: int, device: str) -> BlockMask:
+    """Sorted blocks, per head where heads differ, and the truth for the partial ones."""
+    count = pattern.num_heads or 1
+    covers = np.stack([_cover(pattern.at(head), interval) for head in range(count)])
+    partial, full = (_indices(torch.from_numpy(covers == kind)) for kind in (SOME, ALL))
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        q, k = query + interval.query, key + interval.key
+        seen = pattern.at(0).allowed(q, k)
+        for other in range(1, count):
+            seen = torch.where(head == other, pattern.at(other).allowed(q, k), seen)
+        return seen & (q < interval.stop) & (k < interval.stop)
+
+    lengths = interval.stop - interval.query, interval.stop - interval.key
+    some, some_index, every, every_index = (x.to(device) for x in (*partial, *full))
+    return BlockMask.from_kv_blocks(
+        some, some_index, every, every_index, BLOCK_SIZE=_BLOCK, mask_mod=allowed, seq_lengths=lengths
+    )
+
+
+def _cover(pattern: Pattern, interval: Interval) -> np.ndarray:
+    """[query blocks, key blocks]"""
+    q = np.arange(interval.query, interval.stop, _BLOCK)
+    k = np.arange(interval.key, interval.stop, _BLOCK)
+    low, key = (side.ravel() for side in np.meshgrid(q, k, indexing="ij"))
+    high, key_high = (np.minimum(side + _BLOCK, interval.stop) - 1 for side in (low, key))
+    whole = (high - low == _BLOCK - 1) & (key_high - key == _BLOCK - 1)
+    cover = pattern.cover(Boxes(low, high, key, key_high))
+    return np.where(whole, cover, np.minimum(cover, SOME)).reshape(len(q), len(k))
+
+
+def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, heads, query blocks] counts and [1, heads, query blocks, key blocks] indices, the chosen ones first."""
+    order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True)
+    return chosen.sum(-1).to(torch.int32)[None], order.to(torch.int32)[None]

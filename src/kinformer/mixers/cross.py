@@ -1,0 +1,93 @@
+"""Cross-attention (Vaswani et al. 2017, section 3.2.3): queries from the chunk, keys and values from a source.
+
+The source is projected once, when a state is begun; its padding is seen by nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+
+
+class CrossState(NamedTuple):
+    """``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool of the source."""
+
+    k: Tensor
+    v: Tensor
+    valid: Tensor
+
+    slots = ("k", "v", "valid")  # type: ignore[misc]
+
+
+class CrossAttention(CausalMixer):
+    """x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
+
+    ``source_dim`` is the width of the source, ``dim`` if not given. A reset begins a new sequence over the same source.
+    A row whose source is all padding gets the output projection's bias.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "cross"
+        num_heads: int = 4
+        head_dim: int | None = None
+        source_dim: int | None = None
+        bias: bool = True
+
+        def build(self, dim: int) -> CrossAttention:
+            return CrossAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.num_heads, self.head_dim = config.num_heads, head_dim
+        width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
+        self.query = nn.Linear(dim, width, bias=config.bias)
+        self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+
+    def initial_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
+    ) -> CrossState:
+        """The state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which ``source_valid``
+        [batch, length] bool is real (None: all)."""
+        if source is None:
+            raise KinformerError(
+                "cross-attention has nothing to look at; begin with initial_state(batch, source=[batch, length, "
+                f"{self.source_dim}])."
+            )
+        if source.dim() != 3 or source.shape[0] != batch or source.shape[2] != self.source_dim:
+            raise KinformerError(
+                f"source has the shape {tuple(source.shape)}, expected [{batch}, length, {self.source_dim}]."
+            )
+        if source_valid is None:
+            source_valid = torch.ones(source.shape[:2], dtype=torch.bool, device=source.device)
+        kv = self.key_value(select_valid(source, source_valid)).to(device, dtype or activation_dtype(self.out.weight))
+        k, v = kv.view(batch, source.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        return CrossState(k, v, source_valid[:, None].to(kv.device))  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
+        return source_length * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1)
+
+    def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
+        x = select_valid(chunk.x, chunk.valid)
+        q = self.query(x).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        seen = state.valid[:, None]
+        some = seen.any(dim=-1, keepdim=True)
+        y = scaled_dot_product_attention(q, state.k.to(q.dtype), state.v.to(q.dtype), attn_mask=seen | ~some)
+        y = torch.where(some, y, y.new_zeros(()))
+        return select_valid(self.out(merge_heads(y)), chunk.valid), state

@@ -1,0 +1,29 @@
+"""1D local attention of the Image Transformer (Parmar et al. 2018, section 3.3): this block and the one before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import PatternConfig
+from kinformer.core.pattern import Pattern
+from kinformer.patterns.blocks import Blocks
+from kinformer.patterns.causal import Causal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image1D(PatternConfig):
+    """The earlier tokens of the own block and the whole block before it: between block + 1 and 2 * block keys.
+
+    It asks nothing of the positions but their order, so it serves text as well.
+    """
+
+    kind = "image_1d"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise KinformerError(f"block must be 1 pixel or more, but is {self.block}.")
+
+    def build(self) -> Pattern:
+        return Causal() & Blocks(self.block, back=1)

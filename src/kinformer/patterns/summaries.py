@@ -1,0 +1,65 @@
+"""Summary columns of the Sparse Transformer (Child et al. 2019, section 4.3): the same few keys of every segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import PatternConfig
+from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
+
+
+@dataclass(frozen=True)
+class Summaries(Pattern):
+    """low <= k mod segment < high, for every query."""
+
+    segment: int
+    low: int
+    high: int
+
+    ahead = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PatternConfig):
+        """``summary`` keys of every ``segment``: the last ones, or with ``skip`` those that end so many slices before.
+
+        All queries see them: a decoder takes it in an ``intersection`` with ``causal``.
+        """
+
+        kind = "summaries"
+        segment: int = 128
+        summary: int = 8
+        skip: int = 0
+
+        def __post_init__(self) -> None:
+            if self.summary < 1 or self.skip < 0 or (self.skip + 1) * self.summary > self.segment:
+                raise KinformerError(
+                    f"a slice of {self.summary} keys after {self.skip} others, from the end, does not fit into a "
+                    f"segment of {self.segment}; choose a smaller summary or skip."
+                )
+
+        def build(self) -> Summaries:
+            high = self.segment - self.skip * self.summary
+            return Summaries(self.segment, high - self.summary, high)
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        place = k % self.segment
+        return ((place >= self.low) & (place < self.high)) | (q != q)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        step = boxes.step
+        if step % self.segment == 0:
+            place = boxes.k_low % self.segment
+            return np.where((place >= self.low) & (place < self.high), ALL, NONE).astype(np.int8)
+        found = self._below(boxes.k_high + 1) - self._below(boxes.k_low)
+        every = found == boxes.k_high - boxes.k_low + 1
+        return np.where(every, ALL, np.where(found > 0, SOME, NONE)).astype(np.int8)
+
+    def _below(self, end: Ints) -> Ints:
+        """How many summary keys lie before ``end``."""
+        return end // self.segment * (self.high - self.low) + (end % self.segment - self.low).clip(
+            0, self.high - self.low
+        )

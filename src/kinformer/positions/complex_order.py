@@ -1,0 +1,72 @@
+"""Complex-order embeddings (Wang et al. 2020, Encoding word order in complex embeddings, section 3.2).
+
+    token j at position p  ->  r_j e^{i (w_j p + t_j)},   given as [r_j cos(w_j p + t_j); r_j sin(w_j p + t_j)]
+
+A token's amplitudes r are its meaning; its frequencies w say how fast its features turn with its position, t with what
+phase they begin. ``sharing`` tells who has a frequency in common: ``none`` gives every token one per feature,
+``features`` every token one for all its features, ``tokens`` every feature one for all tokens. Angles are computed in
+float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import EmbeddingConfig
+
+
+class ComplexOrder(nn.Embedding):
+    """(tokens, positions) [batch, time] -> [batch, time, dim], real parts first: dim / 2 complex features.
+
+    ``weight`` [vocab, dim / 2] are the amplitudes. Frequencies begin as base^(-2 floor(k / 2) / (dim / 2)), for all
+    tokens alike, and are learned as ``offset`` from there, so that weight decay does not draw them to zero.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EmbeddingConfig):
+        kind = "complex_order"
+        sharing: Literal["none", "features", "tokens"] = "none"
+        phase: bool = False  # learn a first phase too, shared as the frequencies are; it begins at 0
+        base: float = 10000.0
+
+        def __post_init__(self) -> None:
+            if not self.base > 1:
+                raise KinformerError(f"base must be above 1, but is {self.base:g}.")
+
+        def build(self, vocab_size: int, dim: int) -> ComplexOrder:
+            if dim % 2:
+                raise KinformerError(f"complex embeddings need an even width, but the width is {dim}; change dim.")
+            return ComplexOrder(self, vocab_size, dim)
+
+    def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim // 2)
+        self.base = config.base
+        rows = 1 if config.sharing == "tokens" else vocab_size
+        columns = 1 if config.sharing == "features" else dim // 2
+        self.offset = nn.Parameter(torch.zeros(rows, columns))
+        self.phase = nn.Parameter(torch.zeros(rows, columns)) if config.phase else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        amplitude = super().forward(tokens)
+        angle = (self._first(tokens.device) + self._of(self.offset, tokens)) * positions[..., None]
+        if self.phase is not None:
+            angle = angle + self._of(self.phase, tokens)
+        numbers = torch.promote_types(amplitude.dtype, torch.float32)
+        angle = angle.remainder(2 * math.pi).to(numbers)
+        turned = (amplitude * turn.to(amplitude.dtype) for turn in (angle.cos(), angle.sin()))
+        return torch.cat([*turned], dim=-1)
+
+    def _first(self, device: torch.device) -> Tensor:
+        """The frequencies that all begin with, [dim / 2 or 1] float64: one for all features is the first of them."""
+        index = torch.arange(self.offset.shape[1], device=device, dtype=torch.float64)
+        return self.base ** (-2 * (index / 2).floor() / self.embedding_dim)
+
+    def _of(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """The tokens' rows of ``table``, in float64."""
+        return (table[0] if table.shape[0] == 1 else nn.functional.embedding(tokens, table)).double()

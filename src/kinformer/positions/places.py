@@ -1,0 +1,30 @@
+"""Where an encoding of positions may stand: at the tokens of a model, or inside the attention of a mixer."""
+
+from __future__ import annotations
+
+from kinformer.core.config import describe
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import Position, PositionConfig
+
+
+class AtTokens(PositionConfig):
+    """Of an encoding that is added to token embeddings; a mixer refuses it."""
+
+    def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
+        raise KinformerError(
+            f"{describe(self)} is added to token embeddings, but was given to a mixer; set it as the model's position, "
+            "and the mixer's to none or to one that acts on attention (rope, alibi, shaw, t5, xl)."
+        )
+
+
+class InAttention(PositionConfig):
+    """Of an encoding that acts on the scores of a mixer's heads (``build_heads``); a model refuses it."""
+
+    def build(self, dim: int) -> Position:
+        raise KinformerError(
+            f"{describe(self)} acts inside attention, but was given to the model; set it as layers.*.mixer.position, "
+            "and the model's position to none."
+        )
+
+    def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
+        raise NotImplementedError

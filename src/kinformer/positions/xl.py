@@ -1,0 +1,136 @@
+"""Transformer-XL's relative positions (Dai et al. 2019, section 3.3).
+
+    score(i, j) = ((q_i + u) . k_j + (q_i + v) . W_R R_{i-j}) / sqrt(head_dim)
+
+R_d is a sinusoid of the model's width, all sines before all cosines. Queries are handed on as q + u, so that a distance
+moves every key by W_R R_d and every score by (v - u) . W_R R_d / sqrt(head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.autocast import autocast_dtype
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import Position, Relative
+from kinformer.positions.places import InAttention
+
+
+class Biases(nn.Module):
+    """``content`` (the paper's u) and ``position`` (its v), [heads, head_dim]; ``shared``: one pair for all layers."""
+
+    def __init__(self, config: TransformerXL.Config, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.config, self.shared = config, config.share_biases
+        self.content = nn.Parameter(torch.randn(num_heads, head_dim) * 0.02)
+        self.position = nn.Parameter(torch.randn(num_heads, head_dim) * 0.02)
+
+
+class TransformerXL(Position):
+    """W_R is each layer's own; u and v are those of all layers, as in the authors' PyTorch code, or each layer's own.
+
+    Beyond ``clamp`` distances are told apart no more (None: they always are).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(InAttention):
+        kind = "xl"
+        clamp: int | None = None
+        share_biases: bool = True
+        base: float = 10000.0
+
+        def __post_init__(self) -> None:
+            if self.clamp is not None and self.clamp < 1:
+                raise KinformerError(f"clamp must be 1 or more, or none, but is {self.clamp}.")
+
+        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> TransformerXL:
+            if dim % 2:
+                raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
+            return TransformerXL(self, dim, num_heads, head_dim)
+
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.config, self.dim, self.shape = config, dim, (num_heads, head_dim)
+        self.projection = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.biases = Biases(config, num_heads, head_dim)
+        self._recent: _Rows | None = None
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return q + self.biases.content[:, None].to(q.dtype), k
+
+    def relative(self, lowest: int, highest: int) -> Relative | None:
+        if self.config.clamp is not None:
+            highest = min(highest, self.config.clamp - 1)
+        if highest < lowest:
+            return None
+        keys, bias = self._rows(lowest, highest)
+        return Relative(lowest, bias=bias, keys=keys)
+
+    def _rows(self, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
+        """:meth:`_project`; without gradients, rows that were made by the present weights are used again."""
+        if torch.compiler.is_compiling():
+            return self._project(lowest, highest)
+        weights = (self.projection.weight, self.biases.content, self.biases.position)
+        if lowest < 0 or torch.is_grad_enabled() or any(w.is_meta or w.is_inference() for w in weights):
+            self._recent = None
+            return self._project(lowest, highest)
+        rows = self._recent
+        if rows is None or not rows.made_by(weights):
+            rows = _Rows.of(weights, *self._project(0, highest))
+        if (count := rows.keys.shape[1]) <= highest:
+            rows = rows.followed_by(*self._project(count, max(highest, 2 * count)))
+        self._recent = rows
+        return rows.keys[:, lowest : highest + 1], rows.bias[:, lowest : highest + 1]
+
+    def _project(self, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
+        """Keys [heads, n, head_dim] and biases [heads, n] of the distances ``lowest .. highest``.
+
+        With a clamp they are told relative to the farthest: a constant per query, which softmax does not see.
+        """
+        weight, (heads, head_dim) = self.projection.weight, self.shape
+        distance = torch.arange(lowest, highest + 1, device=weight.device)
+        if self.config.clamp is not None:
+            distance = torch.cat([distance, distance.new_tensor([self.config.clamp])])
+        keys = self.projection(sinusoids(distance, self.dim, self.config.base).to(weight.dtype))
+        keys = keys.view(-1, heads, head_dim).transpose(0, 1)
+        if self.config.clamp is not None:
+            keys = keys[:, :-1] - keys[:, -1:]
+        offset = (self.biases.position - self.biases.content) * head_dim**-0.5
+        return keys, (keys @ offset.to(keys.dtype)[..., None])[..., 0]
+
+
+def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
+    """[n, dim] float64: sin(distance / base^(2i / dim)) for all i, then the cosines."""
+    index = torch.arange(0, dim, 2, device=distance.device, dtype=torch.float64)
+    angles = distance[:, None] * base ** (-index / dim)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class _Rows(NamedTuple):
+    """Projected rows of the distances 0, 1, ..., and what they were made by; holding the weights keeps their
+    addresses from being given to others."""
+
+    keys: Tensor
+    bias: Tensor
+    weights: tuple[Tensor, ...]
+    stamp: tuple[object, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], keys: Tensor, bias: Tensor) -> _Rows:
+        return cls(keys, bias, tuple(weight.detach() for weight in weights), _stamp(weights))
+
+    def made_by(self, weights: Sequence[Tensor]) -> bool:
+        return self.stamp == _stamp(weights)
+
+    def followed_by(self, keys: Tensor, bias: Tensor) -> _Rows:
+        return self._replace(keys=torch.cat([self.keys, keys], 1), bias=torch.cat([self.bias, bias], 1))
+
+
+def _stamp(weights: Sequence[Tensor]) -> tuple[object, ...]:
+    places = [(weight.data_ptr(), weight._version, weight.dtype, weight.device) for weight in weights]
+    return (*places, autocast_dtype(weights[0].device))

@@ -1,0 +1,147 @@
+"""The Macaron layer: that of its authors, with the same weights, and the standard layer in its limit.
+
+The golden arrays were computed by macaron-net 3a84e7a332, whose attention takes the softmax in float32. Its encoder
+layer reads both sides, and its decoder layer has attention to a source: stand-ins for the mixer do that here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.macaron import MacaronLayer
+from kinformer.blocks.residual import ResidualLayer
+from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.parts import merge_heads
+from kinformer.mixers.softmax import SoftmaxAttention
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "macaron.npz"
+DIM, HEADS, LIMIT = 12, 2, 1e-6
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays}
+
+
+def part(golden, prefix):
+    return {name.removeprefix(prefix): value for name, value in golden.items() if name.startswith(prefix)}
+
+
+def attend(weights, queries, keys, seen=None):
+    """Multi-head attention of ``queries`` to the ``seen`` of ``keys`` [batch, time, dim], one matrix for q, k and v."""
+    joined, bias = weights["in_proj_weight"].split(DIM), weights["in_proj_bias"].split(DIM)
+    q, k, v = (
+        (x @ matrix.T + offset).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for x, matrix, offset in zip((queries, keys, keys), joined, bias, strict=True)
+    )
+    y = merge_heads(scaled_dot_product_attention(q, k, v, None if seen is None else seen[:, None, None]))
+    return y @ weights["out_proj.weight"].T + weights["out_proj.bias"]
+
+
+class StandIn(CausalMixer):
+    """``function(x)`` as a mixer without a state."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def initial_state(self, batch, *, device=None, dtype=None):
+        return ()
+
+    def forward(self, chunk, state):
+        return self.function(chunk.x), state
+
+
+def load_feed_forward(layer, name, first, second):
+    """``first`` and ``second`` are (weight, bias); units that the layer has more are switched off."""
+    module = getattr(layer, name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+        units = len(first[1])
+        module.up.weight[:units], module.up.bias[:units] = first
+        module.down.weight[:, :units], module.down.bias[:] = second
+
+
+def built(wiring, hidden, weights, norms):
+    """A layer with the feed-forwards and norms of the authors' layer."""
+    config = MacaronLayer.Config(
+        mixer=SoftmaxAttention.Config(num_heads=HEADS),
+        feed_forward=MLP.Config(hidden=hidden, activation="relu"),
+        wiring=wiring,
+    )
+    layer = config.build(DIM).double()
+    for name, prefix in (("first_feed_forward", "macaron_"), ("feed_forward", "")):
+        pairs = ((weights[f"{prefix}{each}.weight"], weights[f"{prefix}{each}.bias"]) for each in ("fc1", "fc2"))
+        load_feed_forward(layer, name, *pairs)
+    for name, theirs in zip(("first_norm", "mixer_norm", "feed_forward_norm"), norms, strict=True):
+        getattr(layer, name).load_state_dict({kind: weights[f"{theirs}.{kind}"] for kind in ("weight", "bias")})
+    return layer
+
+
+def test_post_norm_is_the_authors_encoder_layer(golden):
+    weights = part(golden, "enc.")
+    layer = built("post", 16, weights, ("layer_norms.2", "layer_norms.0", "layer_norms.1"))
+    layer.mixer = StandIn(lambda x: attend(part(weights, "self_attn."), x, x))
+    y, _ = layer(Chunk(golden["src"].transpose(0, 1)), ((),))
+    assert (y - golden["enc_out_nopad"].transpose(0, 1)).abs().max() < LIMIT
+
+
+def test_pre_norm_is_the_authors_decoder_layer(golden):
+    """Self-attention is our mixer; attention to the source follows it inside the stand-in."""
+    weights = part(golden, "dec.")
+    layer = built("pre", 19, weights, ("macaron_layer_norm", "self_attn_layer_norm", "final_layer_norm"))
+    own = layer.mixer
+    own.projection.qkv.load_state_dict({kind: weights[f"self_attn.in_proj_{kind}"] for kind in ("weight", "bias")})
+    own.out.load_state_dict({kind: weights[f"self_attn.out_proj.{kind}"] for kind in ("weight", "bias")})
+    norm = nn.LayerNorm(DIM).double()
+    norm.load_state_dict({kind: weights[f"encoder_attn_layer_norm.{kind}"] for kind in ("weight", "bias")})
+    source, entered = golden["enc_out"].transpose(0, 1), []
+
+    def both(x):
+        y, _ = own(Chunk(x), own.initial_state(x.shape[0]))
+        return y + attend(part(weights, "encoder_attn."), norm(entered[-1] + y), source, ~golden["src_padding"])
+
+    layer.mixer_norm.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+    layer.mixer = StandIn(both)
+    y, _ = layer(Chunk(golden["tgt"].transpose(0, 1)), ((),))
+    assert len(entered) == 1
+    assert (y - golden["dec_out"].transpose(0, 1)).abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("wiring", ["pre", "post"])
+def test_without_its_first_half_and_with_its_second_doubled_it_is_the_standard_layer(wiring):
+    """In post-norm the first norm still acts, so the input is normed as it would be between layers."""
+    torch.manual_seed(0)
+    options = {"mixer": SoftmaxAttention.Config(num_heads=2), "wiring": wiring}
+    standard, layer = (
+        ResidualLayer.Config(**options).build(16).double(),
+        MacaronLayer.Config(**options).build(16).double(),
+    )
+    layer.load_state_dict(standard.state_dict(), strict=False)
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    x = x if wiring == "pre" else nn.functional.layer_norm(x, (16,), eps=0.0)
+    layer.first_norm.eps = 0.0
+    state = standard.initial_state(2)
+    with torch.no_grad():
+        want, _ = standard(Chunk(x), state)
+        assert (layer(Chunk(x), state)[0] - want).abs().max() > 1e-2
+        for parameter in layer.first_feed_forward.parameters():
+            parameter.zero_()
+        for parameter in layer.feed_forward.down.parameters():
+            parameter.mul_(2)
+        got, after = layer(Chunk(x), state)
+    assert (got - want).abs().max() < 1e-12
+    assert len(after) == 1 and after[0].k.shape[2] == 9
+
+
+def test_the_half_step_comes_after_dropout():
+    layer = MacaronLayer.Config(mixer=SoftmaxAttention.Config(num_heads=2), dropout=0.5).build(16)
+    x, y = torch.zeros(1, 4, 16), torch.ones(1, 4, 16)
+    assert set(layer._add(x, y, layer.first_norm, 0.5).unique().tolist()) == {0.0, 1.0}

@@ -1,0 +1,182 @@
+"""``kinformer draw``: the right cells, told and on the picture; files that are what their names say."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from kinformer.evaluation.panels import describe, grid, numbers, parts_of, raster, shares_of
+from kinformer.family.build import configure
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.image_2d import Image2D
+from kinformer.patterns.local import Local
+from kinformer.patterns.strided import Strided
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def drawn(cli, tmp_path, monkeypatch):
+    """Draws in an empty folder; returns what --json tells and the file's bytes."""
+    monkeypatch.chdir(tmp_path)
+
+    def draw(*arguments):
+        code, out, err = cli("draw", *arguments, "--json")
+        assert code == 0, err
+        told = json.loads(out)
+        return told, (tmp_path / told["out"]).read_bytes()
+
+    return draw
+
+
+def test_a_pattern_with_options(drawn):
+    told, data = drawn("local", "--set", "window=8", "--length", 40)
+    assert data.startswith(b"\x89PNG")
+    assert (told["kind"], told["out"], told["drawn"]) == ("pattern", "local.png", 1)
+    (panel,) = told["panels"]
+    assert panel["name"] == "local: window 8" and panel["causal"]
+    assert (panel["length"], panel["tokens_per_cell"]) == (40, 1)
+    assert panel["allowed_pairs"] == sum(min(8, query + 1) for query in range(40))
+
+
+def test_an_expression(drawn):
+    inner = [{"kind": "local", "window": 3}, {"kind": "columns", "stride": 5}]
+    told, _ = drawn(json.dumps({"kind": "union", "patterns": inner}), "--length", 20, "--out", "union.png")
+    pattern = Local(behind=2) | Strided(stride=5, part="columns").build()
+    index = torch.arange(20)
+    assert told["panels"][0]["allowed_pairs"] == int(pattern.allowed(index[:, None], index[None]).sum())
+    assert told["panels"][0]["name"] == "local: window 3 | columns: stride 5"
+
+
+def test_svg_by_the_ending_and_the_same_every_time(drawn):
+    _, first = drawn("alibi", "--recipe", "tiny", "--out", "deep/alibi.svg")
+    _, again = drawn("alibi", "--recipe", "tiny", "--out", "deep/alibi.svg")
+    assert b"<svg" in first[:600] and first == again
+
+
+def test_a_member_before_a_kind_of_the_same_name(drawn):
+    member, _ = drawn("local", "--recipe", "tiny")
+    assert member["kind"] == "member" and member["panels"][0]["place"] == "layers 1\N{EN DASH}2"
+    assert drawn("local", "--pattern")[0]["kind"] == "pattern"
+    assert drawn("alibi", "--position")[0]["kind"] == "position"
+    assert drawn("alibi")[0]["kind"] == "member"
+
+
+def test_layers_and_heads_that_differ_are_shown_once_each(drawn):
+    per_head = {"kind": "per_head", "patterns": [{"kind": "causal"}, {"kind": "local", "window": 4}]}
+    changes = ("--set", "layers=4", "--set", f"layers.1.mixer.pattern={json.dumps(per_head)}")
+    told, _ = drawn("gpt", "--recipe", "tiny", *changes)
+    patterns = [(each["place"], each["name"]) for each in told["panels"] if each["panel"] == "pattern"]
+    assert patterns == [
+        ("layers 1, 3, 4", "causal"),
+        ("layer 2, head 1", "causal"),
+        ("layer 2, head 2", "local: window 4"),
+    ]
+    chosen, _ = drawn("gpt", "--recipe", "tiny", *changes, "--layer", 2, "--head", 2)
+    assert [(each["place"], each["name"]) for each in chosen["panels"]] == [("layer 2, head 2", "local: window 4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "panels"),
+    [
+        ("sinusoidal", [("heat", "sinusoidal")]),
+        ("rope", [("heat", "rope\na feature times itself")]),
+        ("alibi", [("curve", "alibi\nadded to the score")]),
+        ("t5", [("curve", "t5\nadded to the score")]),
+        ("distance_aware", [("curve", "distance aware\nmultiplies the score")]),
+        ("shaw", [("heat", "shaw\nadded to keys"), ("heat", "shaw\nadded to values")]),
+        ("xl", [("curve", "xl\nadded to the score"), ("heat", "xl\nadded to keys of head 1")]),
+        ("complex_order", [("heat", "complex order\none token at every position")]),
+    ],
+)
+def test_encodings_of_positions(drawn, name, panels):
+    told, _ = drawn(name, "--position", "--length", 40)
+    assert [(each["panel"], each["name"]) for each in told["panels"]] == panels
+
+
+def test_what_mixers_without_a_pattern_see_is_measured(drawn):
+    told, _ = drawn("linear-transformer", "--recipe", "tiny", "--length", 12)
+    assert told["panels"][0]["name"] == "linear: num heads 2\ninfluence on the output"
+
+
+def test_a_trained_run(drawn, gpt_run):
+    told, _ = drawn(gpt_run)
+    assert told["kind"] == "run" and [each["panel"] for each in told["panels"]] == ["pattern", "heat"]
+
+
+def test_an_image_has_the_field_of_one_token(drawn):
+    sizes = ("height=8", "width=8", "block_height=4", "block_width=4", "flange_height=2", "flange_width=2")
+    changes = [word for size in sizes for word in ("--set", size)]
+    told, _ = drawn("image_2d", *changes)
+    assert [each["panel"] for each in told["panels"]] == ["pattern", "field"]
+    assert [each["panel"] for each in drawn("strided", "--image-width", 6)[0]["panels"]] == ["pattern", "field"]
+
+
+def test_cells_are_shares_of_pairs():
+    shares = shares_of(Local(behind=2), 4, 3)
+    index = torch.arange(12)
+    expected = Local(behind=2).allowed(index[:, None], index[None]).double().view(3, 4, 3, 4).mean(dim=(1, 3))
+    np.testing.assert_allclose(shares, expected.numpy())
+
+
+def test_the_scale_shows_structure():
+    assert grid(None, [Causal()]) == (1, 48)
+    assert grid(None, [Local(behind=7)]) == (1, 48)
+    tokens, cells = grid(None, [Causal(), Local(behind=255)])
+    assert cells == 48 and 256 < tokens * cells <= 8 * 256
+    assert grid(100, [Causal()]) == (2, 50)
+
+
+def test_a_raster_tells_where_every_position_stands():
+    pattern = Causal() & Image2D(height=4, width=4, block_height=2, block_width=2, flange_height=1, flange_width=1)
+    shape, cell = raster(pattern, None)
+    rows, columns = cell(torch.arange(16))
+    assert shape == (4, 4) and rows[:6].tolist() == [0, 0, 1, 1, 0, 0] and columns[:6].tolist() == [0, 1, 0, 1, 2, 3]
+    assert raster(Causal(), None) is None
+
+
+def test_parts_and_names():
+    config = configure("gpt", "tiny", set={"layers": 4, "layers.2.mixer.pattern": "local"})
+    assert [(each.part.kind, each.layers) for each in parts_of(config, "pattern")] == [
+        ("causal", (0, 1, 3)),
+        ("local", (2,)),
+    ]
+    assert [numbers("head", each) for each in ((0,), (0, 1, 2), (0, 2))] == [
+        "head 1",
+        "heads 1\N{EN DASH}3",
+        "heads 1, 3",
+    ]
+    assert describe(Strided(stride=4, part="columns")) == "strided: stride 4, part columns"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["lokal"], "'lokal' is not a member, a run folder, a pattern or a position to draw; did you mean 'local'"),
+        (["rope", "--pattern"], "'rope' is not a pattern to draw"),
+        (["local", "--pattern", "--position"], "--pattern and --position contradict"),
+        (["local", "--set", "windw=8"], "did you mean 'window'"),
+        (["local", "--set", "window=0"], "window must be 1 or more"),
+        (["documents"], "needs starts, which is missing"),
+        (["{kind"], "is not JSON"),
+        (['{"kind": "lokal"}'], "does not say what is to be drawn; did you mean 'local'"),
+        (["local", "--out", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg, but this one in '.pdf'"),
+        (["local", "--length", "0"], "--length is 0 but must be 1 or more"),
+        (["gpt", "--layer", "9"], "--layer 9: gpt (small) has 4 layers; give 1 to 4"),
+        (["none", "--position"], "none: has neither a pattern nor positions to draw"),
+    ],
+)
+def test_mistakes_are_one_sentence(cli, tmp_path, monkeypatch, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = cli("draw", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("kinformer: ") and told in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kinformer.evaluation.figure.find_spec", lambda name: None)
+    code, out, err = cli("draw", "local")
+    assert (code, out) == (2, "") and "pip install 'kinformer[plot]'" in err and err.count("\n") == 1

@@ -1,0 +1,75 @@
+"""Complex-order embeddings against the authors' code and against complex numbers."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.positions.complex_order import ComplexOrder
+
+
+def golden():
+    with np.load(Path(__file__).parents[1] / "golden" / "complex_order.npz", allow_pickle=False) as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays}
+
+
+def test_is_that_of_the_authors():
+    """Text classification (float64), whose positions count backwards to 0."""
+    arrays = golden()
+    embedding = ComplexOrder.Config().build(13, 16).double()
+    with torch.no_grad():
+        embedding.weight.copy_(arrays["w.src_word_emb.weight"])
+        embedding.offset.copy_(arrays["w.position_enc.weight"] - embedding._first(embedding.weight.device))
+        got = embedding(arrays["in.tokens"].mT, torch.arange(4, -1, -1).expand(2, 5))
+    want = torch.cat([arrays["out.embedding_real"], arrays["out.embedding_imag"]], -1)
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("phase", [False, True])
+@pytest.mark.parametrize(("sharing", "shape"), [("none", (7, 4)), ("features", (7, 1)), ("tokens", (1, 4))])
+def test_is_amplitude_times_wave(sharing, shape, phase):
+    torch.manual_seed(0)
+    embedding = ComplexOrder.Config(sharing=sharing, phase=phase).build(7, 8).double()
+    assert embedding.offset.shape == shape
+    first = torch.tensor([1.0] if shape[1] == 1 else [1.0, 1.0, 1e-2, 1e-2], dtype=torch.float64)
+    with torch.no_grad():
+        embedding.offset.normal_()
+        if phase:
+            embedding.phase.normal_()
+    tokens, positions = torch.randint(7, (2, 5)), torch.randint(1000, (2, 5))
+    rate = (first + embedding.offset).expand(7, 4)[tokens]
+    angle = rate * positions[..., None]
+    if phase:
+        angle = angle + embedding.phase.expand(7, 4)[tokens]
+    want = embedding.weight[tokens] * torch.exp(1j * angle)
+    got = torch.complex(*embedding(tokens, positions).chunk(2, -1))
+    assert (got - want).abs().max() < 1e-10
+
+
+def test_far_positions_are_exact_in_float32():
+    embedding = ComplexOrder.Config().build(3, 8)
+    with torch.no_grad():
+        embedding.offset.fill_(0.1)
+        embedding.weight.fill_(1.0)
+    far = 10**6 + 1
+    got = embedding(torch.tensor([[1]]), torch.tensor([[far]]))[0, 0]
+    rate = 1 + embedding.offset[1, 0].item()
+    assert float(got[0]) == pytest.approx(math.cos(rate * far), abs=1e-6)
+    assert float(got[4]) == pytest.approx(math.sin(rate * far), abs=1e-6)
+
+
+def test_weight_decay_pulls_frequencies_to_their_first_values():
+    embedding = ComplexOrder.Config().build(3, 8)
+    assert not embedding.offset.any()
+    assert set(dict(embedding.named_parameters())) == {"weight", "offset"}
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(KinformerError, match="even width, but the width is 7"):
+        ComplexOrder.Config().build(3, 7)
+    with pytest.raises(KinformerError, match="base must be above 1"):
+        ComplexOrder.Config(base=1.0)
