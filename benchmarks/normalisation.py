@@ -29,12 +29,13 @@ from torch.nn.functional import cross_entropy
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.blocks.norms import LayerNorm
 from kinformer.data import RandomWindows, open_corpus
-from kinformer.evaluation.figure import BLUE, GREEN, QUIET, RED, bare, figure
+from kinformer.evaluation.figure import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
 from kinformer.evaluation.figure import save as save_figure
 from kinformer.family.build import configure
 from kinformer.models.decoder import Decoder
 
 HEADS, EXAM = 4, 4
+TICKS = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
 COLOURS = {"pre": BLUE, "post": RED, "post, warm-up": GREEN}
 
 
@@ -124,59 +125,68 @@ def study_gradients(options: argparse.Namespace, sampler: RandomWindows) -> dict
 
 def draw(gradients: dict[str, Any], runs: list[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
     """Gradient norms by layer, those of the last layer by depth, and the losses of the training runs."""
-    with figure(11, 3.6) as drawn:
+    with figure(12, 3.8) as drawn:
         by_layer, by_depth, losses = drawn.subplots(1, 3)
-        _draw_layers(by_layer, gradients["norms"], options.depths)
+        _draw_layers(by_layer, gradients["norms"])
         _draw_depths(by_depth, gradients, options.depths)
         _draw_losses(losses, runs, options)
+        every = [value for of in gradients["norms"].values() for values in of.values() for value in values]
+        low, high = 0.8 * min(every), 1.25 * max(every)
+        ticks = [tick for tick in TICKS if low < tick < high]
+        for axes in (by_layer, by_depth):
+            axes.set(yscale="log", ylim=(low, high))
+            axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         for axes in (by_layer, by_depth, losses):
-            bare(axes, "left", "bottom")
+            axes.minorticks_off()
             axes.grid(alpha=0.25)
+            bare(axes, "left", "bottom")
         drawn.tight_layout(w_pad=2.0)
         save_figure(drawn, path)
     print(f"wrote {path}")
 
 
-def _draw_layers(axes: Any, norms: dict[str, dict[int, list[float]]], depths: Sequence[int]) -> None:
+def _draw_layers(axes: Any, norms: dict[str, dict[int, list[float]]]) -> None:
     for wiring, of in norms.items():
         for rank, (depth, values) in enumerate(of.items()):
-            strength = 0.35 + 0.65 * (rank + 1) / len(depths)
-            label = f"{wiring}-norm" if rank + 1 == len(depths) else None
-            style = {"color": COLOURS[wiring], "alpha": strength, "linewidth": 1.4, "label": label}
-            axes.plot(range(1, depth + 1), values, **style)
-            axes.annotate(str(depth), (depth, values[-1]), (3, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set(yscale="log", xlabel="layer, from below", ylabel="gradient norm of the last feed-forward weights")
-    axes.set_title("at initialisation, by layer (at lines' ends: depth)")
-    axes.legend(frameon=False)
+            deepest = rank + 1 == len(of)
+            strength, label = 0.35 + 0.65 * (rank + 1) / len(of), f"{wiring}-norm" if deepest else None
+            axes.plot(range(1, depth + 1), values, color=COLOURS[wiring], alpha=strength, linewidth=1.4, label=label)
+            axes.plot(depth, values[-1], "o", color=COLOURS[wiring], markersize=3)
+            offset = (0, 7 if wiring == "post" else -7)
+            axes.annotate(
+                str(depth), (depth, values[-1]), offset, textcoords="offset points", ha="center", va="center",
+                color=COLOURS[wiring], bbox={"color": PAPER, "pad": 0.4, "alpha": 0.8},
+            )  # fmt: skip
+    axes.set(xlabel="layer, from below", ylabel="gradient norm, last feed-forward weights")
+    axes.set_title("at the first weights, by layer (numbers: depth)")
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.6))
 
 
 def _draw_depths(axes: Any, gradients: dict[str, Any], depths: Sequence[int]) -> None:
     for wiring, of in gradients["norms"].items():
-        exponent = gradients["last_layer_exponent"][wiring]
         values = [of[depth][-1] for depth in depths]
-        label = f"{wiring}-norm: depth$^{{{exponent:.2f}}}$"
+        label = f"{wiring}-norm: about depth$^{{{gradients['last_layer_exponent'][wiring]:.2f}}}$"
         axes.plot(depths, values, marker="o", markersize=4, color=COLOURS[wiring], label=label)
-        if wiring == "pre":
-            theory = [values[0] * (depths[0] / depth) ** 0.5 for depth in depths]
-            axes.plot(depths, theory, color=QUIET, linestyle=":", label="theory: 1 / sqrt(depth), constant")
-        else:
-            axes.axhline(values[0], color=QUIET, linestyle=":", zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel="depth in layers")
+        power = 0.5 if wiring == "pre" else 0.0
+        theory = [values[-1] * (depths[-1] / depth) ** power for depth in depths]
+        name = "theory: 1 / sqrt(depth), and constant" if wiring == "post" else None
+        axes.plot(depths, theory, color=QUIET, linestyle=":", label=name, zorder=1)
+    axes.set(xscale="log", xlabel="depth in layers", ylabel="gradient norm, last feed-forward weights")
     axes.set_xticks(depths, [str(depth) for depth in depths])
-    axes.minorticks_off()
-    axes.set_title("at initialisation, the last layer")
-    axes.legend(frameon=False)
+    axes.set_title("at the first weights, the last layer")
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.62))
 
 
 def _draw_losses(axes: Any, runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
     named: set[str] = set()
     for run in runs:
-        label = None if run["name"] in named else run["name"].replace("pre", "pre-norm").replace("post", "post-norm")
-        named.add(run["name"])
+        name = f"{run['wiring']}-norm" + (f", warm-up of {run['warmup']} steps" if run["warmup"] else "")
         points = [(step, loss) for step, loss in run["curve"] if math.isfinite(loss)]
+        label = None if name in named else name
         axes.plot(*zip(*points, strict=True), color=COLOURS[run["name"]], linewidth=1.4, label=label)
-    axes.set(xlabel="step", ylabel="held-out loss (nats per byte)")
-    axes.set_title(f"{options.depth} layers, rate {options.rate:g}, no warm-up unless named")
+        named.add(name)
+    axes.set(xlabel="step", ylabel="held-out loss in nats per byte")
+    axes.set_title(f"{options.depth} layers in training, rate {options.rate:g}")
     axes.legend(frameon=False)
 
 

@@ -9,6 +9,7 @@ import torch
 from kinformer.evaluation.panels import describe, grid, numbers, parts_of, raster, shares_of
 from kinformer.family.build import configure
 from kinformer.patterns.causal import Causal
+from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
@@ -37,7 +38,7 @@ def test_a_pattern_with_options(drawn):
     (panel,) = told["panels"]
     assert panel["name"] == "local: window 8" and panel["causal"]
     assert (panel["length"], panel["tokens_per_cell"]) == (40, 1)
-    assert panel["allowed_pairs"] == sum(min(8, query + 1) for query in range(40))
+    assert panel["allowed_pairs"] == sum(min(8, query + 1) for query in range(40)) < panel["computed_pairs"] < 40**2
 
 
 def test_an_expression(drawn):
@@ -100,9 +101,12 @@ def test_what_mixers_without_a_pattern_see_is_measured(drawn):
     assert told["panels"][0]["name"] == "linear: num heads 2\ninfluence on the output"
 
 
-def test_a_trained_run(drawn, gpt_run):
+def test_a_trained_run(drawn, gpt_run, make_run):
     told, _ = drawn(gpt_run)
     assert told["kind"] == "run" and [each["panel"] for each in told["panels"]] == ["pattern", "heat"]
+    assert [each["panel"] for each in drawn(make_run("t5"))[0]["panels"]] == ["pattern", "curve"]
+    learned = [each["place"] for each in drawn(make_run("da-transformer"))[0]["panels"] if each["panel"] == "curve"]
+    assert learned == ["layer 1", "layer 2"]
 
 
 def test_an_image_has_the_field_of_one_token(drawn):
@@ -148,6 +152,11 @@ def test_parts_and_names():
         "heads 1, 3",
     ]
     assert describe(Strided(stride=4, part="columns")) == "strided: stride 4, part columns"
+    either = Union(patterns=(Local.Config(window=2), Strided(stride=4)))
+    both = Intersection(patterns=(either, Causal.Config(), Complement(pattern=either)))
+    assert (
+        describe(both) == "(local: window 2 | strided: stride 4) & causal & not (local: window 2 | strided: stride 4)"
+    )
 
 
 @pytest.mark.parametrize(

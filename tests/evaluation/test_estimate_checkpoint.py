@@ -52,8 +52,9 @@ def test_activations_are_the_most_that_is_alive(config, batch, length):
     assert activations(config, length=length, batch=batch) == pytest.approx(want, rel=0.15)
 
 
-def test_activations_under_autocast():
-    config = CONFIGS["gpt"]
+@pytest.mark.parametrize("depth", [1, 5, 12])
+def test_activations_under_autocast(depth):
+    config = CONFIGS["gpt"].replace(layers=CONFIGS["gpt"].layers[:1] * depth)
     want = alive(config, 4, 100, autocast=True)
     assert activations(config, length=100, batch=4, precision="bf16-mixed") == pytest.approx(want, rel=0.15)
 

@@ -93,6 +93,25 @@ def test_hermitian_scores_of_waves_depend_on_distance_alone(conjugate):
     assert ((here - there).abs().max() < 1e-9) == conjugate
 
 
+def test_without_imaginary_parts_scores_are_absolute_values():
+    torch.manual_seed(0)
+    config = SoftmaxAttention.Config(
+        num_heads=2, projection=Complex.Config(bias=False), score=Modulus.Config(), bias=False
+    )
+    mixer = config.build(16).double()
+    real, imaginary = torch.randn(2, 2, 7, 8, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, v = mixer.projection.qkv[0](real).view(2, 7, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        hidden = ~torch.ones(7, 7, dtype=torch.bool).tril()
+        weights = ((q @ k.mT).abs() / 4**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        want = mixer.out.parts[0]((weights @ v).transpose(1, 2).flatten(2))
+        for share in (0.0, 0.1):
+            x = torch.cat([real, share * imaginary], -1)
+            y, _ = mixer(Chunk(x), mixer.initial_state(2, dtype=x.dtype))
+            gap = (y - torch.cat([want, torch.zeros_like(want)], -1)).abs().max()
+            assert gap < 1e-9 if share == 0 else gap > 1e-3
+
+
 def test_parts_have_their_own_weights_unless_shared():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)

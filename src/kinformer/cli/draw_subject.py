@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from kinformer.evaluation.panels import (
     pattern_panel,
     raster,
 )
+from kinformer.kernels.block_sparse import explain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kinformer.cli.draw import Options
     from kinformer.models.decoder import Decoder
 
+TITLE = 36
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
 
 
@@ -53,7 +55,10 @@ class Subject:
         options, panels = self.options, list[Panel]()
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
-            panels.append(pattern_panel(pattern, name, place, tokens, cells))
+            panel = pattern_panel(pattern, name, place, tokens, cells)
+            if panel.causal:
+                panel = replace(panel, computed_pairs=round(explain(pattern, panel.length).computed))
+            panels.append(panel)
             if (image := raster(pattern, options.image_width)) is not None:
                 panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
         for mixer, name, place, dim in self.others:
@@ -91,9 +96,9 @@ def _parts(options: Options) -> dict[str, type[Config]]:
     """Kind to config class of all that can be drawn by itself, or of what an option says; patterns go first."""
     from kinformer.family.kinds import kinds
 
-    slots = ("pattern",) if options.pattern else ("position", "embedding")
+    slots = ["pattern"] if options.pattern else ["position", "embedding"]
     if not (options.pattern or options.position):
-        slots = ("position", "embedding", "pattern")
+        slots.append("pattern")
     return {kind: part for slot in slots for kind, part in kinds().get(slot, {}).items()}
 
 
@@ -110,7 +115,7 @@ def _expression(options: Options) -> Subject:
         data = json.loads(options.subject)
     except json.JSONDecodeError as error:
         raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
-    if data.get("kind") not in (table := _parts(options)):
+    if str(data.get("kind")) not in (table := _parts(options)):
         raise KinformerError(
             f"{options.subject}: does not say what is to be drawn; {nearest(str(data.get('kind')), table)}"
         )
@@ -124,12 +129,18 @@ def _part(options: Options, data: dict[str, Any]) -> Subject:
     slot, changes = _parts(options)[data["kind"]].slot, overrides(options.set)
     own = {name: value for name, value in changes.items() if "." not in name}
     inner = {path: value for path, value in changes.items() if "." in path}
-    base = {"pattern": PatternConfig, "position": PositionConfig, "embedding": EmbeddingConfig}[slot]
-    config = override(from_dict(base, data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
-    subject = Subject(kind="pattern" if slot == "pattern" else "position", title=describe(config), options=options)
+    bases: dict[str, type[Config]] = {
+        "pattern": PatternConfig,
+        "position": PositionConfig,
+        "embedding": EmbeddingConfig,
+    }
+    config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
+    told = describe(config)
+    title = told if len(told) <= TITLE else config.kind.replace("_", " ")
+    subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
-    elif config.kind != "none":
+    elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
         subject.encodings.append(_alone(config))
     return subject
 
@@ -169,15 +180,15 @@ def _model(kind: str, title: str, config: Decoder.Config, model: Decoder | None,
     subject = Subject(kind=kind, title=title, options=options)
     for placed in _chosen(parts_of(config, "pattern"), options):
         subject.patterns.extend(_heads(placed, options))
-    for placed in _chosen(parts_of(config, "position"), options):
+    for placed in _apart(_chosen(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
             subject.encodings.append(_encoding(placed, config, model))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
         embedding = placed.part.build(config.vocab_size, config.dim) if model is None else model.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
-    for placed in _chosen(parts_of(config, "mixer"), options):
+    for placed in _apart(_chosen(parts_of(config, "mixer"), options), model):
         if not hasattr(placed.part, "pattern"):
-            mixer = model.get_submodule(placed.path) if model is not None else placed.part.build(config.dim)
+            mixer = placed.part.build(config.dim) if model is None else _at(model, placed.path)
             subject.others.append((mixer, describe(placed.part), _place(placed), config.dim))
     return subject
 
@@ -188,6 +199,22 @@ def _chosen(found: list[Placed], options: Options) -> list[Placed]:
         return found
     layer = options.layer - 1
     return [Placed(each.part, each.owner, each.path, (layer,)) for each in found if layer in (each.layers or ())]
+
+
+def _apart(found: list[Placed], model: Decoder | None) -> list[Placed]:
+    """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
+    apart = []
+    for placed in found:
+        layers = placed.layers or ()
+        paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
+        modules = [] if model is None else [_at(model, path) for path in paths]
+        if len(set(map(id, modules))) > 1 and any(True for _ in modules[0].parameters()):
+            apart += [
+                Placed(placed.part, placed.owner, path, (layer,)) for path, layer in zip(paths, layers, strict=True)
+            ]
+        else:
+            apart.append(placed)
+    return apart
 
 
 def _heads(placed: Placed, options: Options) -> list[tuple[Pattern, str, str]]:
@@ -210,11 +237,19 @@ def _encoding(placed: Placed, config: Decoder.Config, model: Decoder | None) -> 
         return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
     owner = placed.owner
     head_dim = owner.head_dim or config.dim // owner.num_heads
-    if model is not None:
-        position = model.get_submodule(placed.path)
-    else:
+    if model is None:
         position = placed.part.build_heads(config.dim, owner.num_heads, head_dim)
-    return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)  # type: ignore[arg-type]
+    else:
+        position = _at(model, placed.path)
+    return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
+
+
+def _at(model: Decoder, path: str) -> Any:
+    """The module that a part of the config at ``path`` became."""
+    found: Any = model
+    for name in path.split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return found
 
 
 def _one_token(embedding: nn.Module, config: Config) -> Encoding:

@@ -82,10 +82,10 @@ def _paint(axes: Any, panel: Panel) -> None:
 
 
 def _title(panel: Panel, title: str) -> list[str]:
-    """Where the panel's part stands, and what it is unless the figure's title says so; at most three lines."""
+    """Where the panel's part stands, and what it is unless the figure's title says so; at most four lines."""
     parts = [part for part in panel.name.split("\n") if part != title]
     lines = [line for part in parts for line in wrap(part, 44)]
-    return ([panel.place] if panel.place else []) + (lines if len(lines) < 3 else [lines[0], f"{lines[1]} ..."])
+    return ([panel.place] if panel.place else []) + (lines if len(lines) < 4 else [*lines[:2], f"{lines[2]} ..."])
 
 
 def _tops(panel: Panel) -> bool:

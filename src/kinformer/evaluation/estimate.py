@@ -70,11 +70,9 @@ def estimate(
     costs = _costs(config, model, batch, length, precision)
     rows = _table(config, model, costs)
     if is_checkpointed(config):
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        distinct = config.replace(layers=tuple(dict.fromkeys(config.layers)))
-        further = _state(config, model, batch, length, dtype) - _state(distinct, model, batch, length, dtype)
+        handed = _handed_on(config, model, batch, length, precision)
         held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
-        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, further), len(config.layers))
+        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, handed), len(config.layers))
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -196,6 +194,18 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
             )
         )
     return [row for row in rows if row.parameters or row.flops_forward or row.flops_backward or row.activation_bytes]
+
+
+def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
+    """Bytes that layers beyond the first of each kind leave until the loss is known: states, and autocast's copies."""
+    single = config.replace(layers=tuple(dict.fromkeys(config.layers)))
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    whole, part = (_state(each, model, batch, length, dtype) for each in (config, single))
+    if precision == "fp32":
+        return whole - part
+    with torch.device("meta"):
+        own = sum(parameter.numel() for parameter in single.build().parameters())
+    return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - own)
 
 
 def _with_checkpoints(rows: list[Part], held: int, depth: int) -> list[Part]:

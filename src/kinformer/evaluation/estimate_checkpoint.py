@@ -78,12 +78,12 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
     return {("held", "loss"): at_loss, ("held", "backward"): live.most}
 
 
-def held_bytes(config: Any, held: Mapping[str, int], tokens: int, further_states: int) -> int:
+def held_bytes(config: Any, held: Mapping[str, int], tokens: int, handed: int) -> int:
     """Bytes at the highest moment of a step of the whole model.
 
-    held: of the model of distinct layers, at the ``loss`` and at most in the ``backward``. tokens: batch * length. A
-    further layer keeps its input (the residual stream is float32 also under autocast), and its state until the loss is
-    known; further_states: bytes of those.
+    held: of the model of distinct layers, at the ``loss`` and at most in the ``backward``. tokens: batch * length.
+    handed: what further layers leave until the loss is known; they keep their inputs until their backward (the residual
+    stream is float32 also under autocast).
     """
     further = FLOAT * tokens * config.dim * (len(config.layers) - len(set(config.layers)))
-    return further + max(held["loss"] + further_states, held["backward"])
+    return further + max(held["loss"] + handed, held["backward"])

@@ -29,7 +29,10 @@ SPARSE, SPARSER = 0.5, 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class PatternPanel:
-    """``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key."""
+    """``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key.
+
+    Of the ``allowed_pairs`` among ``length`` tokens, ``computed_pairs`` is how many the executor works on, if known.
+    """
 
     place: str
     name: str
@@ -38,6 +41,7 @@ class PatternPanel:
     causal: bool
     length: int
     allowed_pairs: int
+    computed_pairs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,16 +231,20 @@ def _inside(pattern: Pattern) -> Iterator[Any]:
 
 def describe(config: Config) -> str:
     """A part in words: ``local: window 8``, ``strided: stride 8 | local: window 4``; what is as always is left out."""
-    inner = [describe(each) for each in getattr(config, "patterns", ())]
+    inner = [_inner(each) for each in getattr(config, "patterns", ())]
     name = config.kind.replace("_", " ")
     if config.kind in ("union", "intersection"):
         return (" | " if config.kind == "union" else " & ").join(inner)
     if config.kind == "complement":
-        return f"not {describe(config.pattern)}"  # type: ignore[attr-defined]
+        return f"not {_inner(config.pattern)}"  # type: ignore[attr-defined]
     if inner:
         return name
     told = [_option(field, getattr(config, field.name), config) for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     return ": ".join(filter(None, [name, ", ".join(filter(None, told))]))
+
+
+def _inner(config: Config) -> str:
+    return f"({describe(config)})" if config.kind in ("union", "intersection") else describe(config)
 
 
 def _option(field: Any, value: Any, config: Config) -> str:

@@ -96,12 +96,11 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
         axes.annotate(names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], **style)
     last = max((ends[index][0] for index in stay), default=0.0)
     for sooner, group in enumerate(([i for i in stay if ends[i][0] == last], [i for i in stay if ends[i][0] < last])):
-        align: Any = {"ha": "center", "va": "top"} if sooner else {"ha": "left", "va": "center"}
-        offset = (0.0, -0.02) if sooner else (0.02, 0.0)
+        offset = (0.012, -0.05) if sooner else (0.02, 0.0)
         heights = spread([(ends[index][1] - low) / (high - low) for index in group], DOWN)
         for index, height in zip(group, heights, strict=True):
             place = (ends[index][0] + offset[0], height + offset[1])
-            axes.annotate(names[index], place, xycoords="axes fraction", color=colours[index], fontsize=8, **align)
+            axes.annotate(names[index], place, xycoords="axes fraction", color=colours[index], va="center", fontsize=8)
 
 
 def _exit(points: Points, high: float) -> float | None:

@@ -17,7 +17,7 @@ Recipe = Callable[[int | None], "Decoder.Config"]
 class Member:
     """One page of the family.
 
-    ``axes``: what it changes (position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
+    ``axes``: what it changes (projection, position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
     ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
     recipe's own) that gives a model config; it imports what it assembles when called. ``objective``: what training it
