@@ -1,9 +1,10 @@
 """Does a training step cost the same whatever the length? 65,536 tokens a step, cut into 128 x 512 up to 1 x 65,536.
 
 Members of the recipe benchmark, fp32 (products through oneDNN, as `kinformer train` has it) and bf16-mixed, AdamW
-included. Every point runs in a process of its own, the points in turn, round after round: tokens/s, and the peak of
-resident memory above what was resident before the first step. A slope of 0 of log seconds against log length means that
-length is free; plain attention tends to 1. Both members must stay within 15 % of their fastest point.
+included; a name with "+checkpoint" computes activations again in the backward. Every point runs in a process of its
+own, the points in turn, round after round: tokens/s, and the peak of resident memory above what was resident before
+the first step. A slope of 0 of log seconds against log length means that length is free; plain attention tends to 1.
+Both members must stay within 15 % of their fastest point.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FLAT = 0.15
 def point(member: str, precision: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     """One measurement in this process: median seconds of ``steps`` steps after a first one, and peak memory."""
     torch.manual_seed(0)
-    model = kinformer.build(member, recipe="benchmark", vocab_size=256).train()
+    name, _, extra = member.partition("+")
+    model = kinformer.build(name, recipe="benchmark", vocab_size=256, set={"checkpoint": bool(extra)}).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     window = text_bytes(None, batch * (length + 1)).view(batch, length + 1)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from here
@@ -84,6 +86,10 @@ def summary(lengths: list[int], points: list[list[dict[str, Any]]]) -> dict[str,
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=2, help="timed steps per process")
+    parser.add_argument("--members", nargs="+", default=list(MEMBERS), help='such as local or "local+checkpoint"')
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192, 32_768, 65_536])
+    parser.add_argument("--name", default="length", help="of the result file")
     parser.add_argument(
         "--point", nargs=5, metavar=("MEMBER", "PRECISION", "BATCH", "LENGTH", "STEPS"), help="one point"
     )
@@ -93,9 +99,9 @@ def main() -> None:
         print(json.dumps(point(member, precision, *map(int, sizes))))
         return
     tokens = 4096 if options.quick else TOKENS
-    lengths = [length for length in (512, 2048, 8192, 32_768, 65_536) if length <= tokens]
+    lengths = [length for length in options.lengths if length <= tokens]
     rounds = options.rounds or (1 if options.quick else 3)
-    keys = [(member, precision) for member in MEMBERS for precision in ("fp32", "bf16")]
+    keys = [(member, precision) for member in options.members for precision in options.precisions]
     found: dict[tuple[str, str], list[list[dict[str, Any]]]] = {key: [[] for _ in lengths] for key in keys}
     for _ in range(rounds):
         for key in keys:
@@ -111,11 +117,7 @@ def main() -> None:
         ]
         show(f"{member} {precision}", ("batch x length", "tokens/s", "peak MiB"), rows)
         print(f"slope {result['slope_of_seconds']:+.3f}, slowest / fastest {result['slowest_over_fastest']:.2f}")
-    save(
-        options,
-        "length",
-        {"tokens": tokens, "lengths": lengths, "results": results},
-    )
+    save(options, options.name, {"tokens": tokens, "lengths": lengths, "results": results})
 
 
 if __name__ == "__main__":

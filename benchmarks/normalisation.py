@@ -76,7 +76,7 @@ def gradient_norms(wiring: str, depth: int, batches: Sequence[Tensor], dim: int)
 
 
 def train(case: Case, sampler: RandomWindows, exam: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """The loss on ``exam`` every ``options.every`` steps; infinite from the first loss on that is not finite."""
+    """The loss on ``exam`` every ``options.every`` steps; None where it is not finite."""
     model = decoder(case.wiring, options.depth, options.dim, case.seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=options.rate, betas=(0.9, 0.98))
     curve = []
@@ -84,13 +84,14 @@ def train(case: Case, sampler: RandomWindows, exam: Tensor, options: argparse.Na
         if step % options.every == 0:
             with torch.no_grad():
                 loss = float(loss_of(model, exam))
-            curve.append((step, loss if math.isfinite(loss) else math.inf))
+            curve.append((step, loss if math.isfinite(loss) else None))
         for group in optimiser.param_groups:
             group["lr"] = options.rate * min(1.0, (step + 1) / max(1, case.warmup))
         optimiser.zero_grad()
         loss_of(model, _batch(sampler, step)).backward()
         optimiser.step()
-    print(f"{case.name}, seed {case.seed}: {curve[-1][1]:.4f} nats per byte after {options.steps} steps", flush=True)
+    told = "diverged" if curve[-1][1] is None else f"{curve[-1][1]:.4f} nats per byte"
+    print(f"{case.name}, seed {case.seed}: {told} after {options.steps} steps", flush=True)
     return asdict(case) | {"name": case.name, "loss": curve[-1][1], "curve": curve}
 
 
@@ -181,7 +182,7 @@ def _draw_losses(axes: Any, runs: list[dict[str, Any]], options: argparse.Namesp
     named: set[str] = set()
     for run in runs:
         name = f"{run['wiring']}-norm" + (f", warm-up of {run['warmup']} steps" if run["warmup"] else "")
-        points = [(step, loss) for step, loss in run["curve"] if math.isfinite(loss)]
+        points = [(step, loss) for step, loss in run["curve"] if loss is not None]
         label = None if name in named else name
         axes.plot(*zip(*points, strict=True), color=COLOURS[run["name"]], linewidth=1.4, label=label)
         named.add(name)

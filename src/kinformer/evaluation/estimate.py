@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -142,7 +143,7 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     measures = [measure, measure_held] if is_checkpointed(config) else [measure]
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(lambda n, one=one: one(single, batch, n), length, _horizon(model), _even(model))
+        costs |= at_length(partial(one, single, batch), length, _horizon(model), _even(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls

@@ -219,7 +219,8 @@ def _newest(chunk: Chunk, slots: Tensor, seen: Tensor, keep: int | None) -> Tens
         slots = right_align(slots, chunk.valid.sum(dim=1), chunk.x.shape[1])
     total = slots.shape[2]
     start = 0 if keep is None else max(0, total - keep)
-    slots = slots[:, :, start:]
+    if start:
+        slots = slots[:, :, start:].clone()  # a view would keep the whole chunk in memory
     if chunk.valid is None and chunk.reset is None:
         return slots
     age = torch.arange(total - start, 0, -1, device=seen.device)

@@ -103,11 +103,12 @@ def frequencies(config: Rope.Config, width: int, device: torch.device | None = N
 
 def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
     """The pairs between which YaRN goes over from f_i to f_i / factor; never empty."""
-    assert config.original_length is not None
+    original = config.original_length
+    assert original is not None
 
     def pair(turns: float) -> float:
         """Which pair turns so many times within the original length."""
-        return width * math.log(config.original_length / (2 * math.pi * turns)) / (2 * math.log(config.base))
+        return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(config.base))
 
     low = max(math.floor(pair(config.beta_fast)), 0)
     high = min(math.ceil(pair(config.beta_slow)), width - 1)
