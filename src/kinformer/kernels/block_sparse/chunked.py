@@ -39,18 +39,21 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Any, 
         q = q * problem.scale
     tables: list[Tensor] = []
     names: list[str] = []
+    constant = ""
     relative = problem.relative or Relative(0)
+    numbers = torch.promote_types(q.dtype, torch.float32)
     for name in FIELDS:
         table = getattr(relative, name)
         if table is not None:
-            tables.append(table.to(q.dtype) if name in ("keys", "values") else table)
+            tables.append(table.to(q.dtype if name in ("keys", "values") else numbers))
             names.append(name)
+            constant += f" {name}" * (not table.requires_grad)
     if problem.vector is not None:
         tables.append(problem.vector * problem.scale)
         names.append("vector")
     p, seed = problem.dropout or (0.0, 0)
     integers = [number_of(problem.pattern), relative.lowest, seed]
-    form = " ".join([problem.form, *names])
+    form = " ".join([problem.form, *names]) + "," + constant
     return q, k, v, problem.positions, tables, form, integers, [p, problem.scale]
 
 
@@ -78,6 +81,12 @@ def number_of(pattern: Pattern) -> int:
         _NUMBERS[pattern] = len(_PATTERNS)
         _PATTERNS.append(pattern)
     return _NUMBERS[pattern]
+
+
+def words_of(form: str) -> list[str]:
+    """The form of a score and the names of the tables, from the operator's argument; constant ones stand behind a comma
+    once more."""
+    return form.partition(",")[0].split()
 
 
 def pattern_of(number: int) -> Pattern:
@@ -111,13 +120,14 @@ class _Call(NamedTuple):
         q, heads = section.queries(self.q), section.kv_heads
         k, v = section.keys(self.k, self.group), section.keys(self.v, self.group)
         operands = Operands(q, k, v, heads, section.interval, words, self.floats[0])
-        form, *names = self.form.split()
+        form, *names = words_of(self.form)
         named = {name: section.table(table) for name, table in zip(names, self.tables, strict=True)}
         vector = named.pop("vector", None)
         relative = Relative(self.integers[1], **named) if named else None
         numbers = torch.promote_types(q.dtype, torch.float32)
+        constant = self.form.partition(",")[2].split()
         for part in plan(section.pattern, section.interval, relative is not None):
-            tables = None if relative is None else Tables(relative, part.stride, part.rows, numbers)
+            tables = None if relative is None else Tables(relative, part.stride, part.rows, numbers, constant)
             yield Work(operands, part, tables, _form(form, vector, self.floats[1]))
 
     def _words(self, section: Section) -> tuple[Tensor, Tensor]:
@@ -198,7 +208,7 @@ def _backward(
             total = part_dq if total is None else total + part_dq
             dk.add(section, part_dk, call.group)
             dv.add(section, part_dv, call.group)
-            for name, gradient in zip(form.split()[1:], table_gradients, strict=True):
+            for name, gradient in zip(words_of(form)[1:], table_gradients, strict=True):
                 section.add_table(gradient, work.table_gradient(name, gradient.shape[1], integers[1]))
         if total is not None:
             dq.put(section, total)

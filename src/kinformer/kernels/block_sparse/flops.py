@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import kinformer.core.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.block_sparse.chunked import pattern_of
+from kinformer.kernels.block_sparse.chunked import pattern_of, words_of
 from kinformer.kernels.block_sparse.plan import Interval, plan
 
 
@@ -35,7 +35,7 @@ def _pairs(q: Tensor, k: Tensor, number: int) -> Iterator[tuple[int, int]]:
 
 def _width(tables: Sequence[Tensor], form: str, name: str) -> int:
     """The width of the table called ``name``, 0 if there is none."""
-    named = dict(zip(form.split()[1:], tables, strict=True))
+    named = dict(zip(words_of(form)[1:], tables, strict=True))
     return named[name].shape[-1] if name in named else 0
 
 

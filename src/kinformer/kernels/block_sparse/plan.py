@@ -22,7 +22,7 @@ from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern,
 
 _LEAF = 16
 _ROWS = (128, 64, 32, 16)
-_WASTE = 1.3
+_OVERHEAD = 24  # queries' worth of reading keys (measured on a CPU)
 _GAP = 32
 
 
@@ -80,7 +80,7 @@ class Part:
 
 @lru_cache(maxsize=256)
 def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[Part, ...]:
-    """One part per term of ``pattern``, each with as tall tiles as do not waste too many pairs.
+    """One part per term of ``pattern``, each cut into tiles of the height that costs least.
 
     ``newest_first``: tiles address the keys, and hold their own, in reversed order.
     """
@@ -89,15 +89,20 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 
 
 def _part(term: Term, interval: Interval, newest_first: bool) -> Part:
-    best = None
+    """Tall tiles compute more hidden pairs, low ones cost more per pair: from the tallest down while it pays."""
+    best: Part | None = None
     for rows in _ROWS:
         part = _Cutter(term, interval, rows, newest_first).part()
-        if best is None or part.computed < 0.9 * best.computed:
-            best = part
-        if best.computed <= _WASTE * best.attended:
+        if best is not None and _cost(part) > _cost(best):
             break
+        best = part
     assert best is not None
     return best
+
+
+def _cost(part: Part) -> float:
+    """Of the products, in pairs: a tile's keys are read again for every tile, whatever the number of its queries."""
+    return part.computed * (1 + _OVERHEAD / part.rows)
 
 
 class _Leaves(NamedTuple):

@@ -6,6 +6,7 @@ query heads of a key head. Tables are [heads or 1, group or 1, n] or [..., n, he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,10 +29,15 @@ class Span(NamedTuple):
 
 
 class Tables:
-    """The tables of a section's heads at distances 0, stride, 2 stride, ...; ``rows`` queries are in a tile at most."""
+    """The tables of a section's heads at distances 0, stride, 2 stride, ...; ``rows`` queries are in a tile at most.
 
-    def __init__(self, relative: Relative, stride: int, rows: int, numbers: torch.dtype) -> None:
-        self.pad = rows
+    Those named in ``constant`` have no gradients.
+    """
+
+    def __init__(
+        self, relative: Relative, stride: int, rows: int, numbers: torch.dtype, constant: Sequence[str] = ()
+    ) -> None:
+        self.pad, self.constant = rows, constant
         self.lowest = -(-relative.lowest // stride)
         skip = self.lowest * stride - relative.lowest
         self.tables: dict[str, Tensor] = {}
@@ -102,14 +108,15 @@ class Tables:
         rows = errors.shape[-2]
         for span in self.spans(tile):
             place = errors[..., span.start : span.stop]
-            if "bias" in self.tables:
+            if "bias" in self.tables and "bias" not in self.constant:
                 self._collect("bias", place, heads, span)
             if "keys" in self.tables:
                 far = unskew(place).to(q.dtype)
                 dq.add_(_mix(far, self._segment("keys", heads, span, rows)))
                 _outer(far, q, self._gradient("keys", heads, span, rows))
             if rectified is not None:
-                self._collect("factor", place * rectified[..., span.start : span.stop], heads, span)
+                if "factor" not in self.constant:
+                    self._collect("factor", place * rectified[..., span.start : span.stop], heads, span)
                 view = toeplitz(self._segment("factor", heads, span, rows), span.stop - span.start)
                 place.mul_(view.unsqueeze(1))
         if rectified is not None:
