@@ -117,7 +117,10 @@ class Work:
         return x.view(*place.shape[:5], x.shape[-1])
 
     def transposed(self, x: Tensor) -> Tensor:
-        """[n, units, width] as [n, width, units], laid out anew: CPU products read a transposed right side slowly."""
+        """[n, units, width] as [n, width, units]: laid out anew where ``n`` is small, since CPU products read a long
+        transposed right side slowly."""
+        if self.classes > 1:
+            return x.mT
         out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
         for one, other in zip(out, x, strict=True):
             one.copy_(other.mT)
