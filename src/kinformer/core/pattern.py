@@ -89,11 +89,24 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class And(Pattern):
-    """Pairs that both patterns allow."""
-
+class _Both(Pattern):
     left: Pattern
     right: Pattern
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.left.num_heads or self.right.num_heads
+
+    @property
+    def domain(self) -> str:  # type: ignore[override]
+        return self.right.domain if self.left.domain == "sequence" else self.left.domain
+
+    def at(self, head: int) -> Pattern:
+        return type(self)(self.left.at(head), self.right.at(head))
+
+
+class And(_Both):
+    """Pairs that both patterns allow."""
 
     @property
     def behind(self) -> int | None:  # type: ignore[override]
@@ -102,14 +115,6 @@ class And(Pattern):
     @property
     def ahead(self) -> int | None:  # type: ignore[override]
         return _nearer(self.left.ahead, self.right.ahead)
-
-    @property
-    def num_heads(self) -> int | None:  # type: ignore[override]
-        return self.left.num_heads or self.right.num_heads
-
-    @property
-    def domain(self) -> str:  # type: ignore[override]
-        return _domain(self)
 
     @property
     def stride(self) -> int:  # type: ignore[override]
@@ -121,20 +126,13 @@ class And(Pattern):
     def cover(self, boxes: Boxes) -> Cover:
         return np.minimum(self.left.cover(boxes), self.right.cover(boxes))
 
-    def at(self, head: int) -> Pattern:
-        return And(self.left.at(head), self.right.at(head))
-
     def terms(self) -> tuple[Term, ...]:
         pairs = ((one, two) for one in self.left.terms() for two in self.right.terms())
         return _gathered(Term(one.pattern & two.pattern, max(one.stride, two.stride)) for one, two in pairs)
 
 
-@dataclass(frozen=True)
-class Or(Pattern):
+class Or(_Both):
     """Pairs that at least one of two patterns allows."""
-
-    left: Pattern
-    right: Pattern
 
     @property
     def behind(self) -> int | None:  # type: ignore[override]
@@ -144,22 +142,11 @@ class Or(Pattern):
     def ahead(self) -> int | None:  # type: ignore[override]
         return _farther(self.left.ahead, self.right.ahead)
 
-    @property
-    def num_heads(self) -> int | None:  # type: ignore[override]
-        return self.left.num_heads or self.right.num_heads
-
-    @property
-    def domain(self) -> str:  # type: ignore[override]
-        return _domain(self)
-
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(q, k) | self.right.allowed(q, k)
 
     def cover(self, boxes: Boxes) -> Cover:
         return np.maximum(self.left.cover(boxes), self.right.cover(boxes))
-
-    def at(self, head: int) -> Pattern:
-        return Or(self.left.at(head), self.right.at(head))
 
     def terms(self) -> tuple[Term, ...]:
         return _gathered((*self.left.terms(), *self.right.terms()), overlapping=True)
@@ -213,7 +200,3 @@ def _nearer(one: int | None, two: int | None) -> int | None:
 
 def _farther(one: int | None, two: int | None) -> int | None:
     return None if one is None or two is None else max(one, two)
-
-
-def _domain(both: And | Or) -> str:
-    return both.right.domain if both.left.domain == "sequence" else both.left.domain
