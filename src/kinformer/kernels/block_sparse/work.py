@@ -19,7 +19,7 @@ from kinformer.kernels.softmax.geometry import kept
 _LOG2_E = math.log2(math.e)
 
 # Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
-_PAIRS = 1 << 18
+_PAIRS = 1 << 20
 
 
 class Operands(NamedTuple):
