@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -17,3 +18,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast is off on ``device``."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, all in its dtype (float64 stays), as torch's own attention does."""
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None or tensors[0].dtype == torch.float64 else tuple(x.to(dtype) for x in tensors)

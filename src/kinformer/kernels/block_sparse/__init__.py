@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from kinformer.core.autocast import autocast_dtype
+from kinformer.core.autocast import autocast_together
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse import chunked, flops, reference, single
@@ -48,9 +47,7 @@ def block_sparse_attention(
     Returns [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A query that
     sees nothing gives 0. Softmax runs in float32 or better.
     """
-    dtype = autocast_dtype(q.device)
-    if dtype is not None and q.dtype != torch.float64:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast_together(q, k, v)
     if impl not in IMPLS:
         raise KinformerError(f"{_PLACE}: impl is {impl!r}, expected one of {', '.join(IMPLS)}.")
     if impl == "auto":
@@ -65,11 +62,10 @@ def block_sparse_attention(
 
 
 class Explanation(NamedTuple):
-    """Pairs of one head (the mean over heads where they differ), and the name of what runs."""
+    """Pairs of one head (the mean over heads where they differ)."""
 
     computed: float
     attended: float
-    impl: str = "chunked"
 
     @property
     def ratio(self) -> float:

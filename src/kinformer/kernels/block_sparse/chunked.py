@@ -20,10 +20,9 @@ from kinformer.kernels.block_sparse.problem import Problem
 from kinformer.kernels.block_sparse.scores import Additive, Dot, Form, Modulus
 from kinformer.kernels.block_sparse.sections import Gathered, Section, Summed, sections
 from kinformer.kernels.block_sparse.tables import FIELDS, Tables
-from kinformer.kernels.block_sparse.work import Operands, Work
+from kinformer.kernels.block_sparse.work import LOG2_E, Operands, Work
 from kinformer.kernels.softmax.geometry import dropout_words
 
-_LOG2_E = 1.4426950408889634
 _PATTERNS: list[Pattern] = []
 _NUMBERS: dict[Pattern, int] = {}
 
@@ -111,7 +110,7 @@ class _Call(NamedTuple):
         return self.q.shape[1] // self.k.shape[1]
 
     def sections(self) -> Iterator[Section]:
-        pattern = _PATTERNS[self.integers[0]]
+        pattern = pattern_of(self.integers[0])
         return sections(pattern, self.positions, self.k.shape[2], self.q.shape[1], self.k.shape[1])
 
     def works(self, section: Section) -> Iterator[Work]:
@@ -218,7 +217,7 @@ def _backward(
 
 def _top(lse: Tensor) -> Tensor:
     """[..., 1] in powers of two; queries that see nothing give weights of 0."""
-    return (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
+    return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
 
 
 @_backward.register_fake

@@ -37,7 +37,7 @@ class Tables:
     def __init__(
         self, relative: Relative, stride: int, rows: int, numbers: torch.dtype, constant: Sequence[str] = ()
     ) -> None:
-        self.pad, self.constant = rows, constant
+        self.pad, self.numbers, self.constant = rows, numbers, constant
         self.lowest = -(-relative.lowest // stride)
         skip = self.lowest * stride - relative.lowest
         self.tables: dict[str, Tensor] = {}
@@ -49,11 +49,10 @@ class Tables:
                 table = table[:, :, skip::stride]
                 self.count = table.shape[2]
                 self.tables[name] = functional.pad(table, (0, 0) * wide + (rows, rows))
-                self.gradients[name] = torch.zeros_like(self.tables[name], dtype=numbers)
 
     def gradient(self, name: str, n: int, lowest: int, stride: int) -> Tensor:
         """The gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
-        inner = self.gradients[name][:, :, self.pad : self.pad + self.count]
+        inner = self._collected(name)[:, :, self.pad : self.pad + self.count]
         whole = inner.new_zeros(*inner.shape[:2], n, *inner.shape[3:])
         whole[:, :, self.lowest * stride - lowest :: stride] = inner
         return whole
@@ -80,7 +79,13 @@ class Tables:
         return slice(span.first, span.first + rows + span.stop - span.start - 1)
 
     def _gradient(self, name: str, heads: slice, span: Span, rows: int) -> Tensor:
-        return self.gradients[name][self._heads(name, heads), :, self._distances(span, rows)]
+        return self._collected(name)[self._heads(name, heads), :, self._distances(span, rows)]
+
+    def _collected(self, name: str) -> Tensor:
+        """The gradient so far; a forward asks for none."""
+        if name not in self.gradients:
+            self.gradients[name] = torch.zeros_like(self.tables[name], dtype=self.numbers)
+        return self.gradients[name]
 
     def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> Tensor | None:
         """Change ``scores`` in place; returns what the factor multiplied, which its gradient needs."""

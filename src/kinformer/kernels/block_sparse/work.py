@@ -16,7 +16,7 @@ from kinformer.kernels.block_sparse.scores import Additive, Form, accumulate, pr
 from kinformer.kernels.block_sparse.tables import Tables
 from kinformer.kernels.softmax.geometry import kept
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 # Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
 _PAIRS = 1 << 20
@@ -159,7 +159,7 @@ class Work:
 
     def powers(self, scores: Tensor, top: Tensor) -> Tensor:
         """2 ** (log2(e) * scores - top) in place; ``top`` [n, group * rows, 1]."""
-        return torch.add(-top, scores, alpha=_LOG2_E, out=scores).exp2_()
+        return torch.add(-top, scores, alpha=LOG2_E, out=scores).exp2_()
 
     def fresh(self, width: int, dtype: torch.dtype, fill: float) -> Tensor:
         """[n, group, units, width], with ``fill`` where no tile will write."""
@@ -177,11 +177,11 @@ class Work:
             for place in self.places(tile):
                 q, v = self.block(self.q, tile, place), self.picked(self.v, tile, place)
                 scores, _ = self.scores(q, self.columns(self.k, kt, tile, place), tile, place)
-                top = scores.amax(-1, keepdim=True).mul_(_LOG2_E).clamp_(min=lowest)
+                top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
                 weights = self.powers(scores, top)
                 total = weights.sum(-1, keepdim=True)
                 split = (-1, self.group, tile.last - tile.first, 1)
-                lse[place.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / _LOG2_E).view(split)
+                lse[place.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
                 keep = self.keep(tile, place)
                 if keep is not None:
                     weights.mul_(keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import autocast_dtype
+from kinformer.core.autocast import autocast_together
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.softmax import chunked, flops, reference, sdpa
 from kinformer.kernels.softmax.geometry import Dropout, Problem, Span, dropout_mask
@@ -61,7 +61,7 @@ def softmax_attention(
 
     Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that cannot do what is asked.
     """
-    q, k, v = _cast(q, k, v)
+    q, k, v = autocast_together(q, k, v)
     _check(q, k, v, reach)
     problem = _problem(span, scale, reach, dropout)
     name = choose_impl(q, k, span, reach, dropout) if impl == "auto" else impl
@@ -93,7 +93,7 @@ def softmax_attention_lse(
     alone. Results over disjoint slots merge by the weights softmax(lse). "auto" is "chunked", and "sdpa", which does
     not tell its lse, is an error.
     """
-    q, k, v = _cast(q, k, v)
+    q, k, v = autocast_together(q, k, v)
     _check(q, k, v, reach)
     problem = _problem(span, scale, reach, dropout)
     if impl in ("auto", "chunked"):
@@ -126,12 +126,6 @@ def _problem(span: Span, scale: float, reach: Tensor | None, dropout: Dropout | 
     if dropout is not None and not 0 <= dropout.p < 1:
         raise KinformerError(f"{_PLACE}: dropout p is {dropout.p}, expected 0 <= p < 1.")
     return Problem(span, scale, reach, dropout if dropout is not None and dropout.p > 0 else None)
-
-
-def _cast(*qkv: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, all in its dtype (float64 stays), as torch's own attention does."""
-    dtype = autocast_dtype(qkv[0].device)
-    return qkv if dtype is None or qkv[0].dtype == torch.float64 else tuple(x.to(dtype) for x in qkv)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> None:
