@@ -24,6 +24,7 @@ from kinformer.kernels.block_sparse import (
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.softmax import Span, softmax_attention
 from kinformer.patterns.band import Band
+from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.blockwise import Blockwise
 from kinformer.patterns.dilated import Dilated
 from kinformer.patterns.documents import Documents
@@ -53,6 +54,7 @@ LEAVES = {
     "global": GlobalTokens.Config(count=3).build(),
     "random": RandomBlocks.Config(block=4, count=2, seed=3).build(),
     "random per head": RandomBlocks.Config(block=4, count=2, num_heads=4).build(),
+    "big bird": BigBird.Config(block=4, random=1, num_heads=4).build().sized(120),
     "blockwise": Blockwise.Config(block=16, permutations=((0, 1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 0)) * 2).build(),
     "image 1d": Image1D(block=6).build(),
     "documents": Documents.Config(starts=(5, 21, 22, 60)).build(),
@@ -186,6 +188,20 @@ def test_one_query(name: str, names: str) -> None:
             torch.testing.assert_close(mine, reference.attend(*inputs, problem)[0])
 
 
+@pytest.mark.parametrize("names", ["", "bias keys"])
+@pytest.mark.parametrize("name", ["full", "window", "two-sided", "dilated per head", "strided", "blockwise", "random"])
+def test_slots_that_are_hidden_row_by_row(name: str, names: str) -> None:
+    relative, others = tables(names, HEADS, 60) if names else (None, ())
+    hidden = torch.arange(60) >= torch.tensor([60, 37, 1])[:, None]
+    hidden[1, 3:9] = True
+    problem = Problem(LEAVES[name], 0.7, counting(50, 10, batch=3), relative, hidden=hidden)
+    agree(problem, 50, 10, others, batch=3)
+    inputs, _ = operands(1, 59, batch=3)
+    one = problem._replace(positions=counting(1, 59, batch=3))
+    truth = block_sparse_attention(*inputs, one, "reference")
+    torch.testing.assert_close(block_sparse_attention(*inputs, one), truth, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["window", "strided", "fixed per head", "random"])
 def test_column_sums(name: str) -> None:
     inputs, _ = operands(60, 12)
@@ -268,6 +284,8 @@ EXPLAINED = {
     "global and window": GlobalTokens.Config(count=16).build() | Band(behind=128, ahead=128),
     "random": RandomBlocks.Config(block=64, count=3).build(),
     "big bird": RandomBlocks.Config(block=64, count=3).build() | Band(behind=96) | (GlobalTokens(64) & Band()),
+    "big bird, internal": BigBird.Config(num_heads=2).build().sized(16384),
+    "big bird, extended": BigBird.Config(block=84, edges=False).build().sized(16384),
     "blockwise": Blockwise.Config(block=8192, permutations=((1, 0),)).build(),
     "image 1d": Image1D(block=256).build(),
     "image 2d": Image2D.Config(

@@ -70,6 +70,10 @@ class Pattern:
         """The pattern of one head."""
         return self
 
+    def sized(self, length: int) -> Pattern:
+        """The pattern of a whole text of ``length`` tokens, for one that depends on where a text ends."""
+        return self
+
     def terms(self) -> tuple[Term, ...]:
         """Disjoint sets of pairs that make up the pattern, each with its stride; no two of the same stride."""
         return (Term(self, self.stride),)
@@ -103,6 +107,9 @@ class _Both(Pattern):
 
     def at(self, head: int) -> Pattern:
         return type(self)(self.left.at(head), self.right.at(head))
+
+    def sized(self, length: int) -> Pattern:
+        return type(self)(self.left.sized(length), self.right.sized(length))
 
 
 class And(_Both):
@@ -177,6 +184,9 @@ class Not(Pattern):
 
     def at(self, head: int) -> Pattern:
         return Not(self.inner.at(head))
+
+    def sized(self, length: int) -> Pattern:
+        return Not(self.inner.sized(length))
 
 
 def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, ...]:

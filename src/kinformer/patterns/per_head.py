@@ -62,6 +62,9 @@ class PerHead(Pattern):
     def at(self, head: int) -> Pattern:
         return self.patterns[head].at(head)
 
+    def sized(self, length: int) -> Pattern:
+        return PerHead(tuple(pattern.sized(length) for pattern in self.patterns))
+
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         raise AssertionError("a per-head pattern is asked head by head: pattern.at(head).allowed(q, k)")
 

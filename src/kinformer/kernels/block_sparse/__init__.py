@@ -13,6 +13,7 @@ from kinformer.kernels.block_sparse import chunked, flops, reference, single
 from kinformer.kernels.block_sparse.chunked import column_sums
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.problem import FORMS, Problem
+from kinformer.kernels.block_sparse.stack import stack
 from kinformer.kernels.softmax.geometry import Dropout
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Dropout",
     "Problem",
     "block_sparse_attention",
+    "block_sparse_attention_lse",
     "choose_impl",
     "column_sums",
     "explain",
@@ -61,6 +63,19 @@ def block_sparse_attention(
     return (chunked if impl == "chunked" else reference).attend(q, k, v, problem)[0]
 
 
+def block_sparse_attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """:func:`block_sparse_attention` and its log-sum-exp [batch, q_heads, time], both differentiable: in float32 or
+    better, -inf where a query sees nothing, untouched by dropout. ``impl``: auto, chunked or reference."""
+    q, k, v = autocast_together(q, k, v)
+    if impl in ("auto", "chunked"):
+        return chunked.attend(q, k, v, problem)
+    if impl == "reference":
+        return reference.attend(q, k, v, problem)
+    raise KinformerError(f"{_PLACE} with lse: impl is {impl!r}, expected auto, chunked or reference.")
+
+
 class Explanation(NamedTuple):
     """Pairs of one head (the mean over heads where they differ)."""
 
@@ -75,6 +90,9 @@ class Explanation(NamedTuple):
 def explain(pattern: Pattern, length: int, past: int = 0) -> Explanation:
     """How many pairs ``length`` queries after ``past`` tokens compute, and how many of them the pattern allows."""
     heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
+    stacked = stack(pattern, Interval(0, past, past + length)) if len(heads) > 1 else None
+    if stacked is not None:
+        return Explanation(stacked.computed / len(heads), stacked.attended / len(heads))
     parts = [part for one in heads for part in plan(one, Interval(0, past, past + length))]
     computed, attended = (sum(getattr(part, name) for part in parts) / len(heads) for name in ("computed", "attended"))
     return Explanation(computed, attended)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse.plan import plan
+from kinformer.kernels.block_sparse.operands import Operands
 from kinformer.kernels.block_sparse.problem import Problem
 from kinformer.kernels.block_sparse.scores import Additive, Dot, Form, Modulus
 from kinformer.kernels.block_sparse.sections import Gathered, Section, Summed, sections
 from kinformer.kernels.block_sparse.tables import FIELDS, Tables
-from kinformer.kernels.block_sparse.work import LOG2_E, Operands, Work
+from kinformer.kernels.block_sparse.work import LOG2_E, Work
 from kinformer.kernels.softmax.geometry import dropout_words
 
 _PATTERNS: list[Pattern] = []
@@ -53,7 +53,11 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Any, 
     p, seed = problem.dropout or (0.0, 0)
     integers = [number_of(problem.pattern), relative.lowest, seed]
     form = " ".join([problem.form, *names]) + "," + constant
-    return q, k, v, problem.positions, tables, form, integers, [p, problem.scale]
+    return q, k, v, [problem.positions, *_given(problem.hidden)], tables, form, integers, [p, problem.scale]
+
+
+def _given(x: Tensor | None) -> list[Tensor]:
+    return [] if x is None else [x]
 
 
 @torch.no_grad()
@@ -94,12 +98,12 @@ def pattern_of(number: int) -> Pattern:
 
 
 class _Call(NamedTuple):
-    """The operator's arguments."""
+    """The operator's arguments; ``places`` are the queries' positions and, where some slots are hidden, which."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    positions: Tensor
+    places: Sequence[Tensor]
     tables: Sequence[Tensor]
     form: str
     integers: Sequence[int]
@@ -111,21 +115,23 @@ class _Call(NamedTuple):
 
     def sections(self) -> Iterator[Section]:
         pattern = pattern_of(self.integers[0])
-        return sections(pattern, self.positions, self.k.shape[2], self.q.shape[1], self.k.shape[1])
+        shape = self.k.shape[2], self.q.shape[1], self.k.shape[1]
+        return sections(pattern, self.places[0], *shape, bool(words_of(self.form)[1:]))
 
     def works(self, section: Section) -> Iterator[Work]:
         """One for each term of the section's pattern."""
         words = self._words(section) if self.floats[0] else None
         q, heads = section.queries(self.q), section.kv_heads
         k, v = section.keys(self.k, self.group), section.keys(self.v, self.group)
-        operands = Operands(q, k, v, heads, section.interval, words, self.floats[0])
+        hidden = self.places[1][section.rows, section.slots] if len(self.places) > 1 else None
+        operands = Operands(q, k, v, heads, section.interval, words, self.floats[0], hidden)
         form, *names = words_of(self.form)
         named = {name: section.table(table) for name, table in zip(names, self.tables, strict=True)}
         vector = named.pop("vector", None)
         relative = Relative(self.integers[1], **named) if named else None
         numbers = torch.promote_types(q.dtype, torch.float32)
         constant = self.form.partition(",")[2].split()
-        for part in plan(section.pattern, section.interval, relative is not None):
+        for part in section.parts(relative is not None):
             tables = None if relative is None else Tables(relative, part.stride, part.rows, numbers, constant)
             yield Work(operands, part, tables, _form(form, vector, self.floats[1]))
 
@@ -149,13 +155,13 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    positions: Tensor,
+    places: Sequence[Tensor],
     tables: Sequence[Tensor],
     form: str,
     integers: Sequence[int],
     floats: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    call = _Call(q, k, v, positions, tables, form, integers, floats)
+    call = _Call(q, k, v, places, tables, form, integers, floats)
     numbers = torch.promote_types(q.dtype, torch.float32)
     out, lse = Gathered(q, v.shape[-1], q.dtype), Gathered(q, 1, numbers, -torch.inf)
     for section in call.sections():
@@ -177,7 +183,7 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[
 
 
 @_forward.register_fake
-def _(q, k, v, positions, tables, form, integers, floats):  # type: ignore[no-untyped-def]
+def _(q, k, v, places, tables, form, integers, floats):  # type: ignore[no-untyped-def]
     numbers = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=numbers)
 
@@ -186,24 +192,25 @@ def _(q, k, v, positions, tables, form, integers, floats):  # type: ignore[no-un
 def _backward(
     grads: Sequence[Tensor],
     saved: Sequence[Tensor],
+    places: Sequence[Tensor],
     tables: Sequence[Tensor],
     form: str,
     integers: Sequence[int],
     floats: Sequence[float],
 ) -> list[Tensor]:
-    """Gradients of q, k, v and the tables from those of (out, lse); ``saved`` is q, k, v, positions, out, lse."""
-    q, k, v, positions, out, lse = saved
-    call, p = _Call(q, k, v, positions, tables, form, integers, floats), floats[0]
+    """Gradients of q, k, v and the tables from those of (out, lse); ``saved`` is q, k, v, out, lse."""
+    q, k, v, out, lse = saved
+    call, p = _Call(q, k, v, places, tables, form, integers, floats), floats[0]
     delta = (grads[0] * out).sum(-1, dtype=lse.dtype).sub_(grads[1])[..., None]
     top = _top(lse)
     grad = grads[0] / (1 - p) if p else grads[0]
     dq, dk, dv = Gathered(q, q.shape[-1], q.dtype), Summed(k, lse.dtype), Summed(v, lse.dtype)
     table_gradients = [torch.zeros_like(table, dtype=lse.dtype) for table in tables]
     for section in call.sections():
-        places = tuple(section.queries(x) for x in (grad, delta, top))
+        given = tuple(section.queries(x) for x in (grad, delta, top))
         total = None
         for work in call.works(section):
-            part_dq, part_dk, part_dv = work.backward(*places)
+            part_dq, part_dk, part_dv = work.backward(*given)
             total = part_dq if total is None else total + part_dq
             dk.add(section, part_dk, call.group)
             dv.add(section, part_dv, call.group)
@@ -221,19 +228,20 @@ def _top(lse: Tensor) -> Tensor:
 
 
 @_backward.register_fake
-def _(grads, saved, tables, form, integers, floats):  # type: ignore[no-untyped-def]
+def _(grads, saved, places, tables, form, integers, floats):  # type: ignore[no-untyped-def]
     return [torch.empty_like(x) for x in (*saved[:3], *tables)]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, positions, tables, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, positions, *output, *tables)
+    q, k, v, places, tables, *ctx.numbers = inputs
+    ctx.first = 5 + len(places)
+    ctx.save_for_backward(q, k, v, *output, *places, *tables)
 
 
 def _differentiate(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    dq, dk, dv, *tables = _backward(list(grads), saved[:6], saved[6:], *ctx.numbers)
-    return dq, dk, dv, None, tables, None, None, None
+    dq, dk, dv, *tables = _backward(list(grads), saved[:5], saved[5 : ctx.first], saved[ctx.first :], *ctx.numbers)
+    return dq, dk, dv, [None] * (ctx.first - 5), tables, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -30,6 +30,8 @@ def refusal(q: Tensor, problem: Problem) -> str | None:
         return "scores that are not a product plus a bias by distance"
     if problem.dropout is not None:
         return "dropout"
+    if problem.hidden is not None:
+        return "slots that are hidden row by row"
     return "float64" if q.dtype == torch.float64 and q.device.type == "cuda" else None
 
 

@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
 
 _LEAF = 16
-_ROWS = (128, 64, 32, 16)
+ROWS = (128, 64, 32, 16)
 _OVERHEAD = 24  # queries' worth of reading keys (measured on a CPU)
 _GAP = 32
 
 
 class Fence(NamedTuple):
-    """-inf on the hidden ones, 0 on the visible ones of a tile's keys ``start .. stop``: [classes or 1, rows, keys]."""
+    """-inf on the hidden ones, 0 on the visible ones of a tile's keys ``start .. stop``: [classes or 1, rows, keys], or
+    [heads, 1, rows, keys] where heads were stacked."""
 
     start: int
     stop: int
@@ -44,7 +45,8 @@ class Run(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries ``first .. last`` (units from the first query's) and their keys, a slice or an index [width]."""
+    """Queries ``first .. last`` (units from the first query's) and their keys, a slice, an index [width], or for heads
+    that were stacked [heads, width]."""
 
     first: int
     last: int
@@ -77,6 +79,11 @@ class Part:
     computed: int
     attended: int
 
+    @property
+    def stacked(self) -> bool:
+        """Are a tile's keys other ones for each head?"""
+        return any(isinstance(tile.keys, Tensor) and tile.keys.dim() == 2 for tile in self.tiles[:1])
+
 
 @lru_cache(maxsize=256)
 def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[Part, ...]:
@@ -91,16 +98,16 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 def _part(term: Term, interval: Interval, newest_first: bool) -> Part:
     """Tall tiles compute more hidden pairs, low ones cost more per pair: from the tallest down while it pays."""
     best: Part | None = None
-    for rows in _ROWS:
-        part = _Cutter(term, interval, rows, newest_first).part()
-        if best is not None and _cost(part) > _cost(best):
+    for rows in ROWS:
+        part = Cutter(term, interval, rows, newest_first).part()
+        if best is not None and cost(part) > cost(best):
             break
         best = part
     assert best is not None
     return best
 
 
-def _cost(part: Part) -> float:
+def cost(part: Part) -> float:
     """Of the products, in pairs: a tile's keys are read again for every tile, whatever the number of its queries."""
     return part.computed * (1 + _OVERHEAD / part.rows)
 
@@ -114,7 +121,7 @@ class _Leaves(NamedTuple):
     full: np.ndarray
 
 
-class _Cutter:
+class Cutter:
     """Cuts one term into tiles of ``rows`` query units, aligned to absolute positions."""
 
     def __init__(self, term: Term, interval: Interval, rows: int, newest_first: bool) -> None:
@@ -212,7 +219,7 @@ class _Cutter:
         index = np.cumsum(partial) - 1
         fences = tuple(
             Fence(start, stop, self._fence(hidden, partial[start:stop], index[start:stop]))
-            for start, stop in _runs(edge)
+            for start, stop in runs_of(edge)
         )
         runs = tuple(Run(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         places = self.end - 1 - keys if self.newest_first else keys - self.origin
@@ -221,6 +228,8 @@ class _Cutter:
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
         """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""
+        if not len(keys):
+            return np.zeros((1, last - first, 0), dtype=bool)
         classes = torch.arange(self.stride)[:, None, None]
         q = torch.arange(first, last)[:, None] * self.stride + classes
         k = torch.from_numpy(keys) * self.stride + classes
@@ -247,7 +256,7 @@ class _Cutter:
         self.attended += int(((width - hidden.sum(-1)) * inside).sum())
 
 
-def _runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:
+def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:
     """Intervals that hold all set flags; small gaps are bridged."""
     places = np.flatnonzero(flags)
     if not len(places):

@@ -20,6 +20,7 @@ class Problem(NamedTuple):
     """``positions`` [batch, time] int64 of the queries; slot s of a row then holds position p - (past + i - s).
 
     ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a ``core.parts.Position``.
+    ``hidden`` [batch, slots] bool: slots that nobody sees, whatever the pattern says.
     """
 
     pattern: Pattern
@@ -29,6 +30,7 @@ class Problem(NamedTuple):
     form: str = "dot"
     vector: Tensor | None = None
     dropout: Dropout | None = None
+    hidden: Tensor | None = None
 
 
 def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ def visible(problem: Problem, heads: int, slots: int) -> Tensor:
     q = problem.positions[:, :, None]
     k = q - _distance(q.shape[1], slots, q.device)
     rows = [problem.pattern.at(head).allowed(q, k) & (k >= 0) for head in range(problem.pattern.num_heads or 1)]
-    return torch.stack(rows, 1).expand(-1, heads, -1, -1)
+    seen = torch.stack(rows, 1).expand(-1, heads, -1, -1)
+    return seen if problem.hidden is None else seen & ~problem.hidden[:, None, None]
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:

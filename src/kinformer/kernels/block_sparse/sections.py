@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse.plan import Interval
+from kinformer.kernels.block_sparse.plan import Interval, Part, plan
+from kinformer.kernels.block_sparse.stack import stack
 
 
 class Section(NamedTuple):
@@ -29,6 +30,14 @@ class Section(NamedTuple):
     slots: slice
     heads: slice | list[int]
     kv_heads: int
+
+    def parts(self, newest_first: bool) -> tuple[Part, ...]:
+        """What is to be computed; heads that are unlike are worked on side by side."""
+        if self.pattern.num_heads is None:
+            return plan(self.pattern, self.interval, newest_first)
+        part = stack(self.pattern, self.interval)
+        assert part is not None
+        return (part,)
 
     def queries(self, x: Tensor) -> Tensor:
         """[batch, q_heads, time, ...] -> [rows * kv_heads, group, time, ...], a view where it can be."""
@@ -111,13 +120,22 @@ class Summed:
         return self.found
 
 
-def sections(pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int) -> Iterator[Section]:
-    """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots."""
+def sections(
+    pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, apart: bool
+) -> Iterator[Section]:
+    """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots.
+
+    Heads of unlike patterns are one section where that pays, unless they are to stay ``apart``.
+    """
     for times, first, rows in _runs(positions):
         past = slots - positions.shape[1] + times.start
         oldest = max(0, past - first)
         interval = Interval(first - (past - oldest), first, first + times.stop - times.start)
         place = slice(oldest, past + times.stop - times.start)
+        if pattern.num_heads is not None and not apart and stack(pattern, interval) is not None:
+            every = slice(0, heads) if kv_heads == heads else list(range(heads))
+            yield Section(pattern, interval, rows, times, place, every, heads)
+            continue
         for alike, group in _heads(pattern, heads):
             owners = len(group) if isinstance(group, list) else kv_heads
             yield Section(alike, interval, rows, times, place, group, owners)

@@ -41,7 +41,8 @@ def _visible(problem: Problem, distances: Tensor) -> Tensor:
     pattern = problem.pattern
     k = problem.positions - distances
     rows = [pattern.at(head).allowed(problem.positions, k) & (k >= 0) for head in range(pattern.num_heads or 1)]
-    return torch.stack(rows, 1)
+    seen = torch.stack(rows, 1)
+    return seen if problem.hidden is None else seen & ~problem.hidden[:, None]
 
 
 def _products(q: Tensor, k: Tensor, problem: Problem) -> Tensor:

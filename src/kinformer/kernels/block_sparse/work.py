@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kinformer.kernels.block_sparse.classes import from_classes, to_classes
-from kinformer.kernels.block_sparse.plan import Interval, Part, Tile
+from kinformer.kernels.block_sparse.operands import Operands, Place
+from kinformer.kernels.block_sparse.plan import Part, Tile
 from kinformer.kernels.block_sparse.scores import Additive, Form, accumulate, product
 from kinformer.kernels.block_sparse.tables import Tables
 from kinformer.kernels.softmax.geometry import kept
@@ -20,26 +20,6 @@ LOG2_E = math.log2(math.e)
 
 # Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
 _PAIRS = 1 << 20
-
-
-class Operands(NamedTuple):
-    """q [n, group, time, head_dim], k, v [n, slots, ...] of one section, n = rows * heads; the words of dropout."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: int
-    interval: Interval
-    words: tuple[Tensor, Tensor] | None = None
-    p: float = 0.0
-
-
-class Place(NamedTuple):
-    """Some of the n of a tile: a slice of them, and which heads of each row they are."""
-
-    n: slice
-    heads: slice
-    shape: tuple[int, ...]
 
 
 class Work:
@@ -54,10 +34,17 @@ class Work:
         most = max((self._step(tile) * self._pairs(tile) for tile in part.tiles), default=0)
         self.first = self.q.new_empty(most, dtype=self.numbers)
         self.words = None
+        self.flat: tuple[Tile, Place, Tensor] | None = None
         if operands.words is not None:
             rows, columns = operands.words
             columns = self.keys(columns.view(1, -1, 1))
             self.words = self.queries(rows), columns.view(part.stride, -1)
+        self.wall = None if operands.hidden is None else self._wall(operands.hidden)
+
+    def _wall(self, hidden: Tensor) -> Tensor:
+        """[rows, classes, units]: -inf for keys that nobody sees, else 0."""
+        wall = torch.zeros(hidden.shape, dtype=self.numbers, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return self.keys(wall[..., None]).view(len(hidden), self.classes, -1)
 
     def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[n, group, time, width] in the part's layout."""
@@ -73,7 +60,7 @@ class Work:
         """[n, slots, width] in the part's layout."""
         interval, part = self.operands.interval, self.part
         x = to_classes(x[:, None], interval.key, part.stride, part.origin, part.units)[:, 0]
-        return x.flip(1) if self.tables is not None else x
+        return x.flip(1) if self.tables is not None else x.contiguous() if part.stacked else x
 
     def slots(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`keys`."""
@@ -93,15 +80,16 @@ class Work:
 
     def places(self, tile: Tile) -> Iterator[Place]:
         heads, classes = self.operands.heads, self.classes
-        step = self._step(tile) // classes
+        step, total = self._step(tile) // classes, self.q.shape[0] // classes
         size = (classes, self.group, tile.last - tile.first, tile.width)
-        for start in range(0, self.q.shape[0] // classes, heads if step < heads else step):
-            for head in range(0, heads, step) if step < heads else (0,):
-                low = start + head
-                high = min(start + heads, low + step) if step < heads else min(low + step, self.q.shape[0] // classes)
-                picked = slice(head, head + high - low) if step < heads else slice(0, heads)
-                count = picked.stop - picked.start
-                yield Place(slice(low * classes, high * classes), picked, ((high - low) // count, count, *size))
+        low = 0
+        while low < total:
+            head = low % heads
+            high = min(low + step, low - head + heads if step < heads else total)
+            count = min(heads, high - low)
+            shape = ((high - low) // count, count, *size)
+            yield Place(slice(low * classes, high * classes), slice(head, head + count), shape)
+            low = high
 
     def block(self, x: Tensor, tile: Tile, place: Place) -> Tensor:
         """The tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
@@ -110,7 +98,21 @@ class Work:
     def picked(self, x: Tensor, tile: Tile, place: Place) -> Tensor:
         """The tile's keys of ``x`` [n, units, width]."""
         x = x[place.n]
-        return x[:, tile.keys] if isinstance(tile.keys, slice) else x.index_select(1, tile.keys)
+        if isinstance(tile.keys, slice):
+            return x[:, tile.keys]
+        if tile.keys.dim() == 1:
+            return x.index_select(1, tile.keys)
+        picked = x.view(-1, x.shape[-1]).index_select(0, self._flat(tile, place))
+        return picked.view(x.shape[0], tile.width, x.shape[-1])
+
+    def _flat(self, tile: Tile, place: Place) -> Tensor:
+        """The tile's keys [heads, width] as rows of a tensor [n * units, ...], heads of all rows in turn."""
+        if self.flat is None or self.flat[0] is not tile or self.flat[1] != place:
+            n, units = place.n.stop - place.n.start, self.k.shape[1]
+            begin = torch.arange(0, n * units, units, device=self.k.device).view(place.shape[0], -1, 1)
+            index = tile.keys[place.heads] + begin  # type: ignore[index]
+            self.flat = tile, place, index.flatten()
+        return self.flat[2]
 
     def six(self, x: Tensor, place: Place) -> Tensor:
         """[n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
@@ -142,8 +144,25 @@ class Work:
             rectified = self.tables.add(self.six(scores, place), self.six(q, place), tile, place.heads)
         for fence in tile.fences:
             view = self.six(scores, place)[..., fence.start : fence.stop]
-            view.add_(fence.values[:, None].to(scores))
+            values = fence.values if fence.values.dim() == 3 else fence.values[place.heads]
+            view.add_(values[..., None, :, :].to(scores))
+        if self.wall is not None:
+            self._shut(self.wall, scores, tile, place)
         return scores, rectified
+
+    def _at_keys(self, x: Tensor, tile: Tile, place: Place) -> Tensor:
+        """x [rows, classes, units] at the tile's keys, [rows, heads or 1, classes, keys]."""
+        if isinstance(tile.keys, slice) or tile.keys.dim() == 1:
+            return x[:, None, :, tile.keys]
+        return x[:, :, tile.keys[place.heads]].transpose(1, 2)
+
+    def _shut(self, wall: Tensor, scores: Tensor, tile: Tile, place: Place) -> None:
+        """Hide the tile's keys that are hidden row by row; where none is, nothing is done."""
+        first = place.n.start // (self.operands.heads * self.classes)
+        rows = wall[first : first + place.shape[0]]
+        keys = self._at_keys(rows, tile, place)
+        if keys.device.type != "cpu" or bool(keys.any()):
+            self.six(scores, place).add_(keys[..., None, None, :])
 
     def keep(self, tile: Tile, place: Place) -> Tensor | None:
         """Which probabilities dropout keeps, [n, group * rows, keys]."""
@@ -151,8 +170,7 @@ class Work:
             return None
         rows, columns = self.words
         left = self.block(rows, tile, place).view(*place.shape[:5], 1)
-        right = columns[:, tile.keys] if isinstance(tile.keys, slice) else columns.index_select(1, tile.keys)
-        words = left + right[:, None, None]
+        words = left + self._at_keys(columns[None], tile, place)[..., None, None, :]
         return kept(words, self.operands.p, torch.empty_like(words)).view(
             -1, place.shape[3] * place.shape[4], tile.width
         )
@@ -197,7 +215,7 @@ class Work:
         """dq [n, group, time, ...], dk, dv [n, slots, ...] from those of output and log-sum-exp."""
         grad, delta, top = self.queries(grad), self.queries(delta), self.queries(top, torch.inf)
         dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
-        dk, dv = torch.zeros_like(self.k, dtype=self.numbers), torch.zeros_like(self.v, dtype=self.numbers)
+        dk, dv = (x.new_zeros(x.shape, dtype=self.numbers) for x in (self.k, self.v))
         second, kt, vt = torch.empty_like(self.first), self.transposed(self.k), self.transposed(self.v)
         for tile in self.part.tiles:
             for place in self.places(tile):
@@ -258,4 +276,8 @@ class Work:
         else:
             picked = total.new_zeros(place.n.stop - place.n.start, tile.width, total.shape[-1])
             yield picked
-            total[place.n].index_add_(1, tile.keys, picked)
+            part = total[place.n]
+            if tile.keys.dim() == 1:
+                part.index_add_(1, tile.keys, picked)
+            else:
+                part.view(-1, part.shape[-1]).index_add_(0, self._flat(tile, place), picked.flatten(0, 1))

@@ -1,0 +1,95 @@
+"""Heads of unlike patterns side by side: one tile has the same queries of all heads, and other keys for each.
+
+A plan per head would make eight times as many products for eight heads, each so small that calling it costs more than
+the work. Keys are gathered head by head anyway where they do not lie together; rows of keys that are shorter than
+others are filled up with hidden ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.block_sparse.plan import (
+    ROWS,
+    Cutter,
+    Fence,
+    Interval,
+    Part,
+    Tile,
+    cost,
+    runs_of,
+)
+
+_WASTE = 1.25
+"""Stacked heads may compute so many times the pairs that tiles of the same height compute apart."""
+
+
+@lru_cache(maxsize=256)
+def stack(pattern: Pattern, interval: Interval) -> Part | None:
+    """One part for all heads of ``pattern``, its tiles' keys [heads, width] and fences [heads, 1, rows, keys].
+
+    None where it does not pay: heads that see alike, terms with strides, widths that are too unlike.
+    """
+    heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
+    if len(heads) < 2 or 2 * len(set(heads)) <= len(heads):
+        return None
+    terms = [head.terms() for head in heads]
+    if any(len(term) != 1 or term[0].stride != 1 for term in terms):
+        return None
+    with _disable_current_modes():
+        best, apart = None, 0
+        for rows in ROWS:
+            parts = [Cutter(term[0], interval, rows, False).part() for term in terms]
+            part = _stacked(parts)
+            if best is not None and cost(part) > cost(best):
+                break
+            best, apart = part, sum(each.computed for each in parts)
+    return best if best is not None and best.computed <= _WASTE * apart else None
+
+
+def _stacked(parts: Sequence[Part]) -> Part:
+    one = parts[0]
+    by_first: dict[int, list[Tile | None]] = {}
+    for head, part in enumerate(parts):
+        for tile in part.tiles:
+            by_first.setdefault(tile.first, [None] * len(parts))[head] = tile
+    fences: dict[bytes, Tensor] = {}
+    tiles = tuple(_tile(by_first[first], fences) for first in sorted(by_first))
+    computed = sum((tile.last - tile.first) * tile.width * len(parts) for tile in tiles)
+    attended = sum(part.attended for part in parts)
+    return Part(1, one.origin, one.query_origin, one.units, one.query_units, one.rows, tiles, computed, attended)
+
+
+def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
+    some = next(tile for tile in tiles if tile is not None)
+    width = max(tile.width for tile in tiles if tile is not None)
+    rows = some.last - some.first
+    keys = np.zeros((len(tiles), width), np.int64)
+    hidden = np.ones((len(tiles), rows, width), bool)
+    for head, tile in enumerate(tiles):
+        if tile is None:
+            continue
+        at = np.arange(tile.keys.start, tile.keys.stop) if isinstance(tile.keys, slice) else tile.keys.numpy()
+        keys[head, : tile.width] = at
+        hidden[head, :, : tile.width] = False
+        for fence in tile.fences:
+            hidden[head, :, fence.start : fence.stop] = fence.values[0].isinf().numpy()
+    fences = tuple(_fences(hidden, known))
+    return Tile(some.first, some.last, torch.from_numpy(keys), width, fences, ())
+
+
+def _fences(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[Fence]:
+    """Over the keys that are hidden from somebody; equal ones are one tensor."""
+    for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
+        part = np.ascontiguousarray(hidden[:, None, :, start:stop])
+        name = bytes(str(part.shape), "ascii") + np.packbits(part).tobytes()
+        if name not in known:
+            known[name] = torch.zeros(part.shape).masked_fill_(torch.from_numpy(part), -torch.inf)
+        yield Fence(start, stop, known[name])
