@@ -144,4 +144,4 @@ def test_without_its_first_half_and_with_its_second_doubled_it_is_the_standard_l
 def test_the_half_step_comes_after_dropout():
     layer = MacaronLayer.Config(mixer=SoftmaxAttention.Config(num_heads=2), dropout=0.5).build(16)
     x, y = torch.zeros(1, 4, 16), torch.ones(1, 4, 16)
-    assert set(layer._add(x, y, layer.first_norm, 0.5).unique().tolist()) == {0.0, 1.0}
+    assert set(layer._added(x, y, layer.first_norm, 0.5).unique().tolist()) == {0.0, 1.0}

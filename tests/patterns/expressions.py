@@ -4,6 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from kinformer.patterns.band import Band
+from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn
 from kinformer.patterns.blocks import Blocks
 from kinformer.patterns.blockwise import Blockwise
 from kinformer.patterns.causal import Causal
@@ -19,6 +20,7 @@ from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.per_head import PerHead
 from kinformer.patterns.random_blocks import RandomBlocks
+from kinformer.patterns.segments import Segments
 from kinformer.patterns.strided import Strided
 from kinformer.patterns.summaries import Summaries
 
@@ -35,6 +37,7 @@ CONFIGS = {
     "strided, local": Strided(stride=5, part="local"),
     "strided, columns": Strided(stride=5, part="columns"),
     "blocks": Blocks.Config(block=6, back=1, front=1),
+    "segments": Segments.Config(segment=6, memory=4),
     "summaries": Summaries.Config(segment=8, summary=3, skip=1),
     "fixed": Fixed(segment=8, summary=2),
     "fixed, local": Fixed(segment=8, summary=2, part="local"),
@@ -44,6 +47,10 @@ CONFIGS = {
     "random blocks": RandomBlocks.Config(block=4, count=2, seed=3),
     "random blocks, per head": RandomBlocks.Config(block=4, count=2, num_heads=3),
     "random blocks, two-sided": RandomBlocks.Config(block=4, count=3, total=9),
+    "big bird": BigBird.Config(block=4, random=1, seed=3, length=58),
+    "big bird, per head": BigBird.Config(block=3, random=2, num_heads=3, length=60),
+    "big bird, no edges": BigBird.Config(block=5, random=1, num_heads=2, edges=False, length=60),
+    "big bird, window": BigBird.Config(block=4, random=0, edges=False, length=60),
     "blockwise": Blockwise.Config(block=5, permutations=((1, 2, 0),)),
     "blockwise, per head": Blockwise.Config(block=5, permutations=((0, 1, 2), (1, 2, 0), (2, 0, 1))),
     "image, 1d": Image1D(block=5),
@@ -113,14 +120,26 @@ def random_blocks(draw):
     return RandomBlocks(draw(small), count, draw(st.integers(0, 99)), draw(st.integers(0, 3)), total)
 
 
+@st.composite
+def drawn_blocks(draw):
+    blocks = draw(st.integers(1, 12))
+    rows = st.lists(
+        st.tuples(*[st.integers(-1, blocks - 1)] * draw(st.integers(0, 2))), min_size=blocks, max_size=blocks
+    )
+    return NearAndDrawn(draw(small), blocks, tuple(draw(rows)))
+
+
 atoms = st.one_of(
     st.builds(Band, behind=st.none() | st.integers(0, 12), ahead=st.none() | st.integers(0, 5)),
     st.builds(Columns, stride=small),
     dilated(),
     st.builds(Blocks, small, st.integers(0, 2), st.integers(0, 1)),
     summaries(),
+    st.builds(Segments, small, st.integers(0, 12), st.booleans()),
     st.builds(GlobalTokens, st.integers(1, 5)),
     random_blocks(),
+    drawn_blocks(),
+    st.builds(FirstAndLast, small, st.integers(1, 12)),
     st.builds(Blockwise, small, st.permutations(range(3)).map(tuple)),
     images(),
     st.builds(Documents, st.sets(st.integers(1, 50), min_size=1, max_size=5).map(sorted).map(tuple)),

@@ -38,6 +38,6 @@ class MacaronLayer(ResidualLayer):
         self.first_norm = config.norm.build(dim)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        x = self._feed(chunk.x, self.first_feed_forward, self.first_norm, HALF)
+        x = self._feed(chunk, self.first_feed_forward, self.first_norm, HALF)
         x, mixed = self._mix(chunk._replace(x=x), state[0])
-        return self._feed(x, self.feed_forward, self.feed_forward_norm, HALF), (mixed,)
+        return self._feed(chunk._replace(x=x), self.feed_forward, self.feed_forward_norm, HALF), (mixed,)

@@ -1,10 +1,4 @@
-"""The standard layer: a sequence mixer and a feed-forward sublayer, each in a residual branch with its own norm.
-
-    pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
-    post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
-
-Dropout falls on F's output, before the residual sum.
-"""
+"""The standard layer of a decoder: a sequence mixer and a feed-forward sublayer (see ``blocks.sublayers``)."""
 
 from __future__ import annotations
 
@@ -14,11 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kinformer.blocks.feed_forward import MLP, FeedForwardConfig
+from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.sublayers import Sublayers, check_dropout
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
 from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeedForwardConfig
 
 
 class LayerConfig(Config):
@@ -30,8 +26,10 @@ class LayerConfig(Config):
         raise NotImplementedError
 
 
-class ResidualLayer(nn.Module):
+class ResidualLayer(Sublayers):
     """Mixer, then feed-forward. Its state is the tuple ``(mixer state,)``."""
+
+    mixer: CausalMixer
 
     @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
@@ -43,26 +41,19 @@ class ResidualLayer(nn.Module):
         dropout: float = 0.0
 
         def __post_init__(self) -> None:
-            if not 0.0 <= self.dropout < 1.0:
-                raise KinformerError(f"dropout must be at least 0 and below 1, but is {self.dropout}.")
+            check_dropout(self.dropout)
 
         def build(self, dim: int) -> ResidualLayer:
             return ResidualLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
         mixer = config.mixer.build(dim)
         if not isinstance(mixer, CausalMixer):
             raise KinformerError(
                 f"the mixer {config.mixer.kind!r} reads the whole sequence at once, but a decoder's layer needs a "
                 "causal one; use it in an encoder."
             )
-        self.mixer = mixer
-        self.feed_forward = config.feed_forward.build(dim)
-        self.mixer_norm = config.norm.build(dim)
-        self.feed_forward_norm = config.norm.build(dim)
-        self.pre = config.wiring == "pre"
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        super().__init__(config, mixer, dim)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -71,18 +62,12 @@ class ResidualLayer(nn.Module):
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         x, mixed = self._mix(chunk, state[0])
-        return self._feed(x, self.feed_forward, self.feed_forward_norm), (mixed,)
+        return self._feed(chunk._replace(x=x), self.feed_forward, self.feed_forward_norm), (mixed,)
 
     def _mix(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
         x = chunk.x
         y, state = self.mixer(Chunk(self.mixer_norm(x) if self.pre else x, chunk.valid, chunk.reset), state)
-        return self._add(x, y, self.mixer_norm), state
+        return self._added(x, y, self.mixer_norm), state
 
-    def _feed(self, x: Tensor, feed_forward: nn.Module, norm: nn.Module, share: float = 1.0) -> Tensor:
-        y = feed_forward(norm(x) if self.pre else x)
-        return self._add(x, y, norm, share)
-
-    def _add(self, x: Tensor, y: Tensor, norm: nn.Module, share: float = 1.0) -> Tensor:
-        y = y if self.dropout is None else self.dropout(y)
-        x = x + y if share == 1 else torch.add(x, y, alpha=share)
-        return x if self.pre else norm(x)
+    def _feed(self, chunk: Chunk, feed_forward: nn.Module, norm: nn.Module, share: float = 1.0) -> Tensor:
+        return self._fed(chunk.x, chunk.valid, feed_forward, norm, share)

@@ -6,7 +6,7 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,6 +31,11 @@ class Relative(NamedTuple):
     keys: Tensor | None = None
     values: Tensor | None = None
 
+    def below(self, distance: int) -> Relative:
+        """The same without what ``distance`` and more do."""
+        count = max(0, distance - self.lowest)
+        return Relative(self.lowest, *(None if table is None else table[:, :count] for table in self[1:]))
+
 
 class Position(nn.Module):
     """Where: hooks through which an encoding of positions enters; each does nothing unless overridden.
@@ -53,6 +58,10 @@ class Position(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [batch, heads, time, head_dim] after the encoding of ``positions`` [batch, time]."""
         return q, k
+
+    def rotate_keys(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Keys alone, of tokens that ask nothing."""
+        return self.rotate(k[:, :1], k, positions)[1]
 
     def values(self, v: Tensor) -> Tensor:
         """Values [batch, kv_heads, time, head_dim], as they are remembered, with what is added at every distance."""
@@ -113,6 +122,16 @@ class ScoreConfig(Config):
         raise NotImplementedError
 
 
+class Apart(nn.Module):
+    """The ``query``, ``key`` and ``value`` with which an encoder's global tokens see, each dim -> width of all heads."""
+
+    def __init__(self, dim: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.query = nn.Linear(dim, width, bias=bias)
+        self.key = nn.Linear(dim, width, bias=bias)
+        self.value = nn.Linear(dim, width, bias=bias)
+
+
 class Projection(nn.Module):
     """What: x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads, ...].
 
@@ -125,6 +144,14 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v alone, of tokens that ask nothing."""
+        return self(x)[1:]
+
+    def for_globals(self) -> Apart | None:
+        """What projects for global tokens that look at all others, or None where that is as for all tokens."""
+        return None
 
     def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the first
@@ -144,6 +171,28 @@ class ProjectionConfig(Config):
     def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
         """A module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""
         return ResidualOutput(num_heads * head_dim, dim, bias=bias)
+
+
+def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
+    """Refuse a projection that a memory of hidden states cannot do anew, slot by slot."""
+    if projection.context:
+        raise KinformerError(
+            f"the projection {config.kind!r} looks at earlier tokens, which a memory of hidden states cannot project "
+            "anew; use one that looks at each token alone (shared, grouped)."
+        )
+
+
+class FeedForwardConfig(Config):
+    """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden`` defaults to 4 * dim.
+
+    A module with the attribute ``masked = True`` also takes ``valid`` [...] bool or None, as what it does or counts
+    depends on which tokens are real.
+    """
+
+    slot = "feed_forward"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
 
 
 class FeatureMap(nn.Module):
@@ -179,10 +228,34 @@ class EmbeddingConfig(Config):
         raise NotImplementedError
 
 
+class ModelConfig(Config):
+    """``build()``: a whole model. Each of ``layers`` is a config too."""
+
+    slot = "model"
+
+    if TYPE_CHECKING:
+        vocab_size: int
+        dim: int
+        layers: tuple[Config, ...]
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+
 class HeadConfig(Config):
     """``build(dim, vocab_size)``: a module (hidden [batch, time, dim], embedding weight [vocab, dim]) -> logits."""
 
     slot = "head"
+
+    def build(self, dim: int, vocab_size: int) -> nn.Module:
+        raise NotImplementedError
+
+
+class EncoderHeadConfig(Config):
+    """``build(dim, vocab_size)``: a module (hidden [batch, time, dim], embedding weight [vocab, dim], valid or None) ->
+    logits, of tokens [batch, time, ...] or of texts [batch, ...]."""
+
+    slot = "encoder_head"
 
     def build(self, dim: int, vocab_size: int) -> nn.Module:
         raise NotImplementedError

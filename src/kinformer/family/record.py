@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
+    from kinformer.core.parts import ModelConfig
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
-Recipe = Callable[[int | None], "Decoder.Config"]
+Recipe = Callable[[int | None], "ModelConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, load_weights, read_json, save_tensors, write_json
+from kinformer.core.files import DIGEST, digest, load_tensors, load_weights, read_json, save_tensors, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kinformer.models.decoder import Decoder
+    from kinformer.core.parts import ModelConfig
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -46,17 +46,17 @@ class Run:
         )
 
     @property
-    def config(self) -> Decoder.Config:
+    def config(self) -> ModelConfig:
         """The model's config."""
         from kinformer.family.build import model_config
 
         return model_config(self.model, f"{self.folder / CONFIG}: model")
 
-    def build(self) -> Decoder:
+    def build(self) -> Any:
         """The model, newly initialised."""
         return self.config.build()
 
-    def load(self, changes: Mapping[str, Any] | None = None) -> Decoder:
+    def load(self, changes: Mapping[str, Any] | None = None) -> Any:
         """The model with its best weights, in eval mode.
 
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
@@ -67,7 +67,12 @@ class Run:
         load_weights(model, tensors, self.folder / WEIGHTS)
         return model.eval()
 
-    def _changed(self, changes: Mapping[str, Any]) -> Decoder.Config:
+    def weights_digest(self) -> str:
+        """What the weights that :meth:`load` reads are told by: sha256 of their names, shapes, types and bytes."""
+        tensors, metadata = load_tensors(self.folder / WEIGHTS)
+        return metadata.get(DIGEST) or digest(tensors)
+
+    def _changed(self, changes: Mapping[str, Any]) -> ModelConfig:
         from kinformer.core.config import override
         from kinformer.family.kinds import kinds
 
@@ -83,7 +88,7 @@ class Run:
         return changed
 
 
-def weight_shapes(config: Decoder.Config) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of everything that a model of ``config`` stores; nothing is allocated."""
     import torch
 
@@ -99,6 +104,10 @@ def open_run(folder: str | Path) -> Run:
             f"{folder}: is no run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )
     data = read_json(folder / CONFIG)
+    if isinstance(data, dict) and "model_type" in data and "schema" not in data:
+        raise KinformerError(
+            f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
+        )
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         schema = data.get("schema") if isinstance(data, dict) else None
         raise KinformerError(
@@ -115,7 +124,7 @@ def open_run(folder: str | Path) -> Run:
     return Run(folder=folder, **{name: data[name] for name in names})
 
 
-def load_model(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Decoder:
+def load_model(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
     """The trained model of a run folder, in eval mode, with ``changes`` that leave its weights as they are."""
     return open_run(folder).load(changes)
 

@@ -10,6 +10,7 @@ from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
+from kinformer.patterns.unsized import Unsized
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,17 @@ class Blockwise(ChosenBlocks):
     class Config(PatternConfig):
         """``permutations``: one per head (a single one holds for all heads); the paper's are shifts, as (1, 2, 0).
 
+        ``block``: None cuts each text into as many blocks as a permutation has, of equal length but for the last ones.
         Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
         """
 
         kind = "blockwise"
-        block: int = 128
+        block: int | None = 128
         permutations: tuple[tuple[int, ...], ...] = ((0, 1),)
 
         def __post_init__(self) -> None:
-            if self.block < 1:
-                raise KinformerError(f"block must be 1 token or more, but is {self.block}.")
+            if self.block is not None and self.block < 1:
+                raise KinformerError(f"block must be 1 token or more, or none, but is {self.block}.")
             if not self.permutations:
                 raise KinformerError("permutations must hold one permutation per head, or one for all, but is empty.")
             for permutation in self.permutations:
@@ -42,6 +44,8 @@ class Blockwise(ChosenBlocks):
                     )
 
         def build(self) -> Pattern:
+            if self.block is None:
+                return per_head([Parts(permutation) for permutation in self.permutations])
             return per_head([Blockwise(self.block, permutation) for permutation in self.permutations])
 
     @property
@@ -58,3 +62,16 @@ class Blockwise(ChosenBlocks):
         for i, seen in enumerate(self.permutation):
             chosen = chosen + (number == i) * (seen - i)
         return [chosen]
+
+
+@dataclass(frozen=True)
+class Parts(Unsized):
+    """:class:`Blockwise` with blocks that make up a whole text, each of ceil(length / n) tokens."""
+
+    permutation: tuple[int, ...]
+
+    name = "blockwise"
+    option = "block"
+
+    def sized(self, length: int) -> Pattern:
+        return Blockwise(max(1, -(-length // len(self.permutation))), self.permutation)

@@ -12,22 +12,39 @@ or with one test per check::
         CHECKS[check](MixerSubject(lambda: MyMixer(dim=16), dim=16))
 """
 
+from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.roundtrip import verify_config
 from kinformer.testing.subject import MixerSubject, ModelSubject, Subject
-from kinformer.testing.verify import CHECKS, MODEL_CHECKS, Check, Report, examine, verify_mixer, verify_model
+from kinformer.testing.verify import (
+    CHECKS,
+    ENCODER_CHECKS,
+    ENCODER_MODEL_CHECKS,
+    MODEL_CHECKS,
+    Check,
+    Report,
+    examine,
+    verify_encoder,
+    verify_mixer,
+    verify_model,
+)
 
 __all__ = [
     "CHECKS",
+    "ENCODER_CHECKS",
+    "ENCODER_MODEL_CHECKS",
     "MODEL_CHECKS",
     "Check",
     "ContractError",
+    "EncoderMixerSubject",
+    "EncoderModelSubject",
     "MixerSubject",
     "ModelSubject",
     "Report",
     "Subject",
     "examine",
     "verify_config",
+    "verify_encoder",
     "verify_mixer",
     "verify_model",
 ]

@@ -50,13 +50,24 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
         own = None if state is None else states.select_rows(state, torch.tensor([row]))
         blocks, places = [], []
         for place, new in _sequences(plan, row):
-            own = subject.start(module, 1) if new else own
+            before, own = own, subject.start(module, 1) if new else own
             y, own = subject.run(module, plan.inputs[row, place][None], own)
+            own = _with_costs(own, before) if new and before is not None else own
             blocks.append(y[0])
             places.append(place)
         rows.append(_scatter(blocks, places, plan.inputs.shape[1]))
         ends.append(own)
     return torch.stack(rows), states.join_rows(ends)
+
+
+def _with_costs(state: Any, before: Any) -> Any:
+    """``state`` with the side costs of ``before``, its row's last sequence: a reset settles no account."""
+    if isinstance(state, Tensor):
+        return state
+    items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]
+    if "aux" in getattr(state, "_fields", ()):
+        items[state._fields.index("aux")] = state.aux + before.aux
+    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
 def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
@@ -77,7 +88,9 @@ def _scatter(blocks: list[Tensor], places: list[Tensor], time: int) -> Tensor:
 
 def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> Outcome:
     """Outputs, final state, and the gradients of a random projection of both by inputs, weights and initial state."""
-    leaves = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    leaves = {
+        f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     inputs = plan.inputs.clone()
     if inputs.is_floating_point():
         leaves["inputs"] = inputs.requires_grad_()
@@ -88,7 +101,8 @@ def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> 
     seen = outputs if plan.valid is None else outputs[plan.valid]
     loss = (seen * _weights(seen)).sum() + project(state)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return Outcome(outputs.detach(), states.detach(state), dict(zip(leaves, gradients, strict=True)))
+    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    return Outcome(outputs.detach(), states.detach(state), dict(zip(leaves, dense, strict=True)))
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 from torch import nn
 
 from kinformer.core.contract import CausalMixer
+from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
-from kinformer.testing import declared, laws, numbers, ownership
+from kinformer.testing import declared, encoders, laws, numbers, ownership
+from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.subject import MixerSubject, ModelSubject
 
@@ -61,6 +63,23 @@ CHECKS: dict[str, Check] = (
     )
 )
 """The checks of a mixer; each takes a :class:`MixerSubject`."""
+
+_BOTH = _table(
+    Check("rows", encoders.rows),
+    Check("padding", encoders.padding, needs=("rows",)),
+    Check("both_ways", encoders.both_ways),
+)
+
+ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
+    Check("dtype", encoders.dtype),
+    Check("implementations", encoders.implementations),
+    Check("gradcheck", encoders.gradcheck),
+    Check("compile", encoders.compile_),
+)
+"""The checks of an encoder's mixer; each takes an :class:`EncoderMixerSubject`."""
+
+ENCODER_MODEL_CHECKS: dict[str, Check] = _BOTH
+"""The checks of an encoder; each takes an :class:`EncoderModelSubject`."""
 
 MODEL_CHECKS: dict[str, Check] = LAWS
 """The checks of a model; each takes a :class:`ModelSubject`."""
@@ -130,6 +149,20 @@ def verify_model(
 ) -> Report:
     """Hold a causal model, ``logits, state = model(tokens, state, valid=, reset=)``, against the laws at its edge."""
     return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
+
+
+def verify_encoder(
+    make: Callable[[], EncoderMixer],
+    *,
+    dim: int = 16,
+    skip: Mapping[str, str] | None = None,
+    impls: Mapping[str, Callable[[], EncoderMixer]] | None = None,
+) -> Report:
+    """Hold the encoder mixer that ``make()`` builds against the whole contract; see :func:`verify_mixer`."""
+    skip = dict(skip or {})
+    if not impls:
+        skip.setdefault("implementations", "no other implementation is listed")
+    return _verdict(examine(ENCODER_CHECKS, EncoderMixerSubject(make, dim=dim, impls=impls), skip))
 
 
 def _verdict(report: Report) -> Report:

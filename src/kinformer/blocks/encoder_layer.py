@@ -1,0 +1,50 @@
+"""The layer of an encoder: a mixer over the whole text and a feed-forward (see ``blocks.sublayers``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.sublayers import Sublayers, check_dropout
+from kinformer.core.config import Config
+from kinformer.core.encoder import EncoderMixerConfig, Text
+from kinformer.core.parts import FeedForwardConfig
+
+
+class EncoderLayerConfig(Config):
+    """``build(dim)``: a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
+
+    slot = "encoder_layer"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+
+class EncoderLayer(Sublayers):
+    """Mixer, then feed-forward, post-norm unless told otherwise (Devlin et al. 2018)."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderLayerConfig):
+        kind = "encoder"
+        mixer: EncoderMixerConfig
+        feed_forward: FeedForwardConfig = MLP.Config()
+        norm: NormConfig = LayerNorm()
+        wiring: Literal["pre", "post"] = "post"
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_dropout(self.dropout)
+
+        def build(self, dim: int) -> EncoderLayer:
+            return EncoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, config.mixer.build(dim), dim)
+
+    def forward(self, x: Tensor, text: Text) -> Tensor:
+        x = self._added(x, self.mixer(self.mixer_norm(x) if self.pre else x, text), self.mixer_norm)
+        return self._fed(x, text.valid, self.feed_forward, self.feed_forward_norm)

@@ -1,0 +1,70 @@
+"""Longformer: a window for all, a few global tokens with projections of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, encoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder import Encoder
+
+
+def _recipe(
+    shape: Shape, windows: Sequence[int], max_length: int, vocab_size: int = 259, global_tokens: int = 1
+) -> Recipe:
+    """``windows``: how far a token sees on either side, layer by layer (in turns)."""
+
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+        from kinformer.patterns.window import Window
+        from kinformer.positions.learned import Learned
+        from kinformer.projections.by_kind import ByKind
+
+        return encoder(
+            shape,
+            vocab or vocab_size,
+            mixers=[
+                BidirectionalAttention.Config(
+                    num_heads=shape.num_heads,
+                    projection=ByKind.Config(),
+                    pattern=Window(window=window),
+                )
+                for window in windows
+            ],
+            position=Learned.Config(max_length=max_length),
+            global_tokens=global_tokens,
+        )
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden, wiring="post")
+
+
+MEMBER = Member(
+    name="longformer",
+    title="Longformer",
+    paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
+    year=2020,
+    axes=("pattern", "projection"),
+    causal=False,
+    growth="none",
+    departures=(
+        "any length, no padding to a multiple of the window",
+        "dilation on a CPU and in training (--set layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",
+        "the first token is global unless kinds say otherwise",
+        "the autoregressive character model is the member local",
+    ),
+    exact_limit="window >= length without global tokens",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), (4, 8), 128),
+        "small": _recipe(_shape(256, 4, 4, hidden=640), (32, 64, 128, 128), 4096),
+        "benchmark": _recipe(_shape(256, 4, 4), (128,), 4096, global_tokens=16),
+        "paper": _recipe(_shape(768, 12, 12), (256,), 4096, vocab_size=50265),
+        "paper-large": _recipe(_shape(1024, 24, 16), (256,), 4096, vocab_size=50265),
+    },
+)

@@ -1,0 +1,93 @@
+"""Classes of whole texts or of tokens from an encoder's hidden states (Devlin et al. 2018, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import select_valid
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import EncoderHeadConfig
+
+
+class ClassificationHead(nn.Module):
+    """hidden [batch, time, dim] -> logits [batch, classes].
+
+    ``pooling``: ``first`` takes the first valid token ([CLS]), ``mean`` the mean of all valid ones; then
+    output(dropout(activation(dense(pooled)))).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderHeadConfig):
+        kind = "classification"
+        classes: int
+        pooling: Literal["first", "mean"] = "first"
+        activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, vocab_size: int) -> ClassificationHead:
+            return ClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.pooling, self.activation = config.pooling, config.activation
+        self.dense = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
+        if self.pooling == "first":
+            pooled = hidden[:, 0] if valid is None else hidden[_rows(hidden), valid.int().argmax(1)]
+        elif valid is None:
+            pooled = hidden.mean(1)
+        else:
+            pooled = select_valid(hidden, valid).sum(1) / valid.sum(1, keepdim=True).clamp_min(1).to(hidden.dtype)
+        x = _activate(self.dense(pooled), self.activation)
+        return self.output(x if self.dropout is None else self.dropout(x))
+
+
+class TokenClassificationHead(nn.Module):
+    """hidden [batch, time, dim] -> logits [batch, time, classes]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderHeadConfig):
+        kind = "token_classification"
+        classes: int
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, vocab_size: int) -> TokenClassificationHead:
+            return TokenClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden if self.dropout is None else self.dropout(hidden))
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    return torch.arange(len(hidden), device=hidden.device)
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if name in ("tanh", "relu"):
+        return x.tanh() if name == "tanh" else x.relu()
+    return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def check_classes(classes: int) -> None:
+    """Refuse fewer classes than can be told apart."""
+    if classes < 2:
+        raise KinformerError(f"classes must be 2 or more, but is {classes}.")

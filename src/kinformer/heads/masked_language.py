@@ -1,0 +1,37 @@
+"""The masked-language-model head (Devlin et al. 2018): a product, a norm, then the token embedding as output matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.parts import EncoderHeadConfig
+
+
+class MaskedLanguageHead(nn.Module):
+    """hidden [..., dim] -> logits [..., vocab] = norm(gelu(W hidden + b)) E^T + c; ``tied``: E is the embedding."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderHeadConfig):
+        kind = "masked_language"
+        tied: bool = True
+        eps: float = 1e-5
+        tanh_gelu: bool = False
+
+        def build(self, dim: int, vocab_size: int) -> MaskedLanguageHead:
+            return MaskedLanguageHead(self, dim, vocab_size)
+
+    def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=config.eps)
+        self.output = None if config.tied else nn.Linear(dim, vocab_size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.approximate = "tanh" if config.tanh_gelu else "none"
+
+    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
+        x = self.norm(functional.gelu(self.dense(hidden), approximate=self.approximate))
+        return functional.linear(x, embedding if self.output is None else self.output.weight, self.bias)

@@ -1,0 +1,167 @@
+"""Big Bird (Zaheer et al. 2020, section 2): a window of blocks, the first and the last block for all, random blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import PatternConfig
+from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
+from kinformer.patterns import random_tables
+from kinformer.patterns.full import Full
+from kinformer.patterns.per_head import per_head
+from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
+from kinformer.patterns.unsized import Unsized
+
+
+@dataclass(frozen=True)
+class BigBird(Unsized):
+    """The pattern of texts of any length, which the last, maybe shorter block ends; ``head`` None means all heads.
+
+    A text of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
+    """
+
+    block: int
+    random: int
+    seed: int = 0
+    heads: int = 1
+    edges: bool = True
+    head: int | None = None
+
+    name = "big_bird"
+    option = "length"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PatternConfig):
+        """``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
+
+        ``edges``: the first and the last block are global (the internal construction); without them something else
+        must be, as tokens on the side (the extended one). ``seed`` gives the random blocks that the authors' code gives
+        layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
+        twice, or that all see anyway, counts once.
+
+        ``length``: the pattern of a text of so many tokens for shorter ones too, as padded texts have it in the
+        authors' code; None: each text's own.
+        """
+
+        kind = "big_bird"
+        block: int = 64
+        random: int = 3
+        seed: int = 0
+        num_heads: int | None = None
+        edges: bool = True
+        length: int | None = None
+
+        def __post_init__(self) -> None:
+            if self.block < 1:
+                raise KinformerError(f"block must be 1 token or more, but is {self.block}.")
+            if self.random < 0:
+                raise KinformerError(f"random must be 0 blocks (none) or more, but is {self.random}.")
+            if not 0 <= self.seed < 2**32:
+                raise KinformerError(f"seed must be 0 or more and below 2**32, but is {self.seed}.")
+            for name in ("num_heads", "length"):
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    raise KinformerError(f"{name} must be 1 or more, or none, but is {value}.")
+
+        def build(self) -> Pattern:
+            pattern = BigBird(self.block, self.random, self.seed, self.num_heads or 1, self.edges)
+            return pattern if self.length is None else pattern.sized(self.length)
+
+    @property
+    def num_heads(self) -> int | None:  # type: ignore[override]
+        return self.heads if self.heads > 1 and self.head is None else None
+
+    def at(self, head: int) -> Pattern:
+        return replace(self, head=head)
+
+    def sized(self, length: int) -> Pattern:
+        return _sized(self, -(-length // self.block))
+
+    def of_blocks(self, blocks: int) -> Pattern:
+        """The pattern of a text of so many blocks."""
+        if blocks <= 5 + 2 * self.random:
+            return Full(ahead=None)
+        heads = range(self.heads) if self.head is None else (self.head,)
+        if not self.random:
+            return self._of(blocks, np.empty((blocks, 0), np.int32))
+        tables = random_tables.table(blocks, self.block, self.random, self.seed, self.heads)
+        return per_head([self._of(blocks, tables[head]) for head in heads])
+
+    def _of(self, blocks: int, table: random_tables.Table) -> Pattern:
+        near = NearAndDrawn(self.block, blocks, tuple(map(tuple, table.tolist())))
+        return near | FirstAndLast(self.block, blocks) if self.edges else near
+
+
+@lru_cache(maxsize=1024)
+def _sized(pattern: BigBird, blocks: int) -> Pattern:
+    return pattern.of_blocks(blocks)
+
+
+@dataclass(frozen=True)
+class NearAndDrawn(ChosenBlocks):
+    """Of a text of ``blocks`` blocks, block i sees i - 1, i, i + 1 and those of ``drawn[i]`` (-1 is none)."""
+
+    block: int
+    blocks: int
+    drawn: tuple[tuple[int, ...], ...]
+
+    behind = None
+    ahead = None
+
+    def sized(self, length: int) -> Pattern:
+        if length > self.blocks * self.block:
+            raise KinformerError(
+                f"a text of {length} tokens does not fit the pattern 'big_bird', which ends at "
+                f"{self.blocks * self.block}; raise its length, or set it to none."
+            )
+        return self
+
+    def choices(self, blocks: Numbers) -> Sequence[Numbers]:
+        inside = (blocks >= 0) & (blocks < self.blocks)
+        found: list[Numbers] = []
+        for step in (-1, 0, 1):
+            one = blocks + step
+            found.append((one + 1) * (inside & (one >= 0) & (one < self.blocks)) - 1)
+        rows = blocks.clip(0, self.blocks - 1)
+        if isinstance(rows, Tensor):
+            table = torch.tensor(self.drawn, dtype=torch.int64, device=rows.device)[rows]
+        else:
+            table = np.array(self.drawn, np.int64)[rows]
+        for number in range(table.shape[-1]):
+            found.append((table[..., number] + 1) * inside - 1)
+        return found
+
+
+@dataclass(frozen=True)
+class FirstAndLast(Pattern):
+    """Of a text of ``blocks`` blocks the first and the last see all and are seen by all."""
+
+    block: int
+    blocks: int
+
+    behind = None
+    ahead = None
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        query, key = q // self.block, k // self.block
+        last = self.blocks - 1
+        either = (query == 0) | (query == last) | (key == 0) | (key == last)
+        return either & (query >= 0) & (query <= last) & (key >= 0) & (key <= last)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        end = self.blocks * self.block
+        some, every = np.zeros(boxes.q_low.shape, bool), np.zeros(boxes.q_low.shape, bool)
+        reached, inside = ~some, ~every
+        for low, high in ((boxes.q_low, boxes.q_high), (boxes.k_low, boxes.k_high)):
+            some |= (low < self.block) | (high >= end - self.block)
+            every |= (high < self.block) | (low >= end - self.block)
+            reached &= (high >= 0) & (low < end)
+            inside &= (low >= 0) & (high < end)
+        return np.where(every & inside, ALL, np.where(some & reached, SOME, NONE)).astype(np.int8)

@@ -1,0 +1,186 @@
+"""Encoders under examination: a mixer over a text or a whole model, what they read, and the same without padding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.encoder import EncoderMixer, Text
+from kinformer.testing.subject import JITTER
+
+
+class Case(NamedTuple):
+    """Something to read: inputs [batch, time, ...], what is known of the tokens, and in words what it is.
+
+    ``inputs`` and every tensor of ``text`` have the batch first.
+    """
+
+    name: str
+    inputs: Tensor
+    text: Any
+
+    def rows(self, index: Tensor) -> Case:
+        """Some rows of it."""
+        return Case(self.name, self.inputs[index], _of_rows(self.text, index))
+
+
+class EncoderSubject(ABC):
+    """Builds what is examined, and runs it on ``Case``s."""
+
+    def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
+        self.make, self.batch, self.time = make, batch, time
+
+    def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
+        """A fresh module in eval mode with the same weights on every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = (make or self.make)()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=JITTER)
+        return module.to(dtype).eval()
+
+    @abstractmethod
+    def cases(self) -> Iterator[Case]:
+        """Texts without padding."""
+
+    @abstractmethod
+    def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
+        """``case`` with padding of unlike length and rubbish in it, each of its rows alone without, and the places
+        [batch, time] that are valid."""
+
+    @abstractmethod
+    def run(self, module: Any, case: Case) -> Tensor:
+        """Outputs, batch first."""
+
+
+class EncoderMixerSubject(EncoderSubject):
+    """An :class:`EncoderMixer` of width ``dim``, on plain texts and on such with global tokens, units and a side.
+
+    ``sides`` says with how many tokens on the side; ``impls`` are other makers of the same mixer. ``global_tokens``
+    False leaves out texts with global tokens in the document, for a mixer that refuses them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], EncoderMixer],
+        *,
+        dim: int = 16,
+        batch: int = 3,
+        time: int = 29,
+        sides: tuple[int, ...] = (0, 4),
+        impls: Mapping[str, Callable[[], EncoderMixer]] | None = None,
+        global_tokens: bool = True,
+    ) -> None:
+        super().__init__(make, batch, time)
+        self.dim, self.sides, self.impls, self.global_tokens = dim, sides, dict(impls or {}), global_tokens
+
+    def cases(self) -> Iterator[Case]:
+        for side in self.sides:
+            inputs = self.inputs(side + self.time, seed=side)
+            numbers = torch.arange(self.time).mul(max(side, 1)).div(self.time, rounding_mode="floor")
+            units = torch.cat([torch.arange(side), numbers]).expand(self.batch, -1) if side else None
+            yield Case(f"{side} tokens on the side", inputs, Text(units=units, side=side))
+            if not self.global_tokens:
+                continue
+            places = torch.tensor([0, self.time // 2, self.time - 9]).repeat(self.batch, 1)
+            places[1, 2:] = -1
+            yield Case(f"global tokens, {side} on the side", inputs, Text(None, places, units, side))
+
+    def inputs(self, time: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.batch, time, self.dim, generator=generator, dtype=torch.float64)
+
+    def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
+        side = case.text.side
+        lengths = [max(1, self.time - 7 * row) for row in range(self.batch)]
+        own = [max(1, side - row) if side else 0 for row in range(self.batch)]
+        slots = torch.arange(side + self.time)
+        valid = torch.stack(
+            [((slots < o) | (slots >= side)) & (slots < side + n) for o, n in zip(own, lengths, strict=True)]
+        )
+        text = case.text._replace(valid=valid)
+        if text.globals is not None:
+            inside = text.globals < torch.tensor(lengths)[:, None]
+            text = text._replace(globals=torch.where(inside, text.globals, -1))
+        if text.units is not None:
+            text = text._replace(units=torch.minimum(text.units, torch.tensor(own)[:, None] - 1))
+        spoiled = case.inputs.masked_fill(~valid[..., None], torch.nan)
+        alone = [
+            Case(
+                case.name,
+                case.inputs[row, valid[row]][None],
+                Text(
+                    None,
+                    None if text.globals is None else _kept(text.globals[row]),
+                    None if text.units is None else text.units[row, valid[row]][None],
+                    own[row],
+                ),
+            )
+            for row in range(self.batch)
+        ]
+        return Case(case.name, spoiled, text), alone, valid
+
+    def run(self, module: Any, case: Case) -> Tensor:
+        return module(case.inputs, case.text)
+
+
+class EncoderModelSubject(EncoderSubject):
+    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, whose logits are those of tokens or of texts.
+
+    Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        vocab_size: int,
+        *,
+        batch: int = 3,
+        time: int = 29,
+        global_tokens: bool = True,
+    ) -> None:
+        super().__init__(make, batch, time)
+        self.vocab_size, self.global_tokens = vocab_size, global_tokens
+
+    def cases(self) -> Iterator[Case]:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(self.vocab_size, (self.batch, self.time), generator=generator)
+        yield Case("plain", tokens, {})
+        if self.global_tokens:
+            kinds = (torch.rand(tokens.shape, generator=generator) < 0.1).long()
+            yield Case("global tokens", tokens, {"kinds": kinds})
+
+    def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
+        order = torch.rand(self.batch, self.time, generator=torch.Generator().manual_seed(2)).argsort(1)
+        valid = order < torch.tensor([max(1, self.time - 6 * row) for row in range(self.batch)])[:, None]
+        valid[0] = True
+        alone = [
+            Case(
+                case.name,
+                case.inputs[row, valid[row]][None],
+                {name: value[row, valid[row]][None] for name, value in case.text.items()},
+            )
+            for row in range(self.batch)
+        ]
+        spoiled = torch.where(valid, case.inputs, (case.inputs + 7) % self.vocab_size)
+        return Case(case.name, spoiled, case.text | {"valid": valid}), alone, valid
+
+    def run(self, module: Any, case: Case) -> Tensor:
+        return module(case.inputs, **case.text)
+
+
+def _kept(places: Tensor) -> Tensor | None:
+    places = places[places >= 0]
+    return places[None] if len(places) else None
+
+
+def _of_rows(text: Any, index: Tensor) -> Any:
+    if isinstance(text, dict):
+        return {name: value[index] for name, value in text.items()}
+    changed = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
+    return text._replace(**changed)

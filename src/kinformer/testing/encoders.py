@@ -1,0 +1,157 @@
+"""The contract of encoders as executable laws: padding, rows, numbers, for a mixer over a text and for a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
+from kinformer.testing.errors import BITS, GRADIENTS, VALUES, BrokenLawError, agree, require
+
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+def padding(subject: EncoderSubject) -> None:
+    """Texts of unlike length in one batch, rubbish in their padding, are as each alone, in values and gradients."""
+    module = subject.build()
+    for case in subject.cases():
+        together, alone, valid = subject.padded(case)
+        want = [_outcome(subject, module, one) for one in alone]
+        got, gradients = _outcome(subject, module, together, valid)
+        per_text = got.shape[1:2] != valid.shape[1:] or got.dim() == 2
+        for row, (one, _) in enumerate(want):
+            mine = got[row] if per_text else got[row, valid[row]]
+            agree(f"outputs of row {row} among others, {case.name}", mine, one[0], VALUES)
+        if not per_text:
+            require(not bool(got[~valid].any()), f"outputs at invalid places are not zero, {case.name}.")
+        for name, gradient in gradients.items():
+            if name != "inputs":
+                total = torch.stack([each[1][name] for each in want]).sum(0)
+                agree(f"the gradient of {name}, {case.name}", gradient, total, GRADIENTS)
+        require(all(bool(g.isfinite().all()) for g in gradients.values()), f"a gradient is not finite, {case.name}.")
+
+
+def rows(subject: EncoderSubject) -> None:
+    """Rows permuted, repeated or beside others give what they gave before; a second call gives the same."""
+    module = subject.build()
+    with torch.no_grad():
+        for case in subject.cases():
+            want = subject.run(module, case)
+            agree(f"outputs of a second call, {case.name}", subject.run(module, case), want, BITS)
+            for chosen in (list(range(subject.batch))[::-1], [0], [subject.batch - 1, 0, 0]):
+                index = torch.tensor(chosen)
+                got = subject.run(module, case.rows(index))
+                agree(f"outputs of rows {chosen} alone, {case.name}", got, want[index], VALUES)
+
+
+def both_ways(subject: EncoderSubject) -> None:
+    """What comes later is seen: changing the last token moves the first output (through some token, in some case)."""
+    module = subject.build()
+    with torch.no_grad():
+        moved = 0.0
+        for case in subject.cases():
+            other = case.inputs.clone()
+            other[:, -1] = other[:, -1] * 3 + 1 if other.is_floating_point() else (other[:, -1] + 5) % 11
+            gap = subject.run(module, case._replace(inputs=other)) - subject.run(module, case)
+            moved = max(moved, float(gap[:, : max(1, gap.shape[1] - 1)].abs().max()))
+    require(moved > 0, "no output but the last depends on the last token: this mixer is causal.")
+
+
+def dtype(subject: EncoderMixerSubject) -> None:
+    """Other dtypes give outputs of their own dtype near the float64 ones; autocast runs."""
+    with torch.no_grad():
+        for case in subject.cases():
+            want = subject.run(subject.build(), case)
+            for kind, tolerance in CLOSE.items():
+                got = subject.run(subject.build(kind), case._replace(inputs=case.inputs.to(kind)))
+                require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
+                _near(f"outputs in {kind}, {case.name}", got, want, tolerance)
+            with torch.autocast("cpu", torch.bfloat16):
+                got = subject.run(subject.build(torch.float32), case._replace(inputs=case.inputs.float()))
+            _near(f"outputs under autocast, {case.name}", got, want, CLOSE[torch.bfloat16])
+
+
+def implementations(subject: EncoderMixerSubject) -> None:
+    """Every other implementation with the same weights gives the same outputs and gradients, padded too."""
+    oracle = subject.build(make=subject.impls.get("reference"))
+    others = {name: make for name, make in subject.impls.items() if name != "reference"}
+    for name, make in {"the default": subject.make, **others}.items():
+        module = subject.build(make=make)
+        module.load_state_dict(oracle.state_dict())
+        for plain in subject.cases():
+            case, _, valid = subject.padded(plain)
+            got, want = (_outcome(subject, each, case, valid) for each in (module, oracle))
+            agree(f"outputs of {name!r}, {case.name}", got[0], want[0], VALUES)
+            for key, gradient in want[1].items():
+                agree(f"the gradient of {key} by {name!r}, {case.name}", got[1][key], gradient, GRADIENTS)
+
+
+def gradcheck(subject: EncoderMixerSubject) -> None:
+    """Analytic gradients by inputs and weights are the numerical ones."""
+    module = subject.build()
+    names = [name for name, _ in module.named_parameters()]
+    for case in subject.cases():
+
+        def function(inputs: Tensor, *weights: Tensor, text: Any = case.text) -> Tensor:
+            return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (inputs, text))
+
+        points = [case.inputs[:1], *module.parameters()]
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in points]
+        one = case.rows(torch.tensor([0]))
+        try:
+            torch.autograd.gradcheck(
+                lambda *each, text=one.text: function(*each, text=text), leaves, fast_mode=True, atol=1e-6, rtol=1e-4
+            )
+        except GradcheckError as error:
+            raise BrokenLawError(f"gradients by [inputs, {', '.join(names)}], {case.name}: {error}") from error
+
+
+def compile_(subject: EncoderMixerSubject) -> None:
+    """``torch.compile(fullgraph=True)`` captures the forward of texts without padding."""
+    for case in subject.cases():
+        torch.compiler.reset()
+        module = subject.build()
+        want = _outcome(subject, module, case)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            got = _outcome(subject, module, case, run=_through(compiled))
+        agree(f"compiled outputs, {case.name}", got[0], want[0], VALUES)
+        for key, gradient in want[1].items():
+            agree(f"the compiled gradient of {key}, {case.name}", got[1][key], gradient, GRADIENTS)
+
+
+def _outcome(
+    subject: EncoderSubject,
+    module: Any,
+    case: Case,
+    valid: Tensor | None = None,
+    run: Callable[[Case], Tensor] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs, and the gradients of their sum weighted by place, the places of padding left out."""
+    leaves = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    inputs = case.inputs.clone()
+    if inputs.is_floating_point():
+        leaves["inputs"] = inputs.requires_grad_()
+    case = case._replace(inputs=inputs)
+    outputs = subject.run(module, case) if run is None else run(case)
+    picked = outputs
+    if valid is not None and outputs.shape[:2] == valid.shape:
+        picked = outputs[valid]
+    loss = (picked.flatten(0, -2) * torch.linspace(-1, 1, outputs.shape[-1], dtype=outputs.dtype)).square().sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return outputs.detach(), dict(zip(leaves, gradients, strict=True))
+
+
+def _near(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    error = float((got.double() - want).norm() / want.norm())
+    require(error <= tolerance, f"{place}: off by {error:.3g} of their norm; at most {tolerance:g} is allowed.")
+
+
+def _through(module: Any) -> Callable[[Case], Tensor]:
+    return lambda case: module(case.inputs, case.text)

@@ -1,0 +1,116 @@
+"""The contract battery over the encoders of the family: padding, rows, heads, files, and what each is in its limit."""
+
+import json
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core.config import from_dict, to_dict
+from kinformer.core.encoder import DOCUMENT, GLOBAL
+from kinformer.core.errors import KinformerError
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import MEMBERS
+from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
+from kinformer.models.encoder import Encoder
+from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
+
+ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
+WITHOUT_KINDS = {"etc": "its global tokens stand beside the document"}
+
+
+def build(name, **changes):
+    return configure(name, "tiny", 61).replace(**changes).build()
+
+
+@pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_contract(name, check):
+    subject = EncoderModelSubject(lambda: build(name), 61, time=41, global_tokens=name not in WITHOUT_KINDS)
+    ENCODER_MODEL_CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_classes_of_texts(name, pooling):
+    head = ClassificationHead.Config(classes=4, pooling=pooling)
+    for check in ("rows", "padding"):
+        kinds = name not in WITHOUT_KINDS
+        subject = EncoderModelSubject(lambda: build(name, head=head), 61, time=41, global_tokens=kinds)
+        ENCODER_MODEL_CHECKS[check](subject)
+    assert build(name, head=head)(torch.randint(61, (2, 9))).shape == (2, 4)
+
+
+def test_classes_of_tokens():
+    model = build("bert", head=TokenClassificationHead.Config(classes=3)).eval()
+    valid = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])
+    logits = model(torch.randint(61, (2, 7)), valid=valid)
+    assert logits.shape == (2, 7, 3)
+    assert not logits[0, 5:].any()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_configs_and_weights_survive_files(name, tmp_path):
+    from safetensors.torch import load, save
+
+    config = configure(name, "tiny", 61)
+    assert from_dict(Encoder.Config, json.loads(json.dumps(to_dict(config))), kinds()) == config
+    model, other = config.build().eval(), config.build().eval()
+    other.load_state_dict(load(save({key: weight.contiguous() for key, weight in model.state_dict().items()})))
+    tokens = torch.randint(61, (2, 33))
+    assert torch.equal(model(tokens), other(tokens))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_checkpointing_changes_nothing(name):
+    tokens = torch.randint(61, (2, 33))
+    gradients = []
+    for checkpoint in (False, True):
+        torch.manual_seed(3)
+        model = build(name, checkpoint=checkpoint, dropout=0.1).train()
+        torch.manual_seed(4)
+        model(tokens).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_weight_learns(name):
+    """But the head's of classes that are not asked for; a weight without a gradient would stop other engines."""
+    model = build(name)
+    model(torch.randint(61, (2, 33))).square().mean().backward()
+    assert not [key for key, parameter in model.named_parameters() if parameter.grad is None]
+
+
+def test_kinds_say_which_tokens_are_global():
+    model = build("longformer").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    tokens = torch.randint(61, (1, 40))
+    kinds_ = torch.full_like(tokens, DOCUMENT)
+    kinds_[:, 0] = GLOBAL
+    assert torch.equal(model(tokens, kinds=kinds_), model(tokens))
+    kinds_[:, 20] = GLOBAL
+    far = tokens.clone()
+    far[:, 20] = (far[:, 20] + 3) % 61
+    moved = [(model(one, kinds=kinds_) - model(two, kinds=kinds_)).abs() for one, two in [(tokens, far)]][0]
+    assert moved[:, 39].max() > 0
+    none = torch.zeros_like(kinds_)
+    assert (model(tokens, kinds=none) - model(far, kinds=none))[:, 39].abs().max() == 0
+
+
+def test_a_tapped_layer_and_the_last():
+    model = build("bert").eval()
+    encoded = model.hidden(torch.randint(61, (2, 9)), taps=(1,))
+    assert torch.equal(encoded.tapped[0], encoded.document)
+
+
+def test_refusals():
+    with pytest.raises(KinformerError, match="positions end at max_length = 128"):
+        kinformer.build("bert", recipe="tiny")(torch.zeros(1, 129, dtype=torch.int64))
+    with pytest.raises(KinformerError, match="mask_token must be an id below"):
+        configure("bert", "tiny", 61).replace(mask_token=61)
+    with pytest.raises(KinformerError, match="tokens must be"):
+        build("bert")(torch.zeros(3, dtype=torch.int64))
