@@ -1,0 +1,59 @@
+"""Typed relations between tokens (Ainslie et al. 2020, ETC, section 3.1): distances, and whether one is of the other's
+unit, as rows of one table.
+
+    score(q, k) = (q . k + q . E[id] + c[id]) / sqrt(head_dim)
+
+    id          0    1 ... K               K + 1 ... 2 K        2 K + 1      2 K + 2      2 K + 3
+    the key is  q    so far to the right   so far to the left   not my unit  of my unit   another, in no order
+
+Distances beyond K are K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.parts import Relative
+
+
+def ids_of(max_distance: int) -> int:
+    """How many ids there are."""
+    return 2 * max_distance + 4
+
+
+class TypedRelations(nn.Module):
+    """``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads] (their c); rows beyond the ids are
+    spare."""
+
+    def __init__(self, max_distance: int, num_heads: int, head_dim: int, rows: int | None = None) -> None:
+        super().__init__()
+        ids = ids_of(max_distance)
+        self.max_distance, self.scale = max_distance, head_dim**-0.5
+        keys = torch.empty(rows or ids, num_heads, head_dim)
+        self.keys = nn.Parameter(nn.init.trunc_normal_(keys, std=0.5, a=-1.0, b=1.0))
+        self.bias = nn.Parameter(torch.zeros(rows or ids, num_heads))
+        self.other, self.mine, self.unordered = range(ids - 3, ids)
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        """The id of every distance (query position - key position), int64."""
+        far = self.max_distance
+        return torch.where(distance <= 0, (-distance).clamp_max(far), far + distance.clamp_max(far))
+
+    def relative(self, reach: int) -> Relative:
+        """What the distances up to ``reach`` on either side do."""
+        ids = self.of_distance(torch.arange(-reach, reach + 1, device=self.bias.device))
+        return Relative(-reach, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
+
+    def scores(self, q: Tensor) -> Tensor:
+        """What each id adds to the score of each query: [batch, heads, n, head_dim] -> [batch, heads, n, ids]."""
+        found = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
+        return found + (self.bias * self.scale).mT[:, None]
+
+    def by_unit(self, scores: Tensor, mine: Tensor | None) -> Tensor:
+        """Of :meth:`scores` those for keys that are of the query's unit or not: [batch, heads, n, keys].
+
+        ``mine`` bool [batch, n, keys]; None if there are no units.
+        """
+        other = scores[..., self.other, None]
+        return other if mine is None else torch.where(mine[:, None], scores[..., self.mine, None], other)
