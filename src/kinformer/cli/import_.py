@@ -22,7 +22,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Common):
-    """Turn a Hugging Face GPT-2 checkpoint folder (config.json, safetensors) into a run folder."""
+    """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
+
+    What can be imported: GPT-2, BERT, RoBERTa, Longformer and Big Bird.
+    """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint folder."""
@@ -42,10 +45,13 @@ def run(options: Options) -> int:
     imported = read_checkpoint(options.folder)
     parameters = _checked(imported, options.folder)
     _write(imported, options, out)
+    for note in imported.notes:
+        print(f"kinformer: {options.folder}: {note}.", file=sys.stderr)
     if imported.tokenizer is None:
+        calls = "kinformer.load" if imported.model["kind"] == "encoder" else "kinformer.load and kinformer.generate"
         print(
-            f"kinformer: {options.folder} has no {TOKENIZER}, so the run takes token ids only (kinformer.load and "
-            f"kinformer.generate); put the model's {TOKENIZER} into {out} to work with text.",
+            f"kinformer: {options.folder} has no {TOKENIZER}, so the run takes token ids only ({calls}); put the "
+            f"model's {TOKENIZER} into {out} to work with text.",
             file=sys.stderr,
         )
     if options.json:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, read_json
-from kinformer.interop import gpt2
+from kinformer.interop import bert, big_bird, encoder_weights, gpt2, longformer
+from kinformer.interop.encoder import Family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,25 +25,36 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.s
 class Imported:
     """What a folder holds, in our terms: the member it is, the model config as data, weights under our names (float32).
 
-    ``tokenizer`` is the path of its tokenizer.json, or None.
+    ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added.
     """
 
     member: str
     model: Mapping[str, Any]
     weights: Mapping[str, Tensor]
     tokenizer: Path | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights."""
+    """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights.
+
+    ``family`` is that of an encoder, whose head is told by its tensors.
+    """
 
     member: str
     model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
-    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]]
+    convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] = encoder_weights.convert
+    family: Family | None = None
 
 
-FORMATS = {"gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert)}
+FORMATS = {
+    "gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert),
+    "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
+    "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
+    "longformer": _Format(member="longformer", model_config=longformer.model_config, family=longformer.LONGFORMER),
+    "big_bird": _Format(member="big-bird", model_config=big_bird.model_config, family=big_bird.BIG_BIRD),
+}
 
 
 def read_checkpoint(folder: str | Path) -> Imported:
@@ -67,11 +79,20 @@ def read_checkpoint(folder: str | Path) -> Imported:
             f"{folder / CONFIG}: the weights are quantised; import the checkpoint they were made from."
         )
     form = FORMATS[kind]
-    model = form.model_config(config, folder / CONFIG)
-    weights = form.convert(_floats(_tensors(folder), folder), model, folder)
+    model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
+    tensors = _tensors(folder)
+    if form.family is not None:
+        tensors = form.family.plain(tensors, config, folder / CONFIG)
+        model |= form.family.head(config, folder / CONFIG, tensors)
+        notes = encoder_weights.notes(tensors, model)
+    weights = form.convert(_floats(tensors, folder), model, folder)
     tokenizer = folder / TOKENIZER
     return Imported(
-        member=form.member, model=model, weights=weights, tokenizer=tokenizer if tokenizer.is_file() else None
+        member=form.member,
+        model=model,
+        weights=weights,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        notes=notes,
     )
 
 

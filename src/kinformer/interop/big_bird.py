@@ -1,0 +1,50 @@
+"""Big Bird as the library transformers saves it, as our member ``big-bird`` (Zaheer et al. 2020).
+
+The random blocks are those that transformers draws while it trains, the layer's number being the seed, as in the paper;
+when it does not train it takes block 0 for all of them. It counts a block that is listed twice twice, ours once, and it
+has the table of its own lengths, 1024, 3072 and 4096, for 2048 too, as in the paper. There the last block of a padded
+batch is global, here that of each text. Like theirs, block-sparse attention has no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.interop.encoder import Family
+from kinformer.interop.settings import choice, require, whole
+
+BIG_BIRD = Family(
+    defaults={
+        "vocab_size": 50358,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "sep_token_id": 66,
+        "attention_type": "block_sparse",
+        "use_bias": True,
+        "block_size": 64,
+        "num_random_blocks": 3,
+    },
+    activated=("masked_language", "classification"),
+    tokens={"last_token": "sep_token_id"},
+)
+
+
+def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The model config, as data and without its head, of Big Bird's ``config.json``."""
+    full = BIG_BIRD.settings(config, place)
+    require(full, place, {"rescale_embeddings": False})
+    projection = {"projection": {"kind": "shared", "bias": bool(full["use_bias"])}}
+    depth = full["num_hidden_layers"]
+    if choice(full, place, "attention_type", ("block_sparse", "original_full")) == "original_full":
+        return BIG_BIRD.model(full, place, [projection] * depth)
+    pattern = {
+        "kind": "big_bird",
+        "block": whole(full, place, "block_size"),
+        "random": whole(full, place, "num_random_blocks", least=0),
+        "num_heads": whole(full, place, "num_attention_heads"),
+    }
+    special = [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
+    return BIG_BIRD.model(full, place, special)

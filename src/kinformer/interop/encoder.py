@@ -1,0 +1,141 @@
+"""What the configs of the encoders of the library transformers have in common (BERT, RoBERTa, Longformer, Big Bird).
+
+All have post-norm layers, learned positions, token types and a norm after the embedding. A config need not name the
+head; its tensors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.interop.encoder_weights import BUFFERS, POSITIONS, has_language_head, plain
+from kinformer.interop.settings import choice, number, require, whole
+from kinformer.interop.special_tokens import special_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+"""transformers' own, for what a config leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one family of encoders differs from the others.
+
+    ``defaults`` of the config's settings; ``shifted``: positions are counted from behind the padding token's number;
+    ``activated``: the kinds of heads that have the layers' activation; ``first_is_global``: for a classifier of texts
+    the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does.
+    """
+
+    defaults: Mapping[str, Any]
+    shifted: bool = False
+    activated: Collection[str] = ()
+    first_is_global: bool = False
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+        """``config`` with what it leaves out; what ours would compute otherwise is an error."""
+        require(config, place, REQUIRED)
+        if config.get("pruned_heads"):
+            raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
+        full = {**DEFAULTS, **self.defaults, **config}
+        whole(full, place, "num_hidden_layers", most=10_000)
+        choice(full, place, "hidden_act", ACTIVATIONS)
+        return full
+
+    def plain(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
+        """The weights among the tensors by their plain names, the position table from the first token's row on."""
+        found = {plain(name): tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
+        if POSITIONS in found:
+            found[POSITIONS] = found[POSITIONS][self._skipped(self.settings(config, place), place) :]
+        return found
+
+    def _skipped(self, full: Mapping[str, Any], place: Path) -> int:
+        """How many rows of the position table stand before that of the first token."""
+        return 1 + whole(full, place, "pad_token_id", least=0) if self.shifted else 0
+
+    def model(self, full: Mapping[str, Any], place: Path, mixers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The model config, as data, without its head; ``mixers`` is what is special in each layer's mixer."""
+        dropout = number(full, place, "hidden_dropout_prob")
+        norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
+        hidden = whole(full, place, "intermediate_size")
+        mixer = {
+            "kind": "bidirectional",
+            "num_heads": whole(full, place, "num_attention_heads"),
+            "dropout": number(full, place, "attention_probs_dropout_prob"),
+        }
+        layer = {
+            "kind": "encoder",
+            "feed_forward": {"kind": "mlp", "hidden": hidden, "activation": ACTIVATIONS[full["hidden_act"]]},
+            "norm": norm,
+            "wiring": "post",
+            "dropout": dropout,
+        }
+        skipped = self._skipped(full, place)
+        length = whole(full, place, "max_position_embeddings", least=skipped + 1) - skipped
+        return {
+            "kind": "encoder",
+            "vocab_size": whole(full, place, "vocab_size"),
+            "dim": whole(full, place, "hidden_size"),
+            "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
+            "position": {"kind": "learned", "max_length": length},
+            "token_types": whole(full, place, "type_vocab_size", least=0),
+            "embedding_norm": norm,
+            "dropout": dropout,
+            **special_tokens(place.parent, full, self.tokens),
+        }
+
+    def head(self, config: Mapping[str, Any], place: Path, names: Collection[str]) -> dict[str, Any]:
+        """The settings that depend on the head: that of the plain ``names``; one for masked tokens if there is none."""
+        full = self.settings(config, place)
+        architectures = " ".join(map(str, full.get("architectures") or ()))
+        activation = ACTIVATIONS[full["hidden_act"]]
+        if any(name.startswith("qa_") for name in names):
+            raise KinformerError(f"{place}: the head is one for question answering, which no model here has.")
+        if "classifier.weight" in names or "classifier.out_proj.weight" in names:
+            kind = "token_classification" if "TokenClassification" in architectures else "classification"
+            if kind == "classification" and "classifier.weight" in names and "SequenceCl" not in architectures:
+                raise KinformerError(
+                    f"{place}: the head is a classifier, but architectures ({architectures or 'none'}) does not say "
+                    "ForSequenceClassification or ForTokenClassification, which alone can be imported."
+                )
+            chosen = {"kind": kind, "classes": _classes(full, place), "dropout": _head_dropout(full, place)}
+            own = {"activation": activation} if kind in self.activated else {}
+            return {"head": chosen | own, "global_tokens": int(self.first_is_global and kind == "classification")}
+        like_layers = "masked_language" in self.activated
+        if like_layers and activation == "relu":
+            raise KinformerError(f"{place}: hidden_act is 'relu', which the head for masked tokens cannot have here.")
+        tied = not has_language_head(names) or bool(full.get("tie_word_embeddings", True))
+        tanh_gelu = like_layers and activation == "gelu_tanh"
+        eps = number(full, place, "layer_norm_eps")
+        return {"head": {"kind": "masked_language", "tied": tied, "eps": eps, "tanh_gelu": tanh_gelu}}
+
+
+def _classes(full: Mapping[str, Any], place: Path) -> int:
+    labels = full.get("id2label")
+    if isinstance(labels, dict):
+        return len(labels)
+    return whole({"num_labels": 2} | dict(full), place, "num_labels")
+
+
+def _head_dropout(full: Mapping[str, Any], place: Path) -> float:
+    own = full.get("classifier_dropout") is not None
+    return number(full, place, "classifier_dropout" if own else "hidden_dropout_prob")

@@ -1,0 +1,47 @@
+"""Longformer as the library transformers saves it, as our member ``longformer`` (Beltagy et al. 2020).
+
+Its ``attention_window`` counts both sides. Without kinds no token is global, but for a classifier of texts the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.interop.encoder import Family
+
+LONGFORMER = Family(
+    defaults={
+        "vocab_size": 30522,
+        "attention_window": 512,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    shifted=True,
+    first_is_global=True,
+    tokens={"first_token": "bos_token_id", "last_token": "eos_token_id"},
+)
+
+
+def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The model config, as data and without its head, of Longformer's ``config.json``."""
+    full = LONGFORMER.settings(config, place)
+    special = [
+        {"projection": {"kind": "by_kind"}, "pattern": {"kind": "window", "window": sides // 2}}
+        for sides in _windows(full, place)
+    ]
+    return LONGFORMER.model(full, place, special)
+
+
+def _windows(full: Mapping[str, Any], place: Path) -> list[int]:
+    windows, depth = full["attention_window"], full["num_hidden_layers"]
+    windows = [windows] * depth if isinstance(windows, int) else windows
+    if not isinstance(windows, list) or len(windows) != depth:
+        raise KinformerError(f"{place}: attention_window is {windows!r}, but must be one number or one per layer.")
+    for window in windows:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 2 or window % 2:
+            raise KinformerError(f"{place}: attention_window has {window!r}, but must be even numbers of 2 or more.")
+    return windows

@@ -1,0 +1,40 @@
+"""Settings of a ``config.json``, each checked: a wrong one is one sentence that names the file and the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+
+
+def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
+    """A whole number between ``least`` and ``most``."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise KinformerError(f"{place}: {name} is {value!r}, but must be a whole number from {least} to {most}.")
+    return value
+
+
+def number(config: Mapping[str, Any], place: Path, name: str) -> float:
+    """A number of 0 or more and below 1."""
+    value = config.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise KinformerError(f"{place}: {name} is {value!r}, but must be a number of 0 or more and below 1.")
+    return float(value)
+
+
+def choice(config: Mapping[str, Any], place: Path, name: str, names: Iterable[str]) -> str:
+    """One of ``names``."""
+    value, names = config.get(name), list(names)
+    if value not in names:
+        raise KinformerError(f"{place}: {name} is {value!r}, but only {', '.join(names)} can be imported.")
+    return str(value)
+
+
+def require(config: Mapping[str, Any], place: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a setting that has another value; one that is left out has this one."""
+    for name, value in values.items():
+        if config.get(name, value) != value:
+            raise KinformerError(f"{place}: {name} is {config[name]!r}, but only {value!r} can be imported.")

@@ -1,0 +1,61 @@
+"""Which ids stand for a mask and for a text's two ends, as the tokenizer's files in a checkpoint folder tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.files import read_json
+
+ROLES = {
+    "mask_token": (("mask_token",), ("[MASK]", "<mask>")),
+    "first_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
+    "last_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
+}
+"""Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, int]:
+    """The ids of the roles that ``tokenizer.json`` and its neighbours tell, else ``settings`` of the config.
+
+    ``settings``: role to the name of the setting of ``config.json`` that holds its id.
+    """
+    ids = _ids(folder / "tokenizer.json")
+    named = {**_table(folder / "tokenizer_config.json"), **_table(folder / "special_tokens_map.json")}
+    found = {}
+    for role, (names, usual) in ROLES.items():
+        texts = [_text(named[name]) for name in names if named.get(name) is not None] or list(usual)
+        known = [ids[text] for text in texts if text in ids]
+        setting = config.get(settings.get(role, ""))
+        if known:
+            found[role] = known[0]
+        elif isinstance(setting, int) and 0 <= setting < config["vocab_size"]:
+            found[role] = setting
+    return found
+
+
+def _ids(path: Path) -> dict[str, int]:
+    """Every token of a ``tokenizer.json`` with its id; the vocabulary is a table, or a list of tokens and costs."""
+    data = _table(path)
+    model = data.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids |= vocabulary
+    elif isinstance(vocabulary, list):
+        ids |= {str(entry[0]): number for number, entry in enumerate(vocabulary) if entry}
+    added = data.get("added_tokens")
+    if isinstance(added, list):
+        ids |= {str(one.get("content")): one["id"] for one in added if isinstance(one, dict) and "id" in one}
+    return {text: number for text, number in ids.items() if isinstance(number, int)}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    data = read_json(path) if path.is_file() else {}
+    return data if isinstance(data, dict) else {}
+
+
+def _text(token: Any) -> str:
+    """A token as the files give it: its text, or a table that holds it."""
+    return str(token.get("content") if isinstance(token, dict) else token)
