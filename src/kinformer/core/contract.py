@@ -160,3 +160,21 @@ def right_align(slots: Tensor, count: Tensor, time: int) -> Tensor:
     index = torch.arange(total, device=slots.device)[None] - (time - count)[:, None]
     index = index.clamp_min(0).reshape(slots.shape[0], 1, total, *([1] * (slots.dim() - 3)))
     return slots.gather(2, index.expand(-1, slots.shape[1], -1, *slots.shape[3:]))
+
+
+def newest(chunk: Chunk, slots: Tensor, seen: Tensor, keep: int | None) -> Tensor:
+    """The last ``keep`` (None: all) of ``slots`` [batch, heads, past + time, head_dim], the chunk's being the last.
+
+    Right-aligned, zero where a row has none: ``seen`` [batch] counts its tokens after the chunk.
+    """
+    if chunk.valid is not None:
+        slots = right_align(slots, chunk.valid.sum(dim=1), chunk.x.shape[1])
+    total = slots.shape[2]
+    start = 0 if keep is None else max(0, total - keep)
+    if start:
+        slots = slots[:, :, start:].clone()  # a view would keep the whole chunk in memory
+    if chunk.valid is None and chunk.reset is None:
+        return slots
+    age = torch.arange(total - start, 0, -1, device=seen.device)
+    filled = (age <= seen[:, None])[:, None, :, None]
+    return torch.where(filled, slots, slots.new_zeros(()))

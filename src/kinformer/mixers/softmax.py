@@ -20,8 +20,8 @@ from kinformer.core.contract import (
     MixerConfig,
     activation_dtype,
     advance,
+    newest,
     positions_of,
-    right_align,
     select_valid,
 )
 from kinformer.core.errors import KinformerError
@@ -165,7 +165,7 @@ class SoftmaxAttention(CausalMixer):
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
         y = self._attend(q, k, v, positions, whole=not past and chunk.reset is None)
-        k, v = (_newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
+        k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
         return select_valid(y, chunk.valid), SoftmaxState(k, v, seen), recent  # type: ignore[call-arg]
 
     def _extend(
@@ -188,7 +188,7 @@ class SoftmaxAttention(CausalMixer):
         nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
         tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
         q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
-        return q, k, v, _newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
+        return q, k, v, newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
@@ -208,21 +208,3 @@ class SoftmaxAttention(CausalMixer):
             )
             y = block_sparse_attention(q, k, v, problem, self.impl)
         return self.out(merge_heads(y))
-
-
-def _newest(chunk: Chunk, slots: Tensor, seen: Tensor, keep: int | None) -> Tensor:
-    """The last ``keep`` (None: all) of ``slots`` [batch, heads, past + time, head_dim], the chunk's being the last.
-
-    Right-aligned, zero where a row has none: ``seen`` [batch] counts its tokens after the chunk.
-    """
-    if chunk.valid is not None:
-        slots = right_align(slots, chunk.valid.sum(dim=1), chunk.x.shape[1])
-    total = slots.shape[2]
-    start = 0 if keep is None else max(0, total - keep)
-    if start:
-        slots = slots[:, :, start:].clone()  # a view would keep the whole chunk in memory
-    if chunk.valid is None and chunk.reset is None:
-        return slots
-    age = torch.arange(total - start, 0, -1, device=seen.device)
-    filled = (age <= seen[:, None])[:, None, :, None]
-    return torch.where(filled, slots, slots.new_zeros(()))

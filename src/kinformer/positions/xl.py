@@ -63,6 +63,9 @@ class TransformerXL(Position):
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return q + self.biases.content[:, None].to(q.dtype), k
 
+    def rotate_keys(self, k: Tensor, positions: Tensor) -> Tensor:
+        return k
+
     def relative(self, lowest: int, highest: int) -> Relative | None:
         if self.config.clamp is not None:
             highest = min(highest, self.config.clamp - 1)

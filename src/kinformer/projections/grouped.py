@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
@@ -37,3 +38,15 @@ class Grouped(Projection):
         heads = self.qkv(x).view(batch, time, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be told apart
+            return super().keys_values(x)
+        batch, time, _ = x.shape
+        first = self.num_heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        heads = functional.linear(x, self.qkv.weight[first:], bias).view(
+            batch, time, 2 * self.num_kv_heads, self.head_dim
+        )
+        k, v = heads.transpose(1, 2).chunk(2, dim=1)
+        return k, v

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kinformer.core.parts import Projection, ProjectionConfig
 
@@ -30,3 +31,13 @@ class Shared(Projection):
         batch, time, _ = x.shape
         q, k, v = self.qkv(x).view(batch, time, *self.shape).permute(2, 0, 3, 1, 4).unbind()
         return q, k, v
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be told apart
+            return super().keys_values(x)
+        batch, time, _ = x.shape
+        first = self.qkv.out_features // 3
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        found = functional.linear(x, self.qkv.weight[first:], bias)
+        k, v = found.view(batch, time, 2, *self.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        return k, v

@@ -1,9 +1,9 @@
-"""Keys and values in preallocated buffers, written in place: the single-owner state of long generation."""
+"""Past slots in preallocated buffers, written in place: the single-owner state of long generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ class Slots(NamedTuple):
     full: bool
 
 
-class ReservedKeysValues(ReservedState):
-    """Buffers [batch, kv_heads, capacity, head_dim] whose slots ``start .. stop`` are the right-aligned past.
+class ReservedSlots(ReservedState):
+    """Buffers [batch, heads, capacity, width], of all leaves of a state but the last, whose slots ``start .. stop`` are
+    the right-aligned past; the last leaf is ``seen`` [batch].
 
     The buffers are laid out at the first step, by the mixer that knows how much past a later query can see: a window
     keeps a constant capacity, everything else doubles it when the reserved room runs out.
@@ -37,9 +38,9 @@ class ReservedKeysValues(ReservedState):
         self._slots = slots
 
     @classmethod
-    def of(cls, state: Any, room: int) -> ReservedKeysValues:
-        """Reserve ``room`` more tokens after the value ``state``, a ``NamedTuple`` with leaves k, v and seen."""
-        past = state.k.shape[2]
+    def of(cls, state: Any, room: int) -> Self:
+        """Reserve ``room`` more tokens after the value ``state``, a ``NamedTuple`` of slots and, last, ``seen``."""
+        past = state[0].shape[2]
         full = bool((state.seen >= past).all())
         state = type(state)(*(leaf.detach() for leaf in state))
         return cls(state, Slots(0, past, room, full), [0])
@@ -55,28 +56,28 @@ class ReservedKeysValues(ReservedState):
         seen = self._state.seen[:, None]
         return seen if time == 1 else seen + torch.arange(time, device=seen.device)
 
-    def append(self, k: Tensor, v: Tensor, retained: int | None) -> tuple[Tensor, Tensor, ReservedKeysValues, bool]:
-        """Write a chunk's k, v [batch, kv_heads, time, head_dim]; returns past + chunk, the new state, and ``full``."""
+    def extend(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
+        """Write a chunk's leaves [batch, heads, time, width]; returns past + chunk of each, the new state, ``full``."""
         if torch.is_grad_enabled():
             raise KinformerError(
                 "a reserved state holds no graph; step it under torch.no_grad(), or use a value state."
             )
         fresh = self._generation == 0
         ticket = self.consume()
-        time, slots = k.shape[2], self._slots
+        time, slots = new[0].shape[2], self._slots
         past = slots.stop - slots.start if retained is None else min(retained, slots.stop - slots.start)
-        keys, values, stop = self._state.k, self._state.v, slots.stop
-        if fresh or stop + time > keys.shape[2]:
+        buffers, stop = list(self._state[:-1]), slots.stop
+        if fresh or stop + time > buffers[0].shape[2]:
             capacity = self._capacity(past, time, retained, fresh)
-            keys, values = (_moved(old, new, stop, past, capacity) for old, new in ((keys, k), (values, v)))
+            buffers = [_moved(old, leaf, stop, past, capacity) for old, leaf in zip(buffers, new, strict=True)]
             stop = past
         end = stop + time
-        keys[:, :, stop:end] = k
-        values[:, :, stop:end] = v
+        for buffer, leaf in zip(buffers, new, strict=True):
+            buffer[:, :, stop:end] = leaf
         kept = past + time if retained is None else min(retained, past + time)
-        state = type(self._state)(keys, values, self._state.seen + time)
-        after = ReservedKeysValues(state, Slots(end - kept, end, max(slots.room - time, 0), slots.full), ticket)
-        return keys[:, :, stop - past : end], values[:, :, stop - past : end], after, slots.full
+        state = type(self._state)(*buffers, self._state.seen + time)
+        after = type(self)(state, Slots(end - kept, end, max(slots.room - time, 0), slots.full), ticket)
+        return [buffer[:, :, stop - past : end] for buffer in buffers], after, slots.full
 
     def _capacity(self, past: int, time: int, retained: int | None, fresh: bool) -> int:
         if retained is not None:
@@ -85,8 +86,8 @@ class ReservedKeysValues(ReservedState):
 
     def value(self) -> Any:
         self.check()
-        k, v = (buffer[:, :, self._slots.start : self._slots.stop].clone() for buffer in self._state[:2])
-        return type(self._state)(k, v, self._state.seen.clone())
+        leaves = (buffer[:, :, self._slots.start : self._slots.stop].clone() for buffer in self._state[:-1])
+        return type(self._state)(*leaves, self._state.seen.clone())
 
     def release(self) -> Any:
         """The value of this state, which is thereby consumed."""
@@ -94,11 +95,20 @@ class ReservedKeysValues(ReservedState):
         self.consume()
         return value
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> ReservedKeysValues:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return self.of(type(self._state)(*(function(leaf) for leaf in self.value())), self.room)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self._state
+
+
+class ReservedKeysValues(ReservedSlots):
+    """The reservation of a state of leaves k, v and seen."""
+
+    def append(self, k: Tensor, v: Tensor, retained: int | None) -> tuple[Tensor, Tensor, ReservedKeysValues, bool]:
+        """Write a chunk's k, v [batch, kv_heads, time, head_dim]; returns past + chunk, the new state, and ``full``."""
+        (k, v), after, full = self.extend((k, v), retained)
+        return k, v, after, full
 
 
 def _moved(old: Tensor, new: Tensor, stop: int, past: int, capacity: int) -> Tensor:

@@ -1,0 +1,17 @@
+"""Numbers of small integer tensors on the host, where control flow depends on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def numbers(x: Tensor, otherwise: int) -> list[int] | None:
+    """The entries of ``x`` [n]; ``otherwise`` n times where it has none (shapes alone are known, as when costs are
+    counted), None while a graph is captured, which must hold for all numbers."""
+    if torch.compiler.is_compiling():
+        return None
+    if x.is_meta or isinstance(x, FakeTensor):
+        return [otherwise] * x.shape[0]
+    return x.tolist()

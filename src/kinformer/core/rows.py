@@ -1,0 +1,64 @@
+"""Rows of a chunk that stand at one place of their sequences, for mixers whose rare events happen at places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kinformer.core import state as states
+from kinformer.core.contract import Chunk, real_resets, select_valid
+from kinformer.core.host import numbers
+
+
+class Rows(NamedTuple):
+    """``chosen`` (None: all rows), their ``time`` in tokens, how many their sequences have ``seen`` before, and where
+    in the chunk new sequences ``begin``."""
+
+    chosen: list[int] | None
+    time: int
+    seen: int
+    begin: tuple[int, ...]
+
+
+Run = Callable[[Tensor, Any, Rows], tuple[Tensor, Any]]
+
+
+def by_place(chunk: Chunk, state: Any, past: int, run: Run) -> tuple[Tensor, Any]:
+    """Outputs and state of a chunk, from ``run(x [rows, time, dim], state, rows)`` for each kind of rows.
+
+    ``state`` has the leaf ``seen`` [batch], and ``past`` slots where tensors have no numbers.
+    """
+    x, time = select_valid(chunk.x, chunk.valid), chunk.x.shape[1]
+    kinds = list(_alike(chunk, state.seen, past))
+    if len(kinds) == 1 and kinds[0].chosen is None:
+        return run(x, state, kinds[0])
+    outputs, ends, order = [], [], []
+    for rows in kinds:
+        index = torch.tensor(rows.chosen, device=x.device)
+        y, end = run(x[index, : rows.time], states.select_rows(state, index), rows)
+        outputs.append(pad(y, (0, 0, 0, time - rows.time)))
+        ends.append(end)
+        order += rows.chosen or []
+    back = torch.tensor(order, device=x.device).argsort()
+    return torch.cat(outputs)[back], states.select_rows(states.join_rows(ends), back)
+
+
+def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[Rows]:
+    """Rows that have seen as many tokens, get as many and begin anew at the same places."""
+    batch, time = chunk.x.shape[:2]
+    before = numbers(seen, past)
+    assert before is not None
+    counts = [time] * batch if chunk.valid is None else chunk.valid.sum(dim=1).tolist()
+    begin: list[list[int]] = [[] for _ in range(batch)]
+    reset = real_resets(chunk)
+    for row, place in [] if reset is None else reset.nonzero().tolist():
+        begin[row].append(place)
+    kinds: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+    for row in range(batch):
+        kinds.setdefault((counts[row], before[row], tuple(begin[row])), []).append(row)
+    for (count, first, places), rows in kinds.items():
+        yield Rows(None if len(rows) == batch and count == time else rows, count, first, places)

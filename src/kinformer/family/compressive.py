@@ -1,0 +1,72 @@
+"""Compressive Transformer: Transformer-XL whose oldest memories are compressed instead of forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int | None = None) -> Recipe:
+    """``sizes``: of segment, memory and compressed memory."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.memory.compression import Convolution
+        from kinformer.mixers.compressive import Compressive
+        from kinformer.positions.none import NoPosition
+
+        segment, memory, compressed = sizes
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=Compressive.Config(
+                num_heads=shape.num_heads,
+                head_dim=head_dim,
+                segment=segment,
+                memory=memory,
+                compressed=compressed,
+                compression=Convolution.Config(rate=rate),
+            ),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True, bias=True),
+            initialisation=Initialisation(scale_residual=False),
+        ).replace(norm=None, scale_embedding=True)
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden, wiring="post", activation="relu")
+
+
+MEMBER = Member(
+    name="compressive",
+    title="Compressive Transformer",
+    paper="Rae et al. 2019, Compressive Transformers for Long-Range Sequence Modelling (arXiv 1911.05507)",
+    year=2019,
+    axes=("memory", "position"),
+    causal=True,
+    growth="window",
+    departures=(
+        "segments and compression are counted by positions, not by the chunks that a caller passes",
+        "both reconstruction losses are mean squares (the paper writes norms), attention before its output product, "
+        "all tokens of the segment asking; rate divides segment and memory, so that nothing is left over",
+        "no compression through time (the paper's BPTT variant), and no larger batch late in training",
+        "post-norm and sizes of layers as in Transformer-XL, where the paper gives none; no dropout unless asked for",
+        "recipe small: feed-forwards of 768, because the compression has weights too",
+    ),
+    exact_limit="segment >= length: exact attention with relative positions; compressed = 0: Transformer-XL",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), (16, 8, 4), rate=2),
+        "small": _recipe(_shape(256, 4, 4, hidden=768), (256, 256, 256), rate=2),
+        "benchmark": _recipe(_shape(256, 4, 4), (256, 256, 256), rate=2),
+        "paper": _recipe(_shape(1024, 24, 8, hidden=3072), (768, 1152, 1152), rate=3, head_dim=128),
+        "paper-books": _recipe(_shape(1024, 36, 16, hidden=4096), (512, 512, 512), rate=2),
+    },
+)

@@ -1,0 +1,90 @@
+"""Transformer-XL: segments that see a memory of those before, with positions told by distance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.core.parts import ModelConfig
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int | None = None) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.segment_memory import SegmentMemory
+        from kinformer.positions.none import NoPosition
+
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=SegmentMemory.Config(
+                num_heads=shape.num_heads,
+                head_dim=head_dim,
+                segment=segment,
+                memory=segment if memory is None else memory,
+            ),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True, bias=True),
+            initialisation=Initialisation(scale_residual=False),
+        ).replace(norm=None, scale_embedding=True)
+
+    return recipe
+
+
+WORD_CUTOFFS = (20000, 40000, 200000)
+
+
+def _words(shape: Shape, segment: int, head_dim: int, divisor: int) -> Recipe:
+    """Of words numbered by falling frequency: clusters in the softmax and, with ``divisor`` above 1, in the tables."""
+    letters = _recipe(shape, segment, head_dim=head_dim)
+
+    def recipe(vocab: int | None) -> ModelConfig:
+        from kinformer.blocks.embedding import Lookup
+        from kinformer.blocks.embedding_adaptive import AdaptiveEmbedding
+        from kinformer.heads.adaptive import AdaptiveSoftmax
+
+        size = vocab or 267735
+        cutoffs = tuple(cutoff for cutoff in WORD_CUTOFFS if cutoff < size)
+        table = Lookup.Config() if divisor == 1 else AdaptiveEmbedding.Config(cutoffs=cutoffs, divisor=divisor)
+        config: Any = letters(size)
+        return config.replace(embedding=table, head=AdaptiveSoftmax.Config(cutoffs=cutoffs, divisor=divisor))
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden, wiring="post", activation="relu")
+
+
+MEMBER = Member(
+    name="transformer-xl",
+    title="Transformer-XL (segment memory)",
+    paper="Dai et al. 2019, Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context (arXiv 1901.02860)",
+    year=2019,
+    axes=("memory", "position"),
+    causal=True,
+    growth="window",
+    departures=(
+        "segments are counted by positions, not by the chunks that a caller passes, so outputs and gradients do not "
+        "depend on the cut; with chunks of one segment each they are the authors'",
+        "no dropout unless asked for (the authors: 0.1 on embeddings, distances and sublayers)",
+        "the recipes of words compute all of the adaptive softmax's log-probabilities, of every token, in training too",
+        "norms begin at 1 (the authors: N(1, 0.02)), and the last hidden states are not dropped a second time",
+    ),
+    exact_limit="segment >= length: exact attention with relative positions; memory >= length: its values, with "
+    "gradients that end at segments",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
+        "small": _recipe(_shape(256, 4, 4), segment=256),
+        "benchmark": _recipe(_shape(256, 4, 4), segment=256),
+        "paper": _recipe(_shape(512, 12, 8, hidden=2048), segment=512),
+        "paper-large": _recipe(_shape(1024, 24, 8, hidden=3072), segment=768, head_dim=128),
+        "paper-words": _words(_shape(410, 16, 10, hidden=2100), segment=150, head_dim=41, divisor=1),
+        "paper-words-large": _words(_shape(1024, 18, 16, hidden=4096), segment=384, head_dim=64, divisor=4),
+    },
+)

@@ -1,0 +1,79 @@
+"""Adaptive softmax (Grave et al. 2017, Efficient Softmax Approximation for GPUs), as Transformer-XL has it.
+
+    log p(token of the first cluster) = log softmax([E_0; C] P_0' h + b_0)[token]
+    log p(token of cluster i > 0)     = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
+
+The clusters' own columns C are read from the last one on, as the authors' code does, so cluster 1 has the last. What
+comes out are log-probabilities, which are logits too: their softmax is what they are the logarithms of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, log_softmax
+
+from kinformer.core.clusters import Clusters, Tables, check_clusters
+from kinformer.core.parts import HeadConfig
+
+STD, PROJECTION_STD = 0.02, 0.01
+"""Of the weights' first values, as the authors'."""
+
+
+class AdaptiveSoftmax(nn.Module):
+    """hidden [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
+
+    ``tied``: tables, and the projections of all clusters but the first, are those of the token embedding: an
+    ``adaptive`` one with the same clusters, or (``divisor = 1``) one table of the model's width.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "adaptive"
+        cutoffs: tuple[int, ...] = (20000, 40000, 200000)
+        divisor: int = 4
+        width: int | None = None
+        tied: bool = True
+
+        def __post_init__(self) -> None:
+            check_clusters(self.cutoffs, self.divisor, self.width)
+
+        def build(self, dim: int, vocab_size: int) -> AdaptiveSoftmax:
+            return AdaptiveSoftmax(self, dim, vocab_size)
+
+    def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.clusters = Clusters(config.cutoffs, vocab_size, config.width or dim, config.divisor)
+        widths = self.clusters.widths
+        plain = config.divisor == 1 and widths[0] == dim
+        own = 0 if plain else 1 if config.tied else len(widths)
+        self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:own])
+        shapes = () if config.tied else zip(self.clusters.sizes, widths, strict=True)
+        self.tables = nn.ParameterList(torch.randn(size, width) * STD for size, width in shapes)
+        self.columns = nn.Parameter(torch.randn(len(config.cutoffs), widths[0]) * STD)
+        self.column_bias = nn.Parameter(torch.zeros(len(config.cutoffs)))
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, hidden: Tensor, embedding: Tensor | Tables) -> Tensor:
+        tables, projections = self._weights(embedding)
+        biases = self.bias.split(list(self.clusters.sizes))
+        found = []
+        for index, (table, projection, bias) in enumerate(zip(tables, projections, biases, strict=True)):
+            x = hidden if projection is None else hidden @ projection.to(hidden.dtype)
+            if index == 0:
+                table, bias = torch.cat([table, self.columns]), torch.cat([bias, self.column_bias])
+            found.append(log_softmax(linear(x, table, bias), dim=-1))
+        first, *rest = found
+        tails = [tail + first[..., -index, None] for index, tail in enumerate(rest, start=1)]
+        return torch.cat([first[..., : self.clusters.sizes[0]], *tails], dim=-1)
+
+    def _weights(self, embedding: Tensor | Tables) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Of every cluster the table [size, width] and the projection [dim, width]."""
+        own: list[Tensor | None] = list(self.projections)
+        if len(self.tables):
+            return list(self.tables), own or [None] * len(self.tables)
+        if isinstance(embedding, Tensor):
+            return list(embedding.split(list(self.clusters.sizes))), [None] * len(self.clusters.sizes)
+        return list(embedding.tables), [*own, *embedding.projections[len(own) :]]

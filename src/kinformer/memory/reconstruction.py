@@ -1,0 +1,42 @@
+"""What a compression of memories loses, as a cost that teaches it and nothing else (Rae et al. 2019, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import pad
+
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.softmax import Span, softmax_attention
+
+
+def content_loss(old: Tensor, rebuilt: Tensor) -> Tensor:
+    """[batch]: the mean square of old - rebuilt [batch, n, dim]."""
+    return (rebuilt - old).to(state_dtype(old.dtype)).square().mean(dim=(1, 2))
+
+
+def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:
+    """[batch]: the mean square of what ``tokens`` [batch, time, dim] read out of ``old`` [batch, n, dim] less what they
+    read out of ``compressed`` [batch, n / rate, dim], by content alone.
+
+    ``projection`` makes q, k, v of each. Its weights are constants here, and so are ``tokens`` and ``old``.
+    """
+    with torch.no_grad():
+        q = projection(tokens)[0]
+        _, k, v = projection(old)
+        want = _read(q, k, v, scale)
+    weights = {name: weight.detach() for name, weight in projection.named_parameters()}
+    _, k, v = functional_call(projection, weights, (compressed,))
+    lost = (_read(q, k, v, scale) - want).to(state_dtype(old.dtype))
+    return lost.square().mean(dim=(1, 2, 3))
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Every query sees every key. Queries are a set here, so those beyond the number of keys are taken as further heads
+    of the same keys."""
+    time, slots = q.shape[2], k.shape[2]
+    groups = -(-time // slots)
+    q = pad(q, (0, 0, 0, groups * slots - time)).unflatten(2, (groups, slots)).flatten(1, 2)
+    y = softmax_attention(q, k, v, span=Span(ahead=None), scale=scale, impl="chunked")
+    return y.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time]

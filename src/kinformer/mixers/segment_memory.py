@@ -1,0 +1,256 @@
+"""Attention with a memory of earlier segments (Dai et al. 2019, Transformer-XL, section 3.2).
+
+    seg(i) = i // segment;   query i sees key j where segment * seg(i) - memory <= j <= i
+    k_j, v_j = W sg(h_j) where seg(j) < seg(i),  W h_j where seg(j) = seg(i)        (sg: no gradient)
+
+What is remembered is the hidden states h (this layer's inputs), projected anew by the present weights, which learn from
+memory as from the segment itself. Segments are counted by positions, so outputs and gradients are the same however the
+sequence is cut. Memory begins empty; its length may be another in evaluation than it was in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kinformer.core.autocast import autocast_together
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    advance,
+    newest,
+    positions_of,
+    select_valid,
+)
+from kinformer.core.errors import choose
+from kinformer.core.host import numbers
+from kinformer.core.parts import PositionConfig, ProjectionConfig, ScoreConfig, check_forgetful, head_width, merge_heads
+from kinformer.kernels.block_sparse import Problem, block_sparse_attention, chunked, reference
+from kinformer.kernels.softmax import Dropout
+from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.patterns.segments import Segments, check_sizes
+from kinformer.positions.xl import TransformerXL
+from kinformer.projections.shared import Shared
+from kinformer.scores.scaled_dot import ScaledDot
+
+_WITH_SUMS = {"auto": chunked, "chunked": chunked, "reference": reference}
+
+
+class SegmentState(NamedTuple):
+    """``hidden`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs, right-aligned; those of segments that
+    are over have no graph. ``k``, ``v`` [batch, kv_heads, past, head_dim] are what became of them without gradients,
+    with gradients they have no slots. ``seen`` [batch] int64."""
+
+    hidden: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    slots = ("hidden", "k", "v")  # type: ignore[misc]
+
+    def reserve(self, length: int) -> SegmentState | ReservedSlots:
+        """A single-owner state with room for ``length`` more tokens; one that was made with gradients stays a value."""
+        return ReservedSlots.of(self, length) if self.k.shape[2] == self.hidden.shape[2] else self
+
+
+class _Extent(NamedTuple):
+    """Of a chunk, on the host. ``alone``: all queries of a row are of one segment. ``live``: how many past tokens the
+    segment of a first query has at most; ``later``: how many of the chunk's tokens, from its first, may be memory."""
+
+    alone: bool
+    live: int
+    later: int
+
+
+class SegmentMemory(CausalMixer):
+    """Softmax attention over a token's own segment and the ``memory`` tokens before that.
+
+    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """
+
+    growth = "window"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "segment_memory"
+        num_heads: int = 4
+        head_dim: int | None = None
+        segment: int = 128
+        memory: int = 128
+        projection: ProjectionConfig = Shared.Config(bias=False)
+        position: PositionConfig = TransformerXL.Config()
+        score: ScoreConfig = ScaledDot.Config()
+        bias: bool = False  # of the output projection
+        dropout: float = 0.0  # of the attention probabilities
+        impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            check_sizes(self.segment, self.memory)
+            choose(self.impl, _WITH_SUMS, "impl")
+
+        def build(self, dim: int) -> SegmentMemory:
+            return SegmentMemory(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim, self.head_dim = dim, config.head_dim or head_width(dim, config.num_heads)
+        self.segment, self.memory = config.segment, config.memory
+        self.projection = config.projection.build(dim, config.num_heads, self.head_dim)
+        check_forgetful(self.projection, config.projection)
+        self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
+        self.score = config.score.build(config.num_heads, self.head_dim)
+        self.pattern = Segments(config.segment, config.memory)
+        self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
+        self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
+        self.dropout, self.impl = config.dropout, config.impl
+        self.even_costs = 512 % config.segment == 0
+
+    @property
+    def retained(self) -> int:
+        return self.pattern.behind
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> SegmentState:
+        like: Tensor = self.out.weight  # type: ignore[assignment]
+        device, dtype = device or like.device, dtype or activation_dtype(like)
+        hidden = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
+        empty = hidden.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
+        return SegmentState(hidden, empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        width = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
+        return min(length, self.retained) * width * dtype.itemsize + 8
+
+    def forward(self, chunk: Chunk, state: SegmentState | ReservedSlots) -> tuple[Tensor, SegmentState | ReservedSlots]:
+        if isinstance(state, SegmentState):
+            return self._absorb(chunk, state)
+        if chunk.valid is None and chunk.reset is None:
+            return self._extend(chunk, state)
+        room = state.room
+        y, value = self._absorb(chunk, state.release())
+        return y, value.reserve(room)
+
+    def _absorb(self, chunk: Chunk, state: SegmentState) -> tuple[Tensor, SegmentState]:
+        positions = positions_of(chunk, state.seen)
+        seen = advance(state.seen, chunk, positions)
+        chunk = chunk._replace(x=select_valid(chunk.x, chunk.valid))
+        q, k, v = self.projection(chunk.x)
+        q, k = self.position.rotate(q, k, positions)
+        v = self.position.values(v)
+        hidden = torch.cat([state.hidden, chunk.x[:, None].to(state.hidden.dtype)], dim=2)
+        if torch.is_grad_enabled():
+            y = self._learn(chunk, state, (q, k, v), positions)
+            k, v = state.k[:, :, :0].detach(), state.v[:, :, :0].detach()
+        else:
+            k, v = (torch.cat(both, dim=2) for both in zip(self._past(state, k), (k, v), strict=True))
+            y = block_sparse_attention(
+                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
+            )
+            k, v = (newest(chunk, slots, seen, self.retained) for slots in (k, v))
+        hidden = self._settled(newest(chunk, hidden, seen, self.retained), seen)
+        y = select_valid(self.out(merge_heads(y)), chunk.valid)
+        return y, SegmentState(hidden, k, v, seen)  # type: ignore[call-arg]
+
+    def _extend(self, chunk: Chunk, state: ReservedSlots) -> tuple[Tensor, ReservedSlots]:
+        positions = state.positions(chunk.x.shape[1])
+        q, k, v = self.projection(chunk.x)
+        q, k = self.position.rotate(q, k, positions)
+        new = chunk.x[:, None].to(k.dtype), k, self.position.values(v)
+        (_, k, v), state, _ = state.extend(new, self.retained)
+        y = block_sparse_attention(self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl)
+        return self.out(merge_heads(y)), state
+
+    def _past(self, state: SegmentState, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the past without gradients: those that were kept, and those of the other slots."""
+        lacking = state.hidden.shape[2] - state.k.shape[2]
+        if not lacking:
+            return state.k.to(like.dtype), state.v.to(like.dtype)
+        return self._keys_values(state.hidden, _before(state.seen, state.hidden.shape[2]))
+
+    def _learn(
+        self, chunk: Chunk, state: SegmentState, own: tuple[Tensor, Tensor, Tensor], positions: Tensor
+    ) -> Tensor:
+        """Attention with gradients. Where a row's queries are of one segment, every key is either live or memory; else
+        some are both, and attention to the own segments and to their memories are two calls, merged by their sums."""
+        q, k, v = own
+        past, time = state.hidden.shape[2], chunk.x.shape[1]
+        extent = self._extent(positions, chunk.reset is not None, past)
+        recent = state.hidden[:, :, past - min(past, self.memory + extent.live) :]
+        if extent.alone:
+            if recent.shape[2]:
+                recent = _cut(recent, state.seen % self.segment, extent.live)
+                older = self._keys_values(recent, _before(state.seen, recent.shape[2]))
+                k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
+            return block_sparse_attention(
+                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
+            )
+        if extent.live:
+            places = _before(state.seen, extent.live)
+            older = self._keys_values(state.hidden[:, :, past - extent.live :], places)
+            k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
+        y, total = self._attend(q, k, v, self.own, positions)
+        if not self.memory:
+            return y
+        memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
+        places = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
+        k, v = self._keys_values(memory, places)
+        k, v = (pad(x, (0, 0, 0, time - extent.later)) for x in (k, v))
+        before, memory_total = self._attend(q, k, v, self.older, positions)
+        return torch.lerp(y, before, torch.sigmoid(memory_total - total).to(y.dtype)[..., None])
+
+    def _extent(self, positions: Tensor, resets: bool, past: int) -> _Extent:
+        time = positions.shape[1]
+        first = numbers(positions[:, 0], past)
+        if first is None:
+            return _Extent(False, min(past, self.segment - 1), time)
+        live = min(past, max(position % self.segment for position in first))
+        if resets:
+            return _Extent(False, live, time)
+        later = max((position + time - 1) // self.segment * self.segment - position for position in first)
+        return _Extent(later <= 0, live, max(later, 0))
+
+    def _keys_values(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``hidden`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
+        k, v = self.projection.keys_values(hidden[:, 0])
+        return self.position.rotate_keys(k, positions), self.position.values(v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a part of the keys."""
+        q, k, v = autocast_together(self.score.queries(q), k, v)
+        return _WITH_SUMS[self.impl].attend(q, k, v, self._problem(pattern, positions, k))
+
+    def _problem(self, pattern: Segments, positions: Tensor, k: Tensor) -> Problem:
+        relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
+        dropout = None
+        if self.training and self.dropout > 0:
+            dropout = Dropout(self.dropout, int(torch.randint(2**31, ())))
+        return Problem(pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout)
+
+    def _settled(self, hidden: Tensor, seen: Tensor) -> Tensor:
+        """The slots of a state: those of segments that are over are cut from the graph."""
+        if not hidden.requires_grad:
+            return hidden
+        own = numbers(seen, hidden.shape[2])
+        most = self.segment - 1 if own is None else max(count % self.segment for count in own)
+        return _cut(hidden, seen % self.segment, min(most, hidden.shape[2]))
+
+
+def _before(seen: Tensor, slots: int) -> Tensor:
+    """Positions [batch, slots] of the last tokens before ``seen`` [batch]."""
+    return seen[:, None] + torch.arange(-slots, 0, device=seen.device)
+
+
+def _cut(hidden: Tensor, live: Tensor, most: int) -> Tensor:
+    """``hidden`` [batch, 1, slots, dim] with a graph to the last ``live`` [batch] slots of each row alone, of which no
+    row has more than ``most``."""
+    old, new = hidden[:, :, : hidden.shape[2] - most].detach(), hidden[:, :, hidden.shape[2] - most :]
+    age = torch.arange(most, 0, -1, device=live.device)
+    mine = (age <= live[:, None])[:, None, :, None]
+    return torch.cat([old, torch.where(mine, new, new.detach())], dim=2)
