@@ -9,19 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.blocks.slices import per_slice
-from kinformer.core.config import Config
-from kinformer.core.parts import ResidualOutput
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"]
-
-
-class FeedForwardConfig(Config):
-    """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden`` defaults to 4 * dim."""
-
-    slot = "feed_forward"
-
-    def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
 
 
 class MLP(nn.Module):
@@ -83,3 +74,35 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
+
+
+class Boom(nn.Module):
+    """The sum of the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section 3.3).
+
+    An MLP whose second product is a fixed sum: without its weights, and much cheaper. ``hidden`` is a multiple of dim.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(FeedForwardConfig):
+        kind = "boom"
+        hidden: int | None = None
+        activation: Activation = "gelu_sigmoid"
+        bias: bool = True
+        dropout: float = 0.0  # of the activations
+
+        def build(self, dim: int) -> Boom:
+            return Boom(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        hidden = config.hidden or 4 * dim
+        if hidden % dim:
+            raise KinformerError(f"hidden = {hidden} of the feed-forward 'boom' must be a multiple of dim = {dim}.")
+        self.activation = config.activation
+        self.up = nn.Linear(dim, hidden, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _activate(self.up(x), self.activation)
+        y = y if self.dropout is None else self.dropout(y)
+        return y.unflatten(-1, (-1, x.shape[-1])).sum(dim=-2)

@@ -53,7 +53,8 @@ class Carried:
         if len(kept) != wanted:
             kept = _deal(states.join_rows(kept), wanted)
         own = kept[group.rank * len(self.states) : (group.rank + 1) * len(self.states)]
-        self.states = [states.to(state, device=group.device) for state in own]
+        # Copied, since how a tensor from a file is aligned in memory may decide how a sum of it is rounded.
+        self.states = [states.fork(states.to(state, device=group.device)) for state in own]
 
 
 def _rebuild(template: Any, leaves: list[Tensor]) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.training.interrupt import SIGNALS
+from kinformer.training.optimiser import sparse_tables
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Group:
 
     def wrap(self, step: nn.Module) -> nn.Module:
         """``step`` under the strategy's engine; with FSDP the layers and what is left are sharded in place."""
+        check_shared(step, self)
         if self.world == 1:
             return step
         if self.strategy == "ddp":
@@ -114,6 +116,23 @@ class Group:
             for tensor in parts:
                 distributed.recv(tensor, rank)
         return [tensors, *received]
+
+
+def check_shared(model: nn.Module, group: Group) -> None:
+    """Refuse what several processes cannot train together."""
+    if group.world == 1:
+        return
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise KinformerError(
+            f"--devices {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
+            "--set layers.*.feed_forward.norm=layer."
+        )
+    if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
+        where = "--strategy fsdp" if group.strategy == "fsdp" else f"--devices {group.world} on GPUs"
+        raise KinformerError(
+            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with --strategy ddp on "
+            "a CPU, or with --set layers.N.feed_forward.sparse=false, which makes them dense."
+        )
 
 
 def started_by_torchrun() -> bool:

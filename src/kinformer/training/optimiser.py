@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
 from kinformer.training.settings import Settings
@@ -17,10 +17,12 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """One or two of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained beside it.
+    """Some of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained beside it.
 
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     ``model.layers``, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
+    Tables with sparse gradients have an Adam of their own, whose learning rate is constant and which moves the rows
+    that were looked up (Lample et al. 2019); they do not decay, and are not clipped.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, extras: nn.Module | None = None) -> None:
@@ -28,6 +30,9 @@ class Optimiser:
         if extras is not None:
             named += extras.named_parameters(prefix="objective")
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        sparse = sparse_tables(model)
+        tables = [(name, parameter) for name, parameter in named if parameter in sparse]
+        named = [(name, parameter) for name, parameter in named if parameter not in sparse]
         hidden = [item for item in named if item[0].startswith("layers.") and item[1].dim() == 2]
         parts = [named]
         if settings.optimizer == "muon" and hidden:
@@ -39,12 +44,17 @@ class Optimiser:
             groups = _groups(part, settings.weight_decay)
             self.names.append([name for group in groups for name in group.pop("names")])
             self.optimisers.append(_build(kind, groups, settings))
+        self.table_rate = settings.table_lr
+        if tables:
+            self.names.append([name for name, _ in tables])
+            self.optimisers.append(SparseAdam([parameter for _, parameter in tables]))
 
     def step(self, rate: float) -> None:
-        """One update with learning rate ``rate``; the gradients are let go."""
+        """One update with learning rate ``rate``; the gradients are let go. At the rate 0 nothing moves."""
         for optimiser in self.optimisers:
+            own = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
-                group["lr"] = rate
+                group["lr"] = own
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
@@ -68,7 +78,7 @@ class Optimiser:
             parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
             for name, parameter in zip(names, parameters, strict=True):
                 for key, value in optimiser.state.get(parameter, {}).items():
-                    yield f"{name}:{key}", value
+                    yield f"{name}:{key}", torch.as_tensor(value)
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
         """Put back what :meth:`tensors` gave, whole, whatever the number of processes was then and is now."""
@@ -82,12 +92,22 @@ class Optimiser:
         for optimiser, names in zip(self.optimisers, self.names, strict=True):
             data = optimiser.state_dict()
             parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+            whole_number = isinstance(optimiser, SparseAdam)
             data["state"] = {
-                index: {key: _like(parameter, value) for key, value in states[name].items()}
+                index: {
+                    key: int(value) if whole_number and key == "step" else _like(parameter, value)
+                    for key, value in states[name].items()
+                }
                 for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
                 if name in states
             }
             optimiser.load_state_dict(data)
+
+
+def sparse_tables(model: nn.Module) -> set[Tensor]:
+    """The tables of ``model`` whose gradients are sparse."""
+    lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return {lookup.weight for lookup in lookups if lookup.sparse}
 
 
 def _groups(named: Named, weight_decay: float) -> list[dict]:

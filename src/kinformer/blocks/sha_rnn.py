@@ -1,0 +1,68 @@
+"""The layer of SHA-RNN (Merity 2019, section 3): a recurrence, in some layers attention over it, and a boom layer.
+
+    h = mixer(norm(x)),   h = attention(h) where there is one,   y = norm'(h) + boom(norm''(h))
+
+There is no residual path around the recurrence, and every stream that something is added to is normed first. Dropout
+falls on what the recurrence and the boom layer give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.blocks.feed_forward import Boom
+from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.residual import LayerConfig
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeedForwardConfig
+
+
+class ShaRnnLayer(nn.Module):
+    """Recurrence, attention, feed-forward. Its state is the tuple of the first one's or two's."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(LayerConfig):
+        kind = "sha_rnn"
+        mixer: MixerConfig
+        attention: MixerConfig | None = None
+        feed_forward: FeedForwardConfig = Boom.Config()
+        norm: NormConfig = LayerNorm(eps=1e-12)
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            if not 0.0 <= self.dropout < 1.0:
+                raise KinformerError(f"dropout must be at least 0 and below 1, but is {self.dropout}.")
+
+        def build(self, dim: int) -> ShaRnnLayer:
+            return ShaRnnLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.mixer = config.mixer.build(dim)
+        self.attention = None if config.attention is None else config.attention.build(dim)
+        self.feed_forward = config.feed_forward.build(dim)
+        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    @property
+    def mixers(self) -> tuple[CausalMixer, ...]:
+        return (self.mixer,) if self.attention is None else (self.mixer, self.attention)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Any, ...]:
+        return tuple(mixer.initial_state(batch, device=device, dtype=dtype) for mixer in self.mixers)
+
+    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        h, recurrent = self.mixer(chunk._replace(x=self.mixer_norm(chunk.x)), state[0])
+        h, after = self.dropout(h), [recurrent]
+        if self.attention is not None:
+            h, remembered = self.attention(chunk._replace(x=h), state[1])
+            after.append(remembered)
+        stream, x = self.stream_norm(h), self.feed_forward_norm(h)
+        return stream + self.dropout(self.feed_forward(x)), tuple(after)

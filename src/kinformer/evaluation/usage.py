@@ -1,0 +1,69 @@
+"""How much of its memory a model uses: what every value weighed in all look-ups (Lample et al. 2019, section 4.5).
+
+z_i = sum over tokens of the weight of value i, divided by the sum over all values
+used = share of the values with z_i > 0,    kl = log n + sum_i z_i log z_i    (0 where all are used alike)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Of the table ``part`` of ``values`` values: the share ``used``, and ``kl`` in nats from using all alike."""
+
+    part: str
+    values: int
+    used: float
+    kl: float
+
+
+class Usages:
+    """What the look-ups of a model's tables have weighed so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.EmbeddingBag)}
+        self.weights: dict[str, Tensor] = {
+            name: torch.zeros(table.num_embeddings, dtype=torch.float64, device=table.weight.device)
+            for name, table in self.tables.items()
+        }
+
+    def note(self, name: str, slots: Tensor, weights: Tensor) -> None:
+        """Add look-ups of ``slots`` and their ``weights``, of equal shapes."""
+        self.weights[name].index_add_(0, slots.flatten(), weights.detach().double().flatten())
+
+    def read(self) -> tuple[Usage, ...]:
+        """A table each, none where the model has none or nothing was looked up."""
+        found = []
+        for name, weights in self.weights.items():
+            if not (total := float(weights.sum())):
+                continue
+            shares = weights[weights > 0] / total
+            kl = log(len(weights)) + float((shares * shares.log()).sum())
+            part = name.removesuffix(".values")
+            found.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
+        return tuple(found)
+
+
+@contextmanager
+def noting_usage(model: nn.Module) -> Iterator[Usages]:
+    """Note every look-up that ``model`` makes in the tables (slots, weights) of its memories meanwhile."""
+    usages = Usages(model)
+
+    def hook(name: str) -> Any:
+        return lambda module, inputs: usages.note(name, *inputs)
+
+    handles = [table.register_forward_pre_hook(hook(name)) for name, table in usages.tables.items()]
+    try:
+        yield usages
+    finally:
+        for handle in handles:
+            handle.remove()

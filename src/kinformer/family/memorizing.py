@@ -1,0 +1,86 @@
+"""Memorizing Transformer: one layer near the top looks up what the document said long ago."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.mixers.memorizing import Memorizing
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, layer: int, window: int, memory_size: int, topk: int = 32) -> Recipe:
+    """A window of ``window`` tokens in all layers, and memories in one of them."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.memorizing import Memorizing
+
+        memory = Memorizing.Config(
+            num_heads=shape.num_heads, window=window, segment=window, memory_size=memory_size, topk=topk
+        )
+        return _with_memory(shape, vocab or 256, layer, memory)
+
+    return recipe
+
+
+def _paper(vocab: int | None) -> Decoder.Config:
+    from kinformer.mixers.memorizing import Memorizing
+
+    memory = Memorizing.Config(num_heads=8, head_dim=128, window=512, segment=512, memory_size=65536, sees_itself=False)
+    return _with_memory(Shape(1024, 12, 8, activation="relu"), vocab or 32000, 8, memory)
+
+
+def _with_memory(shape: Shape, vocab: int, layer: int, memory: Memorizing.Config) -> Decoder.Config:
+    from kinformer.blocks.initialise import Initialisation
+    from kinformer.heads.language import LanguageModelHead
+    from kinformer.mixers.softmax import SoftmaxAttention
+    from kinformer.patterns.local import Local
+    from kinformer.positions.none import NoPosition
+    from kinformer.positions.t5 import T5
+    from kinformer.projections.shared import Shared
+
+    config = decoder(
+        shape,
+        vocab,
+        mixer=SoftmaxAttention.Config(
+            num_heads=shape.num_heads,
+            projection=Shared.Config(bias=False),
+            position=T5.Config(),
+            pattern=Local.Config(window=memory.window),
+            bias=False,
+        ),
+        position=NoPosition.Config(),
+        head=LanguageModelHead.Config(tied=True),
+        initialisation=Initialisation(),
+    )
+    layers = list(config.layers)
+    layers[layer] = layers[layer].replace(mixer=memory)
+    return config.replace(layers=tuple(layers))
+
+
+MEMBER = Member(
+    name="memorizing",
+    title="Memorizing Transformer",
+    paper="Wu et al. 2022, Memorizing Transformers (arXiv 2203.08913)",
+    year=2022,
+    axes=("memory", "pattern", "position"),
+    causal=True,
+    growth="window",
+    departures=(
+        "the window of every layer is counted back from each token; the authors see the segment and the one before it, "
+        "and attend to zeros where a document begins",
+        "a token sees itself in its window, but in the recipe paper, where the layer with memories leaves it out",
+        "only the layer with memories norms its queries and keys (the authors: all)",
+        "AdamW unless told otherwise (the authors train with Adafactor)",
+    ),
+    exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all of them",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
+        "small": _recipe(Shape(256, 4, 4), 2, window=256, memory_size=8192),
+        "benchmark": _recipe(Shape(256, 4, 4), 2, window=256, memory_size=8192),
+        "paper": _paper,
+    },
+)

@@ -1,0 +1,46 @@
+"""Searches by all scores at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.kernels.lookup.lists import Filed, Lists, probed
+from kinformer.kernels.lookup.pieces import Piece
+
+
+def exact(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+    """See :func:`kinformer.kernels.lookup.look_up`."""
+    return _best(_scores(q, pieces), topk)
+
+
+def bucketed(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+    """See :func:`kinformer.kernels.lookup.look_up`."""
+    best = _scores(q, pieces).unflatten(-1, (-1, topk)).argmax(dim=-2)
+    return best * topk + torch.arange(topk, device=q.device)
+
+
+def find(q: Tensor, filed: Filed, lists: Lists, share: int) -> Tensor:
+    """See :func:`kinformer.kernels.lookup.lists.find`."""
+    scores = q @ filed.k.to(q.dtype).mT
+    own, position = filed.places[:, :, None].unbind(-1)
+    slots = torch.arange(own.shape[-1], device=q.device)
+    begins = (own[..., None, :] < own[..., None]).sum(-1)
+    bucket = (slots - begins) % share
+    parts = []
+    for wanted in probed(q, lists).unbind(-1):
+        for number in range(share):
+            seen = (own == wanted[..., None]) & (bucket == number) & (position >= filed.first)
+            best, slot = scores.masked_fill(~seen, -torch.inf).max(dim=-1)
+            parts.append(torch.where(best > -torch.inf, slot, -1))
+    return torch.stack(parts, dim=-1)
+
+
+def _scores(q: Tensor, pieces: list[Piece]) -> Tensor:
+    return q @ torch.cat([piece.keys for piece in pieces], dim=2).to(q.dtype).mT
+
+
+def _best(scores: Tensor, topk: int) -> Tensor:
+    best, found = scores.topk(min(topk, scores.shape[-1]), dim=-1)
+    found = torch.where(best > -torch.inf, found, -1)
+    return torch.nn.functional.pad(found, (0, topk - found.shape[-1]), value=-1)

@@ -1,0 +1,264 @@
+"""Memorizing attention (Wu et al. 2022): a window, and a look-up among very many memories of the same sequence.
+
+    y = (1 - g) local + g external,   g = sigmoid(gate) per head,   then an output projection
+    local     softmax(|scale| q . k) v over the last ``window`` tokens
+    external  softmax(|scale| q . k) v over the ``topk`` memories that q found among those of earlier segments
+
+q and k are normalised, q / sqrt(q . q + 1e-6), v is not. A query of segment i // segment may find the ``memory_size``
+positions before its segment. What is looked up takes no gradient, the query does. Before there are memories the
+external part is 0, but keeps its share g, as in the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    advance,
+    newest,
+    positions_of,
+    real_resets,
+    select_valid,
+)
+from kinformer.core.errors import KinformerError
+from kinformer.core.host import numbers
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.kernels.lookup import Lists, Search
+from kinformer.kernels.lookup.lists import centroids
+from kinformer.kernels.lookup.store import Away, Rules, Run, Store, join
+from kinformer.kernels.softmax import Span, softmax_attention
+from kinformer.kernels.softmax.buffers import ReservedKeysValues
+
+_PARTS = 16
+"""How many times the memory is copied while it fills: what is put away is put away in so many parts."""
+
+
+class RecentState(NamedTuple):
+    """``k``, ``v`` [batch, heads, past, head_dim] of the last tokens, right-aligned, with their graph; ``seen``."""
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    slots = ("k", "v")  # type: ignore[misc]
+
+    def reserve(self, length: int) -> ReservedKeysValues:
+        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
+        return ReservedKeysValues.of(self, length)
+
+
+class MemorizingState(NamedTuple):
+    """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was put away, up to the
+    last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window. ``places`` [batch,
+    heads, memories, 2 or 0] int64 is for the inverted file."""
+
+    recent: RecentState | ReservedKeysValues
+    k: Tensor
+    v: Tensor
+    places: Tensor
+
+    slots = ("k", "v", "places")  # type: ignore[misc]
+
+
+class Memorizing(CausalMixer):
+    """x [batch, time, dim] -> y [batch, time, dim].
+
+    ``search``: which memories are found, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
+    a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the
+    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up as it is, outside of the graph, since
+    it asks for positions on the host.
+    """
+
+    growth = "window"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "memorizing"
+        num_heads: int = 4
+        head_dim: int | None = None
+        window: int = 512
+        segment: int = 512
+        memory_size: int = 8192
+        topk: int = 32
+        search: Literal["bucketed", "exact", "inverted"] = "bucketed"
+        lists: int = 64  # of each head; these and probes are for the inverted search
+        probes: int = 3
+        sees_itself: bool = True
+        bias: bool = False
+        impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1, "lists": 1, "probes": 1}
+            for name, least in least_of.items():
+                if getattr(self, name) < least:
+                    raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
+            if self.memory_size % self.segment:
+                raise KinformerError(
+                    f"memory_size = {self.memory_size} is no multiple of segment = {self.segment}; whole segments are "
+                    "remembered, so give one."
+                )
+            if self.search == "bucketed" and self.segment % self.topk:
+                raise KinformerError(
+                    f"topk = {self.topk} does not divide segment = {self.segment}, which the bucketed search needs; "
+                    "choose a divisor, or the search exact."
+                )
+            if self.search == "inverted":
+                self._check_lists()
+
+        def _check_lists(self) -> None:
+            if self.probes > self.lists:
+                raise KinformerError(f"probes = {self.probes} is more than lists = {self.lists}; look at fewer lists.")
+            if self.topk % (self.probes + 1) or self.segment % (self.topk // (self.probes + 1)):
+                raise KinformerError(
+                    f"topk = {self.topk} is shared by {self.probes} probes and what is in no list yet, so it must be a "
+                    f"multiple of {self.probes + 1} and each share a divisor of segment = {self.segment}; choose so."
+                )
+
+        def build(self, dim: int) -> Memorizing:
+            return Memorizing(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
+        width = self.num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=config.bias)
+        self.scale = nn.Parameter(torch.ones(config.num_heads))
+        self.gate = nn.Parameter(torch.zeros(config.num_heads))
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        back = config.window - 1 if config.sees_itself else config.window
+        self.span = Span(behind=back, ahead=0 if config.sees_itself else -1)
+        self.batch_of = config.segment * max(1, config.memory_size // config.segment // _PARTS)
+        """How many memories are put away at a time, counted by positions."""
+        self.kept = max(back, self.batch_of - 1) if config.memory_size else back
+        self.rules = Rules(config.segment, config.memory_size, self.batch_of)
+        self.register_buffer("centroids", None, persistent=False)
+        if config.search == "inverted":
+            self.centroids = centroids(config.num_heads, config.lists, self.head_dim)
+
+    @property
+    def retained(self) -> int:
+        size = self.config.memory_size
+        return max(self.kept, size + self.batch_of if size else 0)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> MemorizingState:
+        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+        empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
+        recent = RecentState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
+        width = 0 if self.centroids is None else 2
+        places = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
+        return MemorizingState(recent, empty, empty, places)  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        away = min(length // self.batch_of * self.batch_of, self.config.memory_size)
+        places = 0 if self.centroids is None else 16 * self.num_heads * away
+        return 2 * self.num_heads * (min(length, self.kept) + away) * self.head_dim * dtype.itemsize + places + 8
+
+    def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
+        recent = state.recent
+        if isinstance(recent, RecentState):
+            return self._absorb(chunk, state, recent)
+        if chunk.valid is not None or chunk.reset is not None:
+            room = recent.room
+            y, after = self._absorb(chunk, state, value := recent.release())
+            return y, after._replace(recent=ReservedKeysValues.of(after.recent, room))
+        positions = recent.positions(chunk.x.shape[1])
+        q, k, v = self._project(chunk.x)
+        k, v, kept, full = recent.append(k, v, self.kept)
+        y = self._local(q, k, v, None if full else positions)
+        external, away = self._external(chunk, q, k, v, positions[:, 0], state)
+        return self._mix(y, external), MemorizingState(kept, *away)  # type: ignore[call-arg]
+
+    def _absorb(self, chunk: Chunk, state: MemorizingState, recent: RecentState) -> tuple[Tensor, MemorizingState]:
+        positions = positions_of(chunk, recent.seen)
+        seen = advance(recent.seen, chunk, positions)
+        q, k, v = self._project(select_valid(chunk.x, chunk.valid))
+        past = recent.k.shape[2]
+        seeing = _after(recent, k, v, self.span.behind or 0)
+        y = self._local(q, *seeing, positions if past or chunk.reset is not None else None)
+        k, v = _after(recent, k, v, past)
+        external, away = self._external(chunk, q, k, v, recent.seen, state)
+        k, v = (newest(chunk, slots, seen, self.kept) for slots in (k, v))
+        after = MemorizingState(RecentState(k, v, seen), *away)  # type: ignore[call-arg]
+        return select_valid(self._mix(y, external), chunk.valid), after
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised queries and keys, and values [batch, heads, time, head_dim]."""
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        q, k = (each * (each.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q * self.scale.abs()[:, None, None].to(q.dtype)
+
+    def _local(self, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> Tensor:
+        impl = self.config.impl
+        return softmax_attention(self._scaled(q), k, v, span=self.span, scale=1.0, reach=reach, impl=impl)
+
+    def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
+        """``external`` None: there is no memory, and no share for it."""
+        gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
+        y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
+        return self.out(merge_heads(y))
+
+    @torch.compiler.disable
+    def _external(
+        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, before: Tensor, state: MemorizingState
+    ) -> tuple[Tensor | None, Away]:
+        """The external part [batch, heads, time, head_dim], and what is put away after the chunk.
+
+        k, v: of the recent past and of the chunk; ``before`` [batch] counts the tokens that each row's sequence had.
+        """
+        old = Away(*(each.detach() for each in state[1:]))
+        if not self.config.memory_size:
+            return None, old
+        seen = numbers(before, 0)
+        assert seen is not None
+        lists = None if self.centroids is None else Lists(self.centroids, self.config.probes)
+        search = Search(self.config.search, self.config.topk, lists, self.config.impl)
+        outputs, after = [], []
+        for rows, runs in self._runs(chunk, seen):
+            fresh = (k[rows].detach(), v[rows].detach())
+            away = Away(*(each[rows] for each in old))
+            store = Store(self.rules, search, away, seen[rows.start], fresh, chunk.x.shape[1])
+            outputs.append(store.absorb(q[rows], self._scaled(q[rows]), runs))
+            after.append(store.away)
+        return join(outputs), Away(*(join(list(each)) for each in zip(*after, strict=True)))
+
+    def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Run]]]:
+        """Rows that go through the chunk alike (all of them, or one by one), and the sequences in it."""
+        batch, time = chunk.x.shape[:2]
+        reset = real_resets(chunk)
+        if chunk.valid is None and reset is None and len(set(seen)) == 1:
+            yield slice(0, batch), [Run(0, time, seen[0], True)]
+            return
+        counts = [time] * batch if chunk.valid is None else numbers(chunk.valid.sum(dim=1), time)
+        for row, (count, position) in enumerate(zip(counts or (), seen, strict=True)):
+            begins = [] if reset is None else reset[row].nonzero()[:, 0].tolist()
+            runs = [
+                Run(begin, end, 0 if index else position, not index)
+                for index, (begin, end) in enumerate(zip([0, *begins], [*begins, count], strict=True))
+                if begin < end
+            ]
+            yield slice(row, row + 1), runs
+
+
+def _after(recent: RecentState, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Keys and values after the last ``keep`` recent ones."""
+    start = max(0, recent.k.shape[2] - keep)
+    if start == recent.k.shape[2]:
+        return k, v
+    k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))
+    return k, v
