@@ -14,7 +14,9 @@ from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus, SegmentStreams
 from kinformer.family.build import build
-from kinformer.training.objectives import Batch, NextToken, Step
+from kinformer.training.batch import Batch
+from kinformer.training.feeds import NextTokens
+from kinformer.training.objectives import NextToken, Step
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
@@ -22,6 +24,7 @@ from kinformer.training.validation import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, rewound, train, trainer, weights
 
 LINEAR = {"member": "linear-transformer"}
+PKM = {"member": "pkm"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"model": {"dropout": 0.2, "layers.*.dropout": 0.1}},
@@ -32,6 +35,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "adafactor", "lr": 1e-2},
     "sgd": {"optimizer": "sgd", "lr": 0.1},
     "bf16-mixed": {"precision": "bf16-mixed"},
+    "recurrence": {"model": {"member": "sha-rnn"}, "segments": True, "accumulate": 2},
+    "memories": {"model": {"member": "memorizing"}, "segments": True},
+    "sparse tables": {"model": PKM, "accumulate": 2},
+    "sparse tables, muon, batch norm": {
+        "model": PKM | {"layers.1.feed_forward.norm": "batch"},
+        "optimizer": "muon",
+    },
 }
 
 
@@ -83,11 +93,11 @@ def test_segments_see_what_came_before_and_cut_the_gradient(corpus: Corpus, tmp_
     norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
 
     run.update(0, 0.0, 0.0)
-    carried_loss, carried_norm, _ = run.update(1, 0.0, 0.0)
+    carried_loss, carried_norm, *_ = run.update(1, 0.0, 0.0)
     assert float(carried_loss) == pytest.approx(loss.item(), rel=1e-6)
     assert float(carried_norm) == pytest.approx(float(norm), rel=1e-5)
     run.update.forget()
-    fresh_loss, _, _ = run.update(1, 0.0, 0.0)
+    fresh_loss, *_ = run.update(1, 0.0, 0.0)
     assert abs(float(fresh_loss) - loss.item()) > 1e-4
 
 
@@ -132,7 +142,7 @@ def test_best_weights_are_those_of_the_best_validation(corpus: Corpus, tmp_path:
 
 def test_validation_is_the_mean_over_fresh_windows(corpus: Corpus) -> None:
     model = build("gpt", "tiny", 256)
-    measured = Validation(corpus.splits["validation"], SETTINGS, CPU)(Step(model, NextToken(), "fp32"))
+    measured = Validation(NextTokens(corpus, SETTINGS), False, CPU)(Step(model, NextToken(), "fp32")).nats
     kept = corpus.splits["validation"].take(256)
     tokens = torch.from_numpy(kept.rows(torch.tensor([0]).numpy(), 256))[0]
     part = 64

@@ -8,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from kinformer.data import Corpus
+from kinformer.data import Corpus, Edges, Examples, Labelled
 from kinformer.family.build import build
+from kinformer.heads.classification import ClassificationHead
+from kinformer.tasks.masking import Masking, ordinary
 from kinformer.training.distributed import Group
+from kinformer.training.feeds import Feed, HiddenTokens, Labels
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.settings import Settings
 
@@ -32,11 +36,41 @@ SETTINGS = Settings(
 
 
 def trainer(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = None, **changes: Any) -> Trainer:
-    """``model`` overrides fields of the tiny recipe; its key ``member`` names the member."""
+    """``model`` overrides fields of the tiny recipe; its key ``member`` names the member.
+
+    An encoder is trained to find hidden tokens of the corpus, or with the objective ``classification`` to tell the
+    classes of :func:`labelled`.
+    """
     overrides = dict(model or {})
+    settings = replace(SETTINGS, **changes)
+    if settings.objective == "classification":
+        overrides["head"] = ClassificationHead.Config(classes=3)
+    encodes = settings.objective in ("classification", "masked-language", "mlm-cpc")
     torch.manual_seed(3)
-    built = build(overrides.pop("member", "gpt"), "tiny", 256, overrides)
-    return Trainer(built, corpus, replace(SETTINGS, **changes), folder, group)
+    built = build(overrides.pop("member", "gpt"), "tiny", 259 if encodes else 256, overrides)
+    return Trainer(built, feed(corpus, settings) if encodes else corpus, settings, folder, group)
+
+
+def feed(corpus: Corpus, settings: Settings) -> Feed:
+    """The rows for a tiny encoder, whose last three ids are special."""
+    edges = Edges(257, 258)
+    if settings.objective == "classification":
+        return Labels(labelled(), settings, edges)
+    return HiddenTokens(corpus, settings, Masking(256, ordinary(256, set())), edges)
+
+
+def labelled(number: int = 120) -> Labelled:
+    """Texts of 5 to 40 bytes below 8; class c has many bytes c."""
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 3, number)
+    lengths = draw.integers(5, 41, number).tolist()
+    texts = [
+        np.where(draw.random(length) < 0.5, label, draw.integers(0, 8, length)).astype(np.uint8)
+        for label, length in zip(labels.tolist(), lengths, strict=True)
+    ]
+    starts = np.cumsum([0, *map(len, texts)])
+    splits = {name: Examples(name, np.concatenate(texts), starts, labels) for name in ("train", "validation", "test")}
+    return Labelled("tiny", "1", "none", ("0", "1", "2"), 8, splits)
 
 
 def train(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = None, **changes: Any) -> Result:

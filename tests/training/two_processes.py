@@ -14,6 +14,8 @@ from kinformer.training.distributed import Group, join
 from tests.training.tiny import rewound, train, trainer
 
 LINEAR = {"member": "linear-transformer"}
+MASKED = {"model": {"member": "bert"}, "objective": "masked-language", "validation_tokens": 700}
+LABELS = {"model": {"member": "bert"}, "objective": "classification", "length": 32}
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
@@ -23,11 +25,27 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp segments": ("fsdp", {"segments": True, "model": LINEAR}),
     "fsdp muon": ("fsdp", {"optimizer": "muon"}),
     "fsdp shared": ("fsdp", {"model": {"member": "t5"}}),
+    "ddp sparse": ("ddp", {"model": {"member": "pkm"}, "accumulate": 2}),
+    "ddp masked": ("ddp", MASKED),
+    "fsdp masked": ("fsdp", MASKED),
+    "ddp labels": ("ddp", LABELS | {"accumulate": 2, "batch_size": 8}),
+    "fsdp labels": ("fsdp", LABELS),
     "ddp deep": ("ddp", {"objective": "deep-supervision", "accumulate": 2}),
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
-AGAIN = ("ddp", "fsdp", "ddp segments", "fsdp segments", "fsdp muon", "fsdp shared", "fsdp deep")
+AGAIN = (
+    "ddp",
+    "ddp sparse",
+    "fsdp",
+    "ddp segments",
+    "fsdp segments",
+    "fsdp muon",
+    "fsdp shared",
+    "fsdp deep",
+    "fsdp masked",
+    "ddp labels",
+)
 OPTIONS = {"validate_every": 4}
 
 

@@ -1,20 +1,29 @@
 """Embedded and user data: corpora, tokenizers, the order of training, the protocol of measuring, a baseline."""
 
+from kinformer.data.buckets import IGNORED, Buckets, Edges, Rows
 from kinformer.data.corpus import Corpus, default_cache, open_corpus
 from kinformer.data.evaluation import EvaluationStream, Segment
+from kinformer.data.examples import Examples, Labelled
 from kinformer.data.files import spool
+from kinformer.data.labelled import open_labelled
 from kinformer.data.ngram import NgramModel
 from kinformer.data.sampler import RandomWindows, Sampler, SegmentStreams
 from kinformer.data.split import Split
 from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer
 
 __all__ = [
+    "IGNORED",
+    "Buckets",
     "ByteTokenizer",
     "Corpus",
+    "Edges",
     "EvaluationStream",
+    "Examples",
     "FileTokenizer",
+    "Labelled",
     "NgramModel",
     "RandomWindows",
+    "Rows",
     "Sampler",
     "Segment",
     "SegmentStreams",
@@ -22,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "default_cache",
     "open_corpus",
+    "open_labelled",
     "spool",
     "train_tokenizer",
 ]

@@ -66,6 +66,17 @@ class Extents:
         part._held = None if self._held is None else self._held[:size]
         return part
 
+    def tail(self, start: int) -> Extents:
+        """The bytes from ``start`` on as a run of its own."""
+        pieces = [
+            piece._replace(offset=piece.offset + cut, size=piece.size - cut)
+            for piece, begin in zip(self.pieces, self.starts, strict=False)
+            if (cut := max(0, start - int(begin))) < piece.size
+        ]
+        part = Extents(pieces)
+        part._held = None if self._held is None else self._held[start:]
+        return part
+
     def _pieces_between(self, start: int, stop: int) -> Iterator[bytes]:
         number = bisect_right(self.starts, start) - 1
         while start < stop:

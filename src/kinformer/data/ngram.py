@@ -38,9 +38,9 @@ class _Order:
 
     def interpolate(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """P of each gram's last byte given the bytes before it, ``lower`` being P given one byte less."""
-        place = _find(self.contexts, grams >> np.uint64(8))
+        place = find_sorted(self.contexts, grams >> np.uint64(8))
         known = place >= 0
-        place, gram = place[known], _find(self.grams, grams[known])
+        place, gram = place[known], find_sorted(self.grams, grams[known])
         count = np.where(gram >= 0, self.counts[gram], 0)
         followers = self.followers[place].astype(np.float64)
         result = lower.copy()
@@ -64,7 +64,7 @@ class NgramModel:
         for size in range(context, 0, -1):
             first = _grams(split.text.tokens(0, size), size)
             suffixes = np.append(grams & _mask(size), first)
-            grams, counts = _merge(suffixes, np.append(counts, counts.dtype.type(1)))
+            grams, counts = merge_counts(suffixes, np.append(counts, counts.dtype.type(1)))
             self._orders.insert(0, _Order.of(grams, counts))
 
     def probabilities(self, data: np.ndarray, start: int = 0) -> np.ndarray:
@@ -96,11 +96,11 @@ def _count(split: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, len(split) - size + 1, _BLOCK):
         data = split.tokens(start, min(_BLOCK + size - 1, len(split) - start))
         fresh, times = np.unique(_grams(data, size), return_counts=True)
-        grams, counts = _merge(np.append(grams, fresh), np.append(counts, times.astype(counts.dtype)))
+        grams, counts = merge_counts(np.append(grams, fresh), np.append(counts, times.astype(counts.dtype)))
     return grams, counts
 
 
-def _merge(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def merge_counts(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sorted distinct grams and the sums of their counts."""
     order = np.argsort(grams, kind="stable")
     grams = grams[order]
@@ -121,7 +121,7 @@ def _mask(size: int) -> np.uint64:
     return np.uint64((1 << (8 * size)) - 1)
 
 
-def _find(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+def find_sorted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The place of each value in a sorted table, -1 where it is not."""
     place = np.minimum(np.searchsorted(table, values), len(table) - 1)
     return np.where(table[place] == values, place, -1)

@@ -89,6 +89,22 @@ class Split:
             marks=marks,
         )
 
+    def skip(self, length: int) -> Split:
+        """All but the first ``length`` tokens as a split; of tokenizer ids, all but those that :meth:`take` takes."""
+        if self.marks is None or self.encoded_from is None:
+            cut, text, marks = length, None, None
+        else:
+            head = self.take(length)
+            cut, text = len(head), self.encoded_from.skip(head.bytes)
+            marks = self.marks[np.searchsorted(self.marks[:, 0], cut) :] - (cut, head.bytes)
+        return replace(
+            self,
+            extents=self.extents.tail(cut * self.dtype.itemsize),
+            documents=self.documents[np.searchsorted(self.documents, cut) :] - cut,
+            encoded_from=text,
+            marks=marks,
+        )
+
     def require(self, tokens: int, purpose: str) -> None:
         """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs."""
         if len(self) < tokens:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 16
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
 
 class TextStream(Protocol):
@@ -138,6 +139,13 @@ class FileTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens``."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def spelled(self) -> tuple[list[str], bool]:
+        """How each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks what goes on
+        a word, as in WordPiece."""
+        pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        marked = type(self._tokenizer.model).__name__ == "WordPiece"
+        return [piece.translate(_BLANKS) for piece in pieces], marked
 
     def stream(self) -> FileStream:
         """A decoder for ids that come one by one."""

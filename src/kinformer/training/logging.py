@@ -70,7 +70,7 @@ def _event_writer(folder: Path, resumed: int) -> Any:
 
 
 class Progress:
-    """Bits per byte, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+    """How good it is, tokens per second and the time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
@@ -88,10 +88,10 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done: int, bits: float, speed: float) -> None:
-        """``done`` steps are done, at ``bits`` per byte and ``speed`` tokens per second."""
+    def update(self, done: int, figures: str, speed: float) -> None:
+        """``done`` steps are done, the last with ``figures``, at ``speed`` tokens per second."""
         self.done = done
-        told = f"{bits:.4f} bits per byte  {speed:,.0f} tokens/s"
+        told = f"{figures}  {speed:,.0f} tokens/s"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, told=told)
             return
@@ -115,7 +115,7 @@ class Silence(Progress):
     def __init__(self) -> None:
         self._bar = None
 
-    def update(self, done: int, bits: float, speed: float) -> None:
+    def update(self, done: int, figures: str, speed: float) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:

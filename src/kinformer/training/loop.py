@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,49 +16,59 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, load_weights, save_tensors
-from kinformer.data import Corpus, RandomWindows, SegmentStreams
+from kinformer.data import Corpus
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.distributed import Group
+from kinformer.training.feeds import Feed, NextTokens
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Progress, Silence
-from kinformer.training.objectives import DeepSupervision, Objective, Step, objective_of
+from kinformer.training.objectives import Objective, Step, objective_of
 from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
 from kinformer.training.update import Updater, Window
-from kinformer.training.validation import Validation, bits_per_byte
+from kinformer.training.validation import Measured, Validation
 
 WEIGHTS = "model.safetensors"
-BEST = "validation_loss"
+BEST, BEST_ACCURACY = "validation_loss", "validation_accuracy"
 PROBES, PROBE_SHARE = 20, 0.03
 FORWARD_SHARE, RESERVE = 0.4, 0.97
 
 
 @dataclass(frozen=True)
 class Result:
-    """``steps`` done of ``total``; losses in nats per token; ``signal`` is the one that ended the run early, or 0."""
+    """``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
+
+    ``validation``: the best one's figures, such as ``bits_per_byte``; None of a run that was never validated.
+    """
 
     steps: int
     total: int
     seconds: float
     tokens_per_second: float
-    validation_bits_per_byte: float | None
+    validation: Mapping[str, float | None]
     best_step: int | None
     signal: int = 0
 
+    @property
+    def validation_bits_per_byte(self) -> float | None:
+        """The best validation of a model of text."""
+        return self.validation["bits_per_byte"]
+
 
 class Trainer:
-    """Trains ``model`` on ``corpus`` as ``settings`` say, in ``folder``; goes on from the newest checkpoint there.
+    """Trains ``model`` on ``data`` as ``settings`` say, in ``folder``; goes on from the newest checkpoint there.
 
-    ``model`` is any module (tokens, state, valid=, reset=) -> (logits, state) with ``initial_state(batch)``. It is
-    changed in place; with several processes it belongs to the trainer from then on.
+    ``data`` is a corpus for a causal model, any module (tokens, state, valid=, reset=) -> (logits, state) with
+    ``initial_state(batch)``, or else the :class:`Feed` of a task. ``model`` is changed in place; with several processes
+    it belongs to the trainer from then on.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        corpus: Corpus,
+        data: Corpus | Feed,
         settings: Settings,
         folder: Path,
         group: Group,
@@ -74,21 +84,18 @@ class Trainer:
         if saved:
             load_weights(self.model, saved.files["model"], self._place(saved))
             load_weights(self.extras, saved.files.get("objective", {}), self._place(saved))
-            carried.load(saved.files.get("carried", {}), model.initial_state(1), group)  # type: ignore[operator]
+            if states := saved.files.get("carried"):
+                carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
-            _compile(self.model, by_layer=sharded or isinstance(self.extras, DeepSupervision))
+            _compile(self.model, by_layer=sharded or getattr(whole.objective, "reads_hidden", False))
         self.engine = group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
             optimiser.load(saved.files["optimizer"], self._place(saved))
-        sampler = (SegmentStreams if settings.segments else RandomWindows)(
-            corpus.splits["train"], settings.batch_size, settings.length, settings.seed
-        )
-        self.update = Updater(self.engine, optimiser, carried, sampler, settings, group)
-        self.train_split = corpus.splits["train"]
-        self.split = corpus.splits["validation"]
-        self.validation = Validation(self.split, settings, group)
+        self.feed = NextTokens(data, settings) if isinstance(data, Corpus) else data
+        self.update = Updater(self.engine, optimiser, carried, self.feed, settings, group)
+        self.validation = Validation(self.feed, settings.segments, group)
         self._restore(saved)
 
     def _place(self, saved: Checkpoint) -> str:
@@ -100,11 +107,12 @@ class Trainer:
         self.spent: float = numbers.get("seconds", 0.0)
         self.saved_at = self.begun = time.monotonic()
         self.total: int = self.settings.steps or numbers.get("total") or 0
-        self.best, self.best_step = math.inf, None
+        self.best, self.best_step = Measured(math.inf, None), None
         if (self.folder / WEIGHTS).is_file():
             metadata = load_tensors(self.folder / WEIGHTS)[1]
             if BEST in metadata:
-                self.best, self.best_step = float(metadata[BEST]), int(metadata["step"])
+                accuracy = float(metadata[BEST_ACCURACY]) if BEST_ACCURACY in metadata else None
+                self.best, self.best_step = Measured(float(metadata[BEST]), accuracy), int(metadata["step"])
 
     @property
     def seconds(self) -> float:
@@ -115,7 +123,7 @@ class Trainer:
         """Train to the end, or until the time is over or a signal comes."""
         if not self.total:
             self.total = self._affordable_steps()
-        self.window = Window(self.settings, self.group)
+        self.window = Window(self.group)
         schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
         silent = not self.group.first
         self.log = None if silent else Log(self.folder, self.step)
@@ -134,7 +142,7 @@ class Trainer:
             total=self.total,
             seconds=self.seconds,
             tokens_per_second=self.window.overall,
-            validation_bits_per_byte=None if self.best_step is None else bits_per_byte(self.best, self.split),
+            validation=self._figures(self.best, "validation") if self.best_step else {self.feed.figure: None},
             best_step=self.best_step,
             signal=interrupt.signal,
         )
@@ -144,7 +152,7 @@ class Trainer:
         checkpoint_every = cadence(self.settings.checkpoint_every, self.total)
         while self.step < self.total:
             rate = schedule(self.step)
-            self.window.add(*self.update(self.step, rate, self.step / self.total))
+            self.window.add(self.update(self.step, rate, self.step / self.total))
             self.step += 1
             stopped, over, old = self._agree(interrupt)
             last = over or self.step == self.total
@@ -175,7 +183,7 @@ class Trainer:
 
     def _tell(self, rate: float) -> None:
         """Look at the losses since the last time; anything that is not finite ends the run."""
-        losses, norms, nats = self.window.read()
+        losses, norms, told = self.window.read()
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -183,17 +191,22 @@ class Trainer:
         if not losses:
             return
         mean = sum(losses) / len(losses)
-        speed, bits = self.window.speed, bits_per_byte(sum(nats) / len(nats), self.train_split)
-        self.told.update(self.step, bits, speed)
+        speed, figures = self.window.speed, self._figures([sum(each) / len(each) for each in told], "train")
+        self.told.update(self.step, self._say(figures), speed)
         if self.log:
-            values = {
-                "loss": losses[-1],
-                "mean_loss": mean,
-                "bits_per_byte": bits,
-                "lr": rate,
-                "gradient_norm": norms[-1],
-            }
+            values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
             self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
+
+    def _figures(self, means: Sequence[float | None], split: str) -> dict[str, float]:
+        """What is told of nats and, where that is counted, correct ones per prediction in a split."""
+        nats, accuracy = means if len(means) == 2 else (means[0], None)
+        assert nats is not None
+        figures = {self.feed.figure: self.feed.bits(nats, split)}
+        return figures if accuracy is None else figures | {"accuracy": accuracy}
+
+    def _say(self, figures: Mapping[str, float]) -> str:
+        accuracy = f", accuracy {figures['accuracy']:.1%}" if "accuracy" in figures else ""
+        return f"{figures[self.feed.figure]:.4f} bits per {self.feed.unit}{accuracy}"
 
     def _diverged(self, what: str) -> KinformerError:
         steps = self.checkpoints.steps()
@@ -204,15 +217,19 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        loss = self.validation(self.engine)
-        bits = bits_per_byte(loss, self.split)
-        self.told.say(f"step {self.step}/{self.total}  validation {bits:.4f} bits per byte")
+        measured = self.validation(self.engine)
+        figures = self._figures(measured, "validation")
+        self.told.say(f"step {self.step}/{self.total}  validation {self._say(figures)}")
         if self.log:
-            self.log.write(self.step, {BEST: loss, "validation_bits_per_byte": bits})
-        if loss < self.best:
-            self.best, self.best_step = loss, self.step
+            told = {f"validation_{name}": figure for name, figure in figures.items()}
+            self.log.write(self.step, {BEST: measured.nats} | told)
+        if measured.nats < self.best.nats:
+            self.best, self.best_step = measured, self.step
             weights = gather(self.model.state_dict().items(), self.group.first)
-            self.group.on_first(lambda: self._write_weights(weights, {BEST: repr(loss)}))
+            metadata = {BEST: repr(measured.nats)}
+            if measured.accuracy is not None:
+                metadata[BEST_ACCURACY] = repr(measured.accuracy)
+            self.group.on_first(lambda: self._write_weights(weights, metadata))
 
     def _save(self) -> None:
         weights = gather(self.model.state_dict().items(), self.group.first)
@@ -245,7 +262,7 @@ class Trainer:
             steps += 1
         each = (time.monotonic() - begun) / steps
         self.update.forget()
-        validation = FORWARD_SHARE * each * len(self.validation.stream)
+        validation = FORWARD_SHARE * each * self.feed.validations
         every, left = self.settings.validate_every, RESERVE * (budget - self.seconds)
         count = (
             left / (each + validation / every)

@@ -1,33 +1,26 @@
 """What is minimised: ``loss, metrics, state = objective(model, batch, state, progress)``.
 
-``loss`` is a float32 scalar, the mean over the batch's predicted tokens, with its graph. ``metrics`` are detached
-scalars, sums over those tokens. ``progress`` runs from 0 to 1 in the course of training.
+``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached scalars,
+sums over those: ``nats``, ``predicted`` (how many they are), and for encoders ``correct``. ``progress`` runs from 0 to
+1 in the course of training. An objective that is a module is trained beside the model and kept in checkpoints; one that
+asks the model for hidden states says so by ``reads_hidden = True``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
+from kinformer.training.batch import Batch
+from kinformer.training.cpc import MaskedLanguageCpc
+from kinformer.training.objectives_encoder import Classification, MaskedLanguage
 from kinformer.training.precision import autocast
-
-
-class Batch(NamedTuple):
-    """``tokens`` [batch, time + 1] int64: inputs and, one apart, targets; the others [batch, time] bool or None."""
-
-    tokens: Tensor
-    reset: Tensor | None = None
-    valid: Tensor | None = None
-
-    def rows(self, part: slice) -> Batch:
-        """Some of its rows."""
-        tokens, reset, valid = (None if field is None else field[part] for field in self)
-        assert tokens is not None
-        return Batch(tokens, reset, valid)
 
 
 class Objective(Protocol):
@@ -41,14 +34,19 @@ class Objective(Protocol):
 
 
 class NextToken:
-    """Cross-entropy of each next token, in nats; the metric ``nats`` is its sum over the valid tokens."""
+    """Cross-entropy of each next token, in nats, over the valid tokens."""
 
     def __call__(
         self, model: nn.Module, batch: Batch, state: Any, progress: float
     ) -> tuple[Tensor, dict[str, Tensor], Any]:
-        logits, state = model(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
+        given = {} if batch.neighbours is None else {"neighbours": batch.neighbours}
+        logits, state = model(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, **given)
         loss, nats = _surprise(logits, batch.tokens[:, 1:], batch.valid)
-        return loss, {"nats": nats}, state
+        return loss, {"nats": nats, "predicted": _predicted(batch)}, state
+
+
+def _predicted(batch: Batch) -> Tensor:
+    return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
 
 
 def _surprise(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -72,6 +70,7 @@ class DeepSupervision(nn.Module):
     """
 
     AHEAD = 0.5
+    reads_hidden = True
 
     def __init__(self, dim: int, vocab_size: int, depth: int) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class DeepSupervision(nn.Module):
         loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
         for index, x in zip(taps, tapped, strict=True):
             loss = loss + self._layer(batch, *self.readers[index](x))
-        return loss + self._nothing(taps), {"nats": nats}, state
+        return loss + self._nothing(taps), {"nats": nats, "predicted": _predicted(batch)}, state
 
     def _layer(self, batch: Batch, following: Tensor | None, ahead: Tensor) -> Tensor:
         """A layer's loss from its logits of the next token, if it has some, and of the one after it."""
@@ -136,9 +135,20 @@ class _Reader(nn.Module):
         return self.output(self.norm(hidden)).chunk(self.targets, dim=-1)
 
 
+OBJECTIVES: dict[str, Callable[[nn.Module], Objective]] = {
+    "next-token": lambda model: NextToken(),
+    "deep-supervision": DeepSupervision.of,
+    "masked-language": lambda model: MaskedLanguage(),
+    "mlm-cpc": MaskedLanguageCpc.of,
+    "classification": lambda model: Classification(),
+    "token-classification": lambda model: Classification(),
+}
+"""The objectives that ``Settings.objective`` names, each made for a model."""
+
+
 def objective_of(name: str | None, model: nn.Module) -> Objective:
-    """The objective that ``Settings.objective`` names, for ``model``; None is ``next-token``."""
-    return DeepSupervision.of(model) if name == "deep-supervision" else NextToken()
+    """The objective called ``name``, for ``model``; None is ``next-token``."""
+    return OBJECTIVES[name or "next-token"](model)
 
 
 class Step(nn.Module):
@@ -159,6 +169,8 @@ class Step(nn.Module):
     def forward(self, batch: Batch, state: Any, progress: float) -> tuple[Tensor, dict[str, Tensor], Any]:
         with autocast(batch.tokens.device, self.precision):
             loss, metrics, state = self.objective(self.model, batch, state, progress)
+        if state is None:
+            return loss, metrics, None
         costs, state = states.pop_aux(state)
         predicted = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
         for name, cost in costs.items():

@@ -7,6 +7,9 @@ from typing import Literal
 
 from kinformer.core.errors import KinformerError
 
+Objective = Literal[
+    "next-token", "deep-supervision", "masked-language", "mlm-cpc", "classification", "token-classification"
+]
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
 
@@ -39,12 +42,19 @@ class Settings:
     """Decay of AdamW's second moment (its first has 0.9)."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 lets any pass."""
+    table_lr: float = 1e-3
+    """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
-    objective: Literal["next-token", "deep-supervision"] | None = None
-    """What is minimised, by default the member's own; deep-supervision adds losses at all layers, two tokens ahead."""
+    objective: Objective | None = None
+    """What is minimised, by default the member's own; deep-supervision adds losses at all layers, two tokens ahead,
+    mlm-cpc that whole hidden units are told by their global tokens."""
+    mask_share: float = 0.15
+    """With hidden tokens to find (the task mlm): the share of all tokens that is predicted."""
+    whole_words: bool = False
+    """With hidden tokens to find: all tokens of a word are hidden together."""
     segments: bool = False
     """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
     seed: int = 0
@@ -69,9 +79,9 @@ class Settings:
             _require(name, getattr(self, name), 1)
         for name in ("steps", "validate_every", "checkpoint_every", "minutes", "checkpoint_minutes", "warmup"):
             _require(name, getattr(self, name), 0)
-        for name in ("lr", "weight_decay", "clip", "seed"):
+        for name in ("lr", "table_lr", "weight_decay", "clip", "seed"):
             _require(name, getattr(self, name), 0)
-        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0)):
+        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0), ("mask_share", 1.0)):
             if not 0 <= getattr(self, name) <= high:
                 raise KinformerError(f"--{_flag(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
         if self.steps == 0 or self.minutes == 0:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.data import Sampler
 from kinformer.data.permutation import mix
+from kinformer.training.batch import Batch
 from kinformer.training.carried import Carried
 from kinformer.training.distributed import Group
-from kinformer.training.objectives import Batch
+from kinformer.training.feeds import Feed
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
+
+
+class Done(NamedTuple):
+    """Of an update: ``loss`` and ``norm`` of the gradient, scalars; ``told``, nats of a prediction on average (the loss
+    without what else was minimised) and, where it is counted, the share of correct ones; all processes' ``tokens``."""
+
+    loss: Tensor
+    norm: Tensor
+    told: Tensor
+    tokens: int
 
 
 class Updater:
@@ -25,11 +35,11 @@ class Updater:
         engine: nn.Module,
         optimiser: Optimiser,
         carried: Carried,
-        sampler: Sampler,
+        feed: Feed,
         settings: Settings,
         group: Group,
     ) -> None:
-        self.engine, self.optimiser, self.carried, self.sampler = engine, optimiser, carried, sampler
+        self.engine, self.optimiser, self.carried, self.feed = engine, optimiser, carried, feed
         self.settings, self.group = settings, group
         self.rows = settings.rows(group.world)
 
@@ -38,9 +48,8 @@ class Updater:
         self.optimiser.forget()
         self.carried.clear()
 
-    def __call__(self, step: int, rate: float, progress: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of this process's rows, the norm of the gradient, and the nats of a next token on average (the loss
-        without what else was minimised): scalars still on the device."""
+    def __call__(self, step: int, rate: float, progress: float) -> Done:
+        """What came of this process's rows, still on the device."""
         self._seed_masks(step)
         batch = self._batch(step)
         parts = self.settings.accumulate
@@ -50,8 +59,8 @@ class Updater:
                 costs.append(self._part(part, batch, progress))
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
-        loss, nats = torch.stack(costs).mean(dim=0)
-        return loss, norm.detach(), nats
+        loss, *told = torch.stack(costs).mean(dim=0)
+        return Done(loss, norm.detach(), torch.stack(told), batch.size * self.group.world)
 
     def _part(self, part: int, batch: Batch, progress: float) -> Tensor:
         rows = batch.rows(slice(part * self.rows, (part + 1) * self.rows))
@@ -60,7 +69,9 @@ class Updater:
             self.carried.put(part, state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
-        return torch.stack([loss.detach(), metrics["nats"] / (self.rows * self.settings.length)])
+        counted = [metrics[name] for name in ("nats", "correct") if name in metrics]
+        shares = [each / metrics["predicted"].clamp_min(1) for each in counted]
+        return torch.stack([loss.detach(), *shares])
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
@@ -70,51 +81,42 @@ class Updater:
             torch.cuda.manual_seed(seed)
 
     def _batch(self, step: int) -> Batch:
-        shares = (
-            self.sampler.batch(step, self.group.rank, self.group.world),
-            self.sampler.resets(step, self.group.rank, self.group.world),
-        )
-        return Batch(*(self._place(share) for share in shares))
+        return self.feed.batch(step, self.group.rank, self.group.world).map(self._place)
 
-    def _place(self, share: Any) -> Any:
-        if share is None:
-            return None
-        tensor = torch.from_numpy(share)
+    def _place(self, tensor: Tensor) -> Tensor:
         if self.group.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.group.device, non_blocking=True)
 
 
 class Window:
-    """Losses, norms and nats since the last look, left on the device until somebody looks, and the speed meanwhile."""
+    """Updates since the last look, left on the device until somebody looks, and the speed meanwhile."""
 
-    def __init__(self, settings: Settings, group: Group) -> None:
-        self.tokens_per_step, self.group = settings.batch_size * settings.length, group
-        self.losses: list[Tensor] = []
-        self.norms: list[Tensor] = []
-        self.nats: list[Tensor] = []
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.updates: list[Done] = []
         self.speed = self.overall = self._seconds = 0.0
         self._tokens = 0
         self.restart()
 
-    def add(self, loss: Tensor, norm: Tensor, nats: Tensor) -> None:
+    def add(self, done: Done) -> None:
         """Note one step's."""
-        self.losses.append(loss)
-        self.norms.append(norm)
-        self.nats.append(nats)
+        self.updates.append(done)
 
-    def read(self) -> tuple[list[float], list[float], list[float]]:
-        """Losses, norms and nats (means over the processes) of the steps since the last look; waits for the device."""
-        if not self.losses:
+    def read(self) -> tuple[list[float], list[float], list[list[float]]]:
+        """Losses, norms and what was told (means over the processes) of the steps since the last look; waits for the
+        device."""
+        if not self.updates:
             return [], [], []
-        losses, nats = self.group.mean(torch.stack([torch.stack(self.losses), torch.stack(self.nats)])).tolist()
-        norms = torch.stack(self.norms).tolist()
-        seconds, tokens = time.monotonic() - self._mark, self.tokens_per_step * len(losses)
+        ours = torch.stack([torch.cat([done.loss[None], done.told]) for done in self.updates])
+        losses, *told = self.group.mean(ours).T.tolist()
+        norms = torch.stack([done.norm for done in self.updates]).tolist()
+        seconds, tokens = time.monotonic() - self._mark, sum(done.tokens for done in self.updates)
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         self.speed, self.overall = tokens / seconds, self._tokens / self._seconds
-        self.losses, self.norms, self.nats = [], [], []
+        self.updates = []
         self.restart()
-        return losses, norms, nats
+        return losses, norms, told
 
     def restart(self) -> None:
         """Measure time from now on (after something that was no step)."""

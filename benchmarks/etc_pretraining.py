@@ -1,0 +1,88 @@
+"""Does ETC's global input learn to stand for its units, and does the long input need it?
+
+Trains the member etc on masked bytes and contrastive prediction (`kinformer train etc --objective mlm-cpc`), then
+measures on the test split (`kinformer evaluate`)
+
+    units    how many of the units that are hidden as a whole are told from the batch's others by their global tokens
+    bytes    bits per masked byte with the global input, with its vectors zeroed, and without it
+
+Two layers of dim 64 with windows of 16 on either side, 128 bytes in units of 16: of each of the 64 rows of a batch one
+unit is hidden, so that chance is 1 in 64. The budget is --steps or --minutes. Extra options of `kinformer train`
+stand after --.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import arguments, prepare, save, show
+
+GOAL = 5.0
+"""Times chance."""
+RECIPE = {
+    "dim": 64,
+    "layers.*.mixer.num_heads": 4,
+    "layers.*.mixer.max_distance": 12,
+    "layers.*.mixer.pattern.window": 16,
+    "layers.*.feed_forward.hidden": 256,
+    "side.length": 16,
+}
+LENGTH, ROWS, RATE = 128, 64, 3e-3
+
+
+def kinformer(*arguments: Any) -> dict[str, Any]:
+    """The JSON object that a command prints; its own message is all there is to say when it fails."""
+    command = [sys.executable, "-m", "kinformer", *map(str, arguments), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--data", default="stdlib", help="a text file (the standard library's sources if not given)")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--minutes", type=float, help="the budget, instead of --steps")
+    parser.add_argument("--run", type=Path, help="keep the run folder here; one that is there already is only measured")
+    parser.add_argument("further", nargs="*", metavar="-- OPTIONS", help="further options of kinformer train")
+    options = prepare(parser)
+    if options.quick:
+        options.steps, options.minutes = 4, None
+    threads = ("--threads", options.threads) if options.threads else ()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.run or Path(scratch) / "run"
+        if not (folder / "config.json").exists():
+            changes = [word for path, value in RECIPE.items() for word in ("--set", f"{path}={value}")]
+            shape = ("--length", LENGTH, "--batch-size", ROWS, "--lr", RATE)
+            budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
+            kinformer(
+                "train", "etc", "--recipe", "tiny", "--task", "mlm", "--objective", "mlm-cpc", "--data", options.data,
+                "--out", folder, *shape, *budget, *changes, *threads, *options.further,
+            )  # fmt: skip
+        limit = ("--max-bytes", 65536) if options.quick else ()
+        measured = kinformer("evaluate", folder, *limit, *threads)
+        training = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
+    measured.pop("run")
+    found = measured["global_input"]
+    ratio = found["told"] / found["chance"]
+    show(
+        f"{found['units']} hidden units told by their global tokens",
+        ("", "share"),
+        [["told", found["told"]], ["by chance", found["chance"]], [f"times chance (goal: {GOAL:g})", ratio]],
+    )
+    show(
+        "bits per masked byte",
+        ("global input", "bits"),
+        [["as it is", found["bits"]], ["vectors zeroed", found["zeroed"]], ["none", found["without"]]],
+    )
+    save(options, "etc_pretraining", {"training": training, "times_chance": ratio, "goal": GOAL} | measured)
+
+
+if __name__ == "__main__":
+    main()

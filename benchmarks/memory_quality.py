@@ -1,0 +1,160 @@
+"""What is a memory beyond the segment worth? A plain decoder, a window, Transformer-XL and the Compressive Transformer.
+
+All have equally many parameters (their feed-forwards are made wider until they have), read bytes of your own text with
+the same seeds, and get the same --steps or --minutes through `kinformer train`. The plain decoder learns in windows of
+--segment tokens and is measured in them as they are and with half of each repeated; the others learn by consecutive
+segments and are measured with their state carried, those with a memory also with longer ones than they learnt with.
+Run folders in --runs that exist already are only measured. Extra options of `kinformer train` stand after --:
+
+    python benchmarks/memory_quality.py --data book.txt --minutes 20 --seeds 3 -- --batch-size 16
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import arguments, prepare, save, show
+from kinformer.core.errors import KinformerError
+from kinformer.family.build import configure
+from quality import kinformer
+
+MEMBERS = ("gpt", "local", "transformer-xl", "compressive")
+LONGER = (2, 4)
+
+
+def shape(member: str, options: Any) -> dict[str, Any]:
+    """The changes that give a member the benchmark's segment."""
+    size = options.segment
+    width = {"dim": options.dim} if options.dim else {}
+    if member == "gpt":
+        return width | {"position.max_length": size}
+    if member == "local":
+        return width | {"layers.*.mixer.pattern.window": 2 * size}
+    changes = width | {"layers.*.mixer.segment": size, "layers.*.mixer.memory": size}
+    return changes | ({"layers.*.mixer.compressed": size} if member == "compressive" else {})
+
+
+def parameters(member: str, options: Any, changes: dict[str, Any]) -> int:
+    with torch.device("meta"):
+        model = configure(member, options.recipe, set=changes).build()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def alike(options: Any) -> dict[str, dict[str, Any]]:
+    """Changes by member that give all as many parameters as the largest has, up to one unit of the feed-forwards."""
+    found = {member: shape(member, options) for member in options.members}
+    most = max(
+        parameters(member, options, changes | {"layers.*.feed_forward.hidden": _hidden(member, options)})
+        for member, changes in found.items()
+    )
+    for member, changes in found.items():
+        hidden = _hidden(member, options)
+        wider = changes | {"layers.*.feed_forward.hidden": hidden + 1}
+        least = parameters(member, options, changes | {"layers.*.feed_forward.hidden": hidden})
+        unit = parameters(member, options, wider) - least
+        changes["layers.*.feed_forward.hidden"] = hidden + round((most - least) / unit)
+    return found
+
+
+def _hidden(member: str, options: Any) -> int:
+    """The recipe's feed-forward at the width that is asked for."""
+    own = configure(member, options.recipe)
+    return own.layers[0].feed_forward.hidden * (options.dim or own.dim) // own.dim
+
+
+def reach(folder: Path) -> dict[str, int]:
+    """How many tokens before it a token sees in one layer at most, and through all layers."""
+    layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model"]["layers"]
+    spans = []
+    for mixer in (layer["mixer"] for layer in layers):
+        if mixer["kind"] == "softmax":
+            window = mixer["pattern"].get("window")
+            spans.append(None if window is None else window - 1)
+        else:
+            span = mixer["segment"] - 1 + mixer["memory"]
+            spans.append(span + mixer.get("compressed", 0) * mixer.get("compression", {}).get("rate", 0))
+    length = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]["length"]
+    if None in spans:
+        return {"layer": length - 1, "model": length - 1}
+    return {"layer": max(spans), "model": sum(spans)}
+
+
+def measure(member: str, seed: int, folder: Path, changes: dict[str, Any], options: Any) -> dict[str, Any]:
+    """Train and measure one member with one seed."""
+    threads = ("--threads", options.threads) if options.threads else ()
+    limit = ("--max-bytes", options.max_bytes) if options.max_bytes else ()
+    if (folder / "config.json").exists():
+        trained = kinformer("train", member, "--out", folder, "--resume", *threads)
+    else:
+        budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
+        sets = [item for path, value in changes.items() for item in ("--set", f"{path}={value}")]
+        segments = () if member == "gpt" else ("--segments",)
+        new = ("--data", options.data, "--recipe", options.recipe, "--length", options.segment, *segments, *sets)
+        new += ("--out", folder, "--seed", seed, *budget, *options.further)
+        trained = kinformer("train", member, *new, *threads)
+    ways: dict[str, tuple[Any, ...]] = {"as trained": ()}
+    if member == "gpt":
+        ways["half of each window repeated"] = ("--context", options.segment, "--overlap", 0.5)
+    elif member != "local":
+        for times in LONGER:
+            ways[f"memory x {times}"] = ("--set", f"layers.*.mixer.memory={times * options.segment}")
+    run = {"member": member, "seed": seed, "set": changes, "reach": reach(folder)}
+    run |= {name: trained[name] for name in ("parameters", "steps", "seconds", "tokens_per_second")}
+    run["bits_per_byte"] = {
+        way: kinformer("evaluate", folder, *threads, *limit, *further)["bits_per_byte"] for way, further in ways.items()
+    }
+    bits = ", ".join(f"{way} {value:.4f}" for way, value in run["bits_per_byte"].items())
+    print(f"{member} seed {seed}: {bits} ({run['steps']} steps, {run['parameters']:,} parameters)", flush=True)
+    return run
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--data", default="stdlib", help="a text file (the standard library's sources if not given)")
+    parser.add_argument("--members", nargs="+", default=list(MEMBERS), choices=MEMBERS)
+    parser.add_argument("--recipe", default="small")
+    parser.add_argument("--dim", type=int, help="the width, if not the recipe's; feed-forwards follow")
+    parser.add_argument("--segment", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds, from 0")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, help="the budget of each run, instead of --steps")
+    parser.add_argument("--max-bytes", type=int, help="measure on the first so many bytes only")
+    parser.add_argument("--runs", type=Path, help="keep the run folders here")
+    parser.add_argument("further", nargs="*", metavar="-- OPTIONS", help="further options of kinformer train")
+    options = prepare(parser)
+    if options.quick:
+        options.recipe, options.segment, options.steps, options.minutes, options.seeds = "tiny", 16, 10, None, 1
+        options.max_bytes = options.max_bytes or 500
+    try:
+        changes = alike(options)
+    except KinformerError as error:
+        raise SystemExit(str(error)) from error
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.runs or Path(scratch)
+        runs = [
+            measure(member, seed, folder / f"{member}-{seed}", changes[member], options)
+            for seed in range(options.seeds)
+            for member in options.members
+        ]
+    table = []
+    for member in options.members:
+        own = [run for run in runs if run["member"] == member]
+        for way in own[0]["bits_per_byte"]:
+            bits = [run["bits_per_byte"][way] for run in own]
+            spread = max(bits) - min(bits)
+            table.append([f"{member}, {way}", own[0]["reach"]["layer"], statistics.mean(bits), spread])
+    show("held-out bits per byte", ("member", "reach of a layer", "mean", "spread"), table)
+    settings = {
+        name: getattr(options, name) for name in ("data", "recipe", "dim", "segment", "steps", "minutes", "further")
+    }
+    save(options, "memory_quality", {"settings": settings, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Examples of like length in one batch, so that little of it is padding, in an order that needs no memory.
+
+Like the other samplers a pure function of (seed, step); process ``rank`` of ``world`` gets its slice of a step's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.examples import Examples
+from kinformer.data.permutation import mix, permute
+
+_ORDER, _BATCHES = 4, 5
+POOL = 32
+STEP_OF_WIDTH = 64
+IGNORED = -100
+
+
+class Rows(NamedTuple):
+    """Rows of an encoder's batch: ``tokens`` int64 [rows, time], ``valid`` bool [rows, time] or None (all valid).
+
+    ``labels``: int64, [rows] of whole rows, or [rows, n] of the tokens that stand at ``places`` int64 [rows, n] (of all
+    tokens in order where ``places`` is None). IGNORED labels do not count.
+    """
+
+    tokens: np.ndarray
+    valid: np.ndarray | None
+    labels: np.ndarray
+    places: np.ndarray | None = None
+
+    def share(self, rank: int, world: int) -> Rows:
+        """A process's rows: as many for each, so that a row may be there twice, its labels ignored."""
+        size = -(-len(self.tokens) // world)
+        index = np.arange(rank * size, (rank + 1) * size)
+        within = np.minimum(index, len(self.tokens) - 1)
+        own = (index < len(self.tokens)).reshape(-1, *[1] * (self.labels.ndim - 1))
+        labels = np.where(own, self.labels[within], IGNORED)
+        valid, places = (None if field is None else field[within] for field in (self.valid, self.places))
+        return Rows(self.tokens[within], valid, labels, places)
+
+
+class Edges(NamedTuple):
+    """What stands before and behind every row, as a model's ``first_token`` and ``last_token``; None is nothing."""
+
+    first: int | None = None
+    last: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many tokens of a row they take."""
+        return (self.first is not None) + (self.last is not None)
+
+    @property
+    def before(self) -> int:
+        """How many stand before the text."""
+        return int(self.first is not None)
+
+
+NO_EDGES = Edges()
+
+
+def lay(texts: list[np.ndarray], edges: Edges, width: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """``texts`` between the edges, as tokens int64 [texts, width] and valid, None where every token is."""
+    tokens = np.zeros((len(texts), width), np.int64)
+    lengths = np.array([len(text) + edges.size for text in texts])
+    for row, text in zip(tokens, texts, strict=True):
+        row[edges.before : edges.before + len(text)] = text
+        if edges.first is not None:
+            row[0] = edges.first
+        if edges.last is not None:
+            row[edges.before + len(text)] = edges.last
+    valid = np.arange(width) < lengths[:, None]
+    return tokens, None if valid.all() else valid
+
+
+class Buckets:
+    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with the edges.
+
+    A pool of ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again.
+    """
+
+    def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, edges: Edges = NO_EDGES) -> None:
+        if length <= edges.size:
+            raise KinformerError(f"--length {length}: leaves no room beside the edges of a text; give more.")
+        self.examples, self.batch_size, self.length, self.seed, self.edges = examples, batch_size, length, seed, edges
+        self.lengths = np.minimum(examples.lengths + edges.size, length)
+        self._pool: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+
+    def indices(self, step: int) -> np.ndarray:
+        """The examples of the global batch, int64 [batch_size]."""
+        number, batch = divmod(step, POOL)
+        if self._pool[0] != number:
+            self._pool = number, self._sorted(number)
+        place = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
+        return self._pool[1][place * self.batch_size : (place + 1) * self.batch_size]
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Rows:
+        """This process's rows, as wide as the longest of the global batch needs."""
+        indices = self.indices(step)
+        size = len(indices) // world
+        return self.rows(indices[rank * size : (rank + 1) * size], self._width(indices))
+
+    def in_order(self, limit: int | None = None) -> Iterator[Rows]:
+        """The first ``limit`` examples (or all), each once, the short ones first."""
+        order = np.argsort(self.lengths[:limit], kind="stable")
+        for start in range(0, len(order), self.batch_size):
+            indices = order[start : start + self.batch_size]
+            yield self.rows(indices, self._width(indices))
+
+    def rows(self, indices: np.ndarray, width: int) -> Rows:
+        """Some examples, laid out ``width`` tokens wide."""
+        room = self.length - self.edges.size
+        texts = [self.examples.tokens(index)[:room] for index in indices.tolist()]
+        return Rows(*lay(texts, self.edges, width), np.asarray(self.examples.labels[indices]))
+
+    def _sorted(self, number: int) -> np.ndarray:
+        size = POOL * self.batch_size
+        epoch, index = np.divmod(number * size + np.arange(size), len(self.examples))
+        found = permute(index, len(self.examples), mix(self.seed, _ORDER, epoch))
+        return found[np.argsort(self.lengths[found], kind="stable")]
+
+    def _width(self, indices: np.ndarray) -> int:
+        """Few widths: a plan of a sparse pattern is made for each."""
+        longest = int(self.lengths[indices].max())
+        return min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)

@@ -1,0 +1,115 @@
+"""Examples with labels, kept on disk as arrays that are mapped into memory: written once, read from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import read_json, write_json
+
+_ABOUT = "about.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A part of labelled data: example i is ``ids[starts[i] : starts[i + 1]]`` and has the class ``labels[i]``."""
+
+    name: str
+    ids: np.ndarray
+    starts: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, int64 [examples]."""
+        return np.diff(self.starts)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Ids of an example, in the stored dtype."""
+        return self.ids[self.starts[index] : self.starts[index + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Labelled data in three splits ("train", "validation", "test"); ids lie below ``vocab_size``."""
+
+    name: str
+    version: str
+    fingerprint: str
+    classes: tuple[str, ...]
+    vocab_size: int
+    splits: Mapping[str, Examples]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "classes": list(self.classes),
+            "examples": {name: len(split) for name, split in self.splits.items()},
+        }
+
+
+Written = Mapping[str, tuple[Sequence[np.ndarray], np.ndarray]]
+"""Of each split the examples' ids, and their labels."""
+
+Make = Callable[[], tuple[Sequence[str], Written]]
+"""What makes the names of the classes, and the splits."""
+
+
+def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
+    """The classes and splits in ``folder``, which is filled with what ``make()`` gives if it is not there.
+
+    The folder appears whole or not at all; processes may race, since each writes the same.
+    """
+    if not (folder / _ABOUT).is_file():
+        _fill(folder, *make())
+    about = read_json(folder / _ABOUT)
+    try:
+        arrays = {name: [_mapped(folder / f"{name}.{part}.npy") for part in _PARTS] for name in _SPLITS}
+        return tuple(map(str, about["classes"])), {name: Examples(name, *arrays[name]) for name in _SPLITS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KinformerError(f"{folder}: is damaged ({error}); delete this folder, it will be written anew.") from None
+
+
+_SPLITS = ("train", "validation", "test")
+_PARTS = ("ids", "starts", "labels")
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _fill(folder: Path, classes: Sequence[str], written: Written) -> None:
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        partial.mkdir(parents=True)
+        for name, (examples, labels) in written.items():
+            starts = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
+            for part, array in zip(_PARTS, (np.concatenate(examples), starts, labels), strict=True):
+                np.save(partial / f"{name}.{part}.npy", array, allow_pickle=False)
+        write_json(partial / _ABOUT, {"schema": SCHEMA, "classes": list(classes)})
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not (folder / _ABOUT).is_file():
+                raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{folder} cannot be written ({reason}); choose a folder with room and rights.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""Labelled text of your own: a folder per class, a table (TSV) or a file of JSON lines.
+
+    reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
+    reviews/bad/2.txt                         bad<TAB>Never again.
+
+A table's columns are label and text, unless its first line names them (one is ``label``, the other ``text`` or
+``sentence``). ``train``, ``validation`` and ``test`` may be given apart, as folders of folders or as files of a folder
+(``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.corpus import default_cache, fingerprint_of
+from kinformer.data.examples import Labelled, Written, keep
+from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+
+HELD_OUT = 0.05
+_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
+_TABLES = (".tsv", ".jsonl")
+_TEXT_COLUMNS = ("text", "sentence")
+Told = dict[str, list["Example"]]
+
+
+class Example(NamedTuple):
+    """Bytes of text and the name of a class."""
+
+    text: bytes
+    label: str
+
+
+def open_labelled(
+    spec: str, *, cache: Path | None = None, tokenizer: Tokenizer | None = None, holdout: float | None = None
+) -> Labelled:
+    """The labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if not given).
+
+    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. ``cache`` is
+    the folder for the ids, written once; ``~/.cache/kinformer`` if not given. Raises :class:`KinformerError` for a path
+    that is missing or holds no labelled examples.
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    path = Path(spec).expanduser()
+    with reading(spec):
+        known = path.exists()
+    if not known:
+        raise KinformerError(f"{spec} does not exist; give a folder with a folder per class, or a .tsv or .jsonl file.")
+    tokenizer = tokenizer or ByteTokenizer()
+    files = folder_files(path) if path.is_dir() else [single_file(path)]
+    fingerprint = fingerprint_of(files)
+    key = sha256(f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}".encode()).hexdigest()[:32]
+    folder = (cache or default_cache()) / "labelled" / key
+    classes, splits = keep(folder, lambda: _encoded(_told(path, files, holdout), tokenizer, spec))
+    version = fingerprint.split(":")[1][:12]
+    return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits)
+
+
+def _encoded(told: Told, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
+    classes = _ordered({example.label for examples in told.values() for example in examples})
+    if len(classes) < 2:
+        raise KinformerError(
+            f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
+        )
+    number = {label: index for index, label in enumerate(classes)}
+    highest = tokenizer.vocab_size - 1
+    dtype = np.uint8 if highest < 1 << 8 else np.uint16 if highest < 1 << 16 else np.uint32
+    written = {}
+    for split, examples in told.items():
+        ids = [each.astype(dtype) for each in tokenizer.encode_batch([example.text for example in examples])]
+        written[split] = ids, np.array([number[example.label] for example in examples], np.int64)
+    return classes, written
+
+
+def _ordered(labels: set[str]) -> list[str]:
+    """By number where all are numbers, else by letter."""
+    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
+
+
+def _told(path: Path, files: Sequence[SourceFile], holdout: float | None) -> Told:
+    """The examples of each split."""
+    if not path.is_dir():
+        return _held_out({"train": list(_table(path))}, holdout, str(path))
+    given: Told = {}
+    for file in files:
+        first, _, rest = file.name.partition("/")
+        stem, suffix = Path(first).stem, Path(first).suffix
+        if rest and first in _NAMES:
+            given.setdefault(_NAMES[first], []).append(_file(file, rest, path))
+        elif not rest and stem in _NAMES and suffix in _TABLES:
+            given.setdefault(_NAMES[stem], []).extend(_table(Path(file.path)))
+        else:
+            given.setdefault("", []).append(_file(file, file.name, path))
+    if "" in given and len(given) > 1:
+        names = ", ".join(name for name in given if name)
+        raise KinformerError(
+            f"{path}: holds classes beside the splits {names}; put every class into its split's folder."
+        )
+    if "train" not in given and "" not in given:
+        raise KinformerError(f"{path}: holds no train split; add a folder or a table of that name.")
+    return _held_out({name or "train": examples for name, examples in given.items()}, holdout, str(path))
+
+
+def _file(file: SourceFile, name: str, path: Path) -> Example:
+    """A file as an example: its class is the name of the folder that it stands in."""
+    label, _, rest = name.partition("/")
+    if not rest:
+        raise KinformerError(
+            f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv or a .jsonl."
+        )
+    with reading(file.path):
+        return Example(Path(file.path).read_bytes(), label)
+
+
+def _held_out(given: Told, holdout: float | None, place: str) -> Told:
+    """Splits that are not given, taken from the rest of the data in the order of the texts' hashes."""
+    train = sorted(given["train"], key=lambda example: sha256(example.text).digest())
+    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
+    told = {}
+    for name in ("test", "validation"):
+        if name in given:
+            told[name] = given[name]
+        elif holdout is not None and name == "validation" and "test" not in given:
+            told[name] = told["test"]
+        else:
+            told[name], train = train[:count], train[count:]
+    if not train:
+        raise KinformerError(f"{place}: too few examples ({len(given['train'])}) to hold some out; give more data.")
+    return {"train": train, "validation": told["validation"], "test": told["test"]}
+
+
+def _table(path: Path) -> Iterator[Example]:
+    if path.suffix not in _TABLES:
+        raise KinformerError(f"{path}: is no labelled data; give a folder with a folder per class, a .tsv or a .jsonl.")
+    with reading(path):
+        lines = path.read_bytes().splitlines()
+    return _rows(path, lines) if path.suffix == ".tsv" else _objects(path, lines)
+
+
+def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[Example]:
+    label, text = 0, 1
+    for number, line in enumerate(lines, start=1):
+        cells = line.split(b"\t")
+        if len(cells) != 2:
+            raise KinformerError(
+                f"{path}, line {number}: has {len(cells)} columns where 2 are expected, a label and a text; mend it."
+            )
+        if number == 1 and (named := _columns(cells)) is not None:
+            label, text = named
+            continue
+        yield _example(path, number, cells[text], cells[label].decode("utf-8", "backslashreplace"))
+
+
+def _columns(cells: Sequence[bytes]) -> tuple[int, int] | None:
+    """Where label and text stand, if these are the names of columns."""
+    names = [cell.strip().lower().decode("utf-8", "replace") for cell in cells]
+    texts = [index for index, name in enumerate(names) if name in _TEXT_COLUMNS]
+    return (names.index("label"), texts[0]) if "label" in names and texts else None
+
+
+def _objects(path: Path, lines: Sequence[bytes]) -> Iterator[Example]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise KinformerError(f"{path}, line {number}: is not JSON ({error}); write one object per line.") from None
+        text = _field(row, _TEXT_COLUMNS)
+        label = _field(row, ("label",))
+        if not isinstance(text, str) or not isinstance(label, str | int):
+            raise KinformerError(
+                f'{path}, line {number}: lacks text or label; write {{"text": "...", "label": "..."}}.'
+            )
+        yield _example(path, number, text.encode("utf-8", "surrogatepass"), str(label))
+
+
+def _field(row: object, names: Sequence[str]) -> object:
+    return next((row[name] for name in names if name in row), None) if isinstance(row, Mapping) else None
+
+
+def _example(path: Path, number: int, text: bytes, label: str) -> Example:
+    if not text or not label:
+        missing = "text" if label else "label"
+        raise KinformerError(f"{path}, line {number}: its {missing} is empty; complete or remove the line.")
+    return Example(text, label)

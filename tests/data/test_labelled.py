@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kinformer.core.errors import KinformerError
+from kinformer.data import Labelled, labelled, open_labelled
+
+TEXTS = [
+    (f"{'a good' if index % 2 else 'a bad'} film, number {index}", ("bad", "good")[index % 2]) for index in range(60)
+]
+
+
+def pairs(data: Labelled, split: str) -> set[tuple[str, str]]:
+    part = data.splits[split]
+    return {(bytes(part.tokens(index)).decode(), data.classes[part.labels[index]]) for index in range(len(part))}
+
+
+def everything(data: Labelled) -> list[tuple[str, str]]:
+    return sorted(pair for split in data.splits for pair in pairs(data, split))
+
+
+def in_folders(folder: Path, texts: list[tuple[str, str]]) -> Path:
+    for index, (text, label) in enumerate(texts):
+        path = folder / label / f"{index}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def as_table(path: Path, texts: list[tuple[str, str]], header: str = "", turned: bool = False) -> Path:
+    lines = [f"{text}\t{label}" if turned else f"{label}\t{text}" for text, label in texts]
+    path.write_text("\n".join([header] * bool(header) + lines) + "\n")
+    return path
+
+
+def as_objects(path: Path, texts: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "label": label, "id": 1}) + "\n" for text, label in texts))
+    return path
+
+
+def test_the_same_examples_whatever_their_form(tmp_path: Path) -> None:
+    forms = [
+        in_folders(tmp_path / "films", TEXTS),
+        as_table(tmp_path / "films.tsv", TEXTS),
+        as_table(tmp_path / "named.tsv", TEXTS, "sentence\tlabel", turned=True),
+        as_objects(tmp_path / "films.jsonl", TEXTS),
+    ]
+    opened = [open_labelled(str(form), cache=tmp_path / "cache") for form in forms]
+    for data in opened:
+        assert data.classes == ("bad", "good") and data.vocab_size == 256
+        assert {name: len(split) for name, split in data.splits.items()} == {"train": 54, "validation": 3, "test": 3}
+        assert everything(data) == sorted(TEXTS)
+        assert pairs(data, "test") == pairs(opened[0], "test")
+        assert isinstance(data.splits["train"].ids, np.memmap)
+
+
+def test_splits_that_are_given(tmp_path: Path) -> None:
+    for name, texts in (("train", TEXTS[:40]), ("test", TEXTS[40:])):
+        in_folders(tmp_path / "films" / name, texts)
+    data = open_labelled(str(tmp_path / "films"), cache=tmp_path / "cache")
+    assert pairs(data, "test") == set(TEXTS[40:])
+    assert pairs(data, "train") | pairs(data, "validation") == set(TEXTS[:40]) and len(data.splits["validation"]) == 2
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    as_table(tables / "train.tsv", TEXTS[:30])
+    as_table(tables / "dev.tsv", TEXTS[30:40])
+    as_objects(tables / "test.jsonl", TEXTS[40:])
+    data = open_labelled(str(tables), cache=tmp_path / "cache")
+    assert [pairs(data, name) for name in ("train", "validation", "test")] == [
+        set(TEXTS[:30]),
+        set(TEXTS[30:40]),
+        set(TEXTS[40:]),
+    ]
+
+
+def test_one_share_held_out(tmp_path: Path) -> None:
+    data = open_labelled(str(as_table(tmp_path / "films.tsv", TEXTS)), cache=tmp_path / "cache", holdout=0.25)
+    assert pairs(data, "validation") == pairs(data, "test") and len(data.splits["test"]) == 15
+    assert len(data.splits["train"]) == 45
+
+
+def test_classes_are_numbered_by_number(tmp_path: Path) -> None:
+    texts = [(f"text {index}", str(index % 11)) for index in range(110)]
+    assert open_labelled(str(as_objects(tmp_path / "n.jsonl", texts)), cache=tmp_path / "cache").classes == tuple(
+        map(str, range(11))
+    )
+
+
+def test_written_once_and_anew_when_the_data_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = as_table(tmp_path / "films.tsv", TEXTS)
+    first = open_labelled(str(path), cache=tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(labelled, "_told", None)
+        again = open_labelled(str(path), cache=tmp_path / "cache")
+    assert everything(again) == everything(first) and again.fingerprint == first.fingerprint
+    as_table(path, [*TEXTS, ("one more", "good")])
+    changed = open_labelled(str(path), cache=tmp_path / "cache")
+    assert changed.fingerprint != first.fingerprint and sum(map(len, changed.splits.values())) == 61
+    assert not list((tmp_path / "cache" / "labelled").glob(".*"))
+    for damaged in (tmp_path / "cache" / "labelled").glob("*/train.ids.npy"):
+        damaged.write_bytes(b"nothing")
+    with pytest.raises(KinformerError, match="is damaged"):
+        open_labelled(str(path), cache=tmp_path / "cache")
+
+
+def test_ids_of_a_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    from kinformer.data import open_corpus, train_tokenizer
+
+    words = tmp_path / "words.txt"
+    words.write_text(" ".join(text for text, _ in TEXTS))
+    tokenizer = train_tokenizer(open_corpus(str(words)).splits["train"], 300, tmp_path / "tokenizer.json")
+    data = open_labelled(str(as_table(tmp_path / "films.tsv", TEXTS)), cache=tmp_path / "cache", tokenizer=tokenizer)
+    train = data.splits["train"]
+    assert train.ids.dtype == np.uint16 and data.vocab_size == tokenizer.vocab_size
+    told = {tokenizer.decode(train.tokens(index)) for index in range(len(train))}
+    assert told <= {text for text, _ in TEXTS} and train.lengths.mean() < 15
+
+
+def files(folder: Path, **contents: str) -> str:
+    folder.mkdir()
+    for name, content in contents.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("contents", "name", "told"),
+    [
+        ({}, "nothing", "does not exist"),
+        ({"a_txt": "text"}, "", "stands in no class's folder"),
+        ({f"good__{index}": "text" for index in range(5)}, "", "all examples have the label 'good'"),
+        ({"train__good__1": "a", "bad__1": "b"}, "", "holds classes beside the splits train"),
+        ({"test__good__1": "a"}, "", "holds no train split"),
+        ({"good__1": "a", "bad__1": "b"}, "", "too few examples"),
+        ({"a_csv": "x,y"}, "a.csv", "is no labelled data"),
+        ({"a_tsv": "good\tfine\nbad"}, "a.tsv", "line 2: has 1 columns"),
+        ({"a_tsv": "good\tfine\nbad\t"}, "a.tsv", "line 2: its text is empty"),
+        ({"a_tsv": "good\tfine\n\tpoor"}, "a.tsv", "line 2: its label is empty"),
+        ({"a_jsonl": '{"text": "a", "label": "b"}\n{'}, "a.jsonl", "line 2: is not JSON"),
+        ({"a_jsonl": '{"text": "a"}'}, "a.jsonl", "line 1: lacks text or label"),
+        ({"a_jsonl": "[1]"}, "a.jsonl", "line 1: lacks text or label"),
+        ({"a_jsonl": ""}, "a.jsonl", "is empty"),
+    ],
+)
+def test_what_is_no_labelled_data(tmp_path: Path, contents: dict[str, str], name: str, told: str) -> None:
+    folder = files(tmp_path / "data", **contents)
+    with pytest.raises(KinformerError, match=told) as error:
+        open_labelled(str(Path(folder) / name), cache=tmp_path / "cache")
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
