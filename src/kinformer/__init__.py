@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kinformer.family.record import Member
-    from kinformer.models.decoder import Decoder
 
 __version__ = "0.1.0"
 __all__ = ["build", "generate", "load", "members"]
@@ -37,14 +36,18 @@ def members() -> list[Member]:
 
 def build(
     name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
-) -> Decoder:
-    """A new model of member ``name`` by ``recipe`` (tiny, small, paper, benchmark), with overrides in ``set``."""
+) -> Any:
+    """A new model of member ``name`` by ``recipe`` (tiny, small, paper, benchmark), with overrides in ``set``.
+
+    A causal member is a ``Decoder``, ``logits, state = model(tokens, state)``; any other an ``Encoder``, ``logits =
+    model(tokens, valid=, kinds=)``.
+    """
     from kinformer.family.build import build
 
     return build(name, recipe, vocab_size, set)
 
 
-def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder:
+def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Any:
     """The model of a trained run folder, with its best weights, in eval mode.
 
     ``set`` overrides what leaves the weights as they are: ``{"layers.*.mixer.position.factor": 4, ...}``.
@@ -54,7 +57,7 @@ def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder:
     return load_model(run, set)
 
 
-def generate(model: Decoder, prompt_tokens: Tensor, **options: Any) -> Tensor:
+def generate(model: Any, prompt_tokens: Tensor, **options: Any) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64; returns the new tokens [batch, new] int64.
 
     Options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop`` and ``valid`` as described by

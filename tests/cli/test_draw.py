@@ -8,6 +8,7 @@ import torch
 
 from kinformer.evaluation.panels import describe, grid, numbers, parts_of, raster, shares_of
 from kinformer.family.build import configure
+from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
@@ -107,6 +108,44 @@ def test_a_trained_run(drawn, gpt_run, make_run):
     assert [each["panel"] for each in drawn(make_run("t5"))[0]["panels"]] == ["pattern", "curve"]
     learned = [each["place"] for each in drawn(make_run("da-transformer"))[0]["panels"] if each["panel"] == "curve"]
     assert learned == ["layer 1", "layer 2"]
+
+
+def test_global_tokens_of_a_document_have_rows_and_columns(drawn):
+    told, _ = drawn("longformer", "--recipe", "tiny", "--length", 20, "--layer", 1)
+    panel = told["panels"][0]
+    assert panel["name"] == "window: window 4, dilation 1\n1 global token" and not panel["causal"]
+    index = torch.arange(20)
+    near = (index[:, None] - index).abs() <= 4
+    near[0] = near[:, 0] = True
+    assert panel["allowed_pairs"] == int(near.sum())
+
+
+def test_tokens_on_the_side_stand_before_the_document(drawn):
+    told, _ = drawn("big-bird", "--recipe", "tiny-etc", "--length", 47, "--layer", 1, "--head", 2)
+    (panel,) = (each for each in told["panels"] if each["panel"] == "pattern")
+    assert panel["name"].endswith("no edges\n3 tokens on the side")
+    pattern = configure("big-bird", "tiny-etc").layers[0].mixer.pattern.build().sized(44).at(1)
+    index = torch.arange(44)
+    document = int(pattern.allowed(index[:, None], index).sum())
+    assert panel["allowed_pairs"] == document + 47**2 - 44**2
+
+
+@pytest.mark.parametrize("name", ["bert", "big-bird", "blockbert", "etc"])
+def test_encoders(drawn, name):
+    told, _ = drawn(name, "--recipe", "tiny")
+    panels = [panel for panel in told["panels"] if panel["panel"] == "pattern"]
+    assert not any(panel["causal"] for panel in panels)
+    assert name == "etc" or panels
+
+
+def test_a_pattern_that_depends_on_the_length(drawn):
+    told, _ = drawn("big_bird", "--set", "block=8", "--set", "random=1", "--length", 128)
+    (panel,) = told["panels"]
+    assert panel["name"] == "big bird: block 8, random 1" and panel["computed_pairs"] >= panel["allowed_pairs"]
+    assert panel["length"] == 128
+    pattern = BigBird.Config(block=8, random=1).build().sized(128)
+    index = torch.arange(128)
+    assert panel["allowed_pairs"] == int(pattern.allowed(index[:, None], index).sum())
 
 
 def test_an_image_has_the_field_of_one_token(drawn):

@@ -46,6 +46,31 @@ def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("name", "recipe", "told"),
+    [
+        ("longformer", "tiny", "pattern band, 1 global token"),
+        ("big-bird", "tiny", "pattern big_bird (queries down"),
+        ("big-bird", "tiny-etc", "pattern big_bird, 3 tokens on the side"),
+        ("blockbert", "tiny", "pattern blockwise"),
+    ],
+)
+def test_an_encoder_has_a_pattern_and_no_state(cli, name, recipe, told):
+    code, out, err = cli("show", name, "--recipe", recipe)
+    assert (code, err) == (0, "")
+    assert "no state: it reads whole texts; positions end at 128" in out and told in out
+    facts = json.loads(cli("show", name, "--recipe", recipe, "--json")[1])
+    assert not facts["causal"] and facts["growth"] == "none" and set(facts["state_bytes"].values()) == {0}
+    model = kinformer.build(name, recipe=recipe)
+    assert facts["parameters"]["total"] == sum(each.numel() for each in model.parameters())
+    assert all("·" in "".join(picture["rows"]) for picture in facts["patterns"])
+
+
+def test_of_many_pictures_some_are_shown(cli):
+    out = cli("show", "big-bird", "--recipe", "benchmark")[1]
+    assert "and 8 more; see them all with: kinformer draw big-bird --recipe benchmark" in out
+
+
 def test_sizes_stop_where_positions_end(cli):
     lengths = json.loads(cli("show", "gpt", "--recipe", "tiny", "--json")[1])["state_bytes"]
     assert list(lengths) == ["1", "128"]

@@ -11,13 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
+from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError
 from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
 from kinformer.evaluation.estimate_length import at_length
-from kinformer.evaluation.estimate_parts import measure, measure_state
+from kinformer.evaluation.estimate_parts import measure, measure_state, outputs
 from kinformer.evaluation.estimate_rules import rules_of_thumb
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
+from kinformer.heads.classification import ClassificationHead
+from kinformer.kernels.block_sparse import explain
 from kinformer.kernels.softmax import Span, chunked
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
@@ -40,17 +43,22 @@ CONFIGS["xl positions, bilinear score"] = configure(
 CONFIGS["linear-transformer, quadratic"] = configure(
     "linear-transformer", "tiny", set={"layers.*.mixer.feature_map": "quadratic", "dim": 32}
 )
+CONFIGS["big-bird, tokens on the side"] = configure("big-bird", "tiny-etc", set={"layers": 3})
+CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
+    head=ClassificationHead.Config(classes=3)
+)
 
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def step(config, batch, length, device="cpu"):
-    """Loss, and the final state, of a training step of a new model."""
+    """Loss, and the final state if there is one, of a training step of a new model."""
     with torch.device(device):
         model = config.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-    logits, state = model(tokens)
-    return cross_entropy(logits.flatten(0, 1), tokens.flatten()), state, model
+    logits, state = outputs(model, tokens)
+    targets = tokens if logits.dim() == 3 else tokens[:, 0]
+    return cross_entropy(logits.flatten(0, -2), targets.flatten()), state, model
 
 
 def saved_bytes(config, batch, length, autocast=False):
@@ -106,7 +114,7 @@ def test_flops_are_those_of_the_counter(config, batch, length):
     with torch.device("meta"):
         model, tokens = config.build(), torch.zeros(batch, length, dtype=torch.int64)
     with counter:
-        logits = model(tokens)[0]
+        logits = outputs(model, tokens)[0]
         forward = counter.get_total_flops()
         logits.sum().backward()
     assert 0 < result.flops_forward == forward
@@ -140,11 +148,24 @@ def test_activations_under_autocast(config):
     assert estimated == pytest.approx(saved_bytes(config, 2, 100, autocast=True), rel=0.15)
 
 
+def bytes_of(state):
+    return 0 if state is None else states.nbytes(state)
+
+
+@pytest.mark.parametrize("member", ["gpt", "linear-transformer", "transformer-xl"])
+def test_activations_under_autocast_beyond_what_is_measured(member):
+    config = configure(member, "tiny", set={"position.max_length": 512} if member == "gpt" else {})
+    estimated = estimate(config, length=480, batch=2, precision="bf16-mixed").memory["train"]["activations"]
+    assert estimated == pytest.approx(saved_bytes(config, 2, 480, autocast=True), rel=0.15)
+
+
 @each_config
 @pytest.mark.parametrize(("batch", "length"), SHAPES)
 def test_state_bytes_are_exact(config, batch, length):
     result = estimate(config, length=length, batch=batch)
-    assert result.state_bytes == states.nbytes(step(config, batch, length)[1])
+    with torch.no_grad():  # as in inference
+        state = step(config, batch, length)[1]
+    assert result.state_bytes == bytes_of(state)
     assert result.parameters == sum(parameter.numel() for parameter in config.build().parameters())
     assert result.inference_bytes == 4 * result.parameters + result.state_bytes
 
@@ -153,17 +174,18 @@ def test_state_bytes_are_exact(config, batch, length):
 def test_state_bytes_in_bfloat16_are_exact(config):
     model = config.build().to(torch.bfloat16).eval()
     with torch.no_grad():
-        _, state = model(torch.zeros(2, 50, dtype=torch.int64))
+        _, state = outputs(model, torch.zeros(2, 50, dtype=torch.int64))
     result = estimate(config, length=50, batch=2, precision="bf16-mixed")
-    assert result.state_bytes == states.nbytes(state)
+    assert result.state_bytes == bytes_of(state)
     assert result.inference_bytes == 2 * result.parameters + result.state_bytes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_long_lengths_are_continued_exactly(name):
-    changes = {"position.max_length": 10_000} if name.startswith("gpt") else {}
+    changes = {"position.max_length": 10_000} if CONFIGS[name].position.kind == "learned" else {}
     config, length = configure_like(CONFIGS[name], changes), 4173
-    even = all(mixer.even_costs for mixer in config.build().modules() if isinstance(mixer, CausalMixer))
+    mixers = (module for module in config.build().modules() if isinstance(module, CausalMixer | EncoderMixer))
+    even = all(mixer.even_costs for mixer in mixers)
     for function in (
         lambda n: measure(config, 2, n),
         lambda n: measure_state(config, 2, n, torch.float32),
@@ -229,6 +251,28 @@ def test_command_prints_json(capsys):
     assert data["train_bytes"] > 16 * data["parameters"]
     assert data["inference_bytes"] == 4 * data["parameters"] + data["state_bytes"]
     assert sum(part["flops_forward"] for part in data["parts"]) == data["flops_forward"]
+
+
+def test_an_encoder_has_the_same_keys_and_no_state(capsys):
+    told = []
+    for member in ("gpt", "big-bird"):
+        assert run(Options(member=member, recipe="tiny", length=100, json=True)) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    decoder, encoder = told
+    assert encoder.keys() == decoder.keys() and encoder["memory"].keys() == decoder["memory"].keys()
+    assert encoder["state_bytes"] == encoder["memory"]["inference_fp32"]["state"] == 0 < decoder["state_bytes"]
+    assert encoder["inference_bytes"] == 4 * encoder["parameters"]
+
+
+def test_long_texts_cost_what_their_pattern_says():
+    """Of attention over pairs itself (4 FLOPs a pair and feature) what the executor says of the pattern."""
+    length, dim = 4096, 256
+    whole, sparse = (
+        estimate(configure(name, "benchmark"), length=length).flops_forward for name in ("bert", "big-bird")
+    )
+    patterns = [layer.mixer.pattern.build().sized(length) for layer in configure("big-bird", "benchmark").layers]
+    computed = sum(explain(pattern, length).computed for pattern in patterns)
+    assert whole - sparse == 4 * dim * (len(patterns) * length**2 - computed)
 
 
 def test_command_prints_tables(capsys):

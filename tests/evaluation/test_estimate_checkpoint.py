@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kinformer.cli.estimate import Options, run
 from kinformer.evaluation.estimate import estimate
 from kinformer.evaluation.estimate_checkpoint import Live
+from kinformer.evaluation.estimate_parts import outputs
 from kinformer.family.build import configure
 
 WINDOW = '{"kind": "local", "window": 40}'
@@ -22,6 +23,8 @@ CONFIGS = {
         "fast-weights": {"layers": 4},
         "post-ln": {"layers": 1},
         "macaron": {"layers": 5},
+        "bert": {"layers": 5},
+        "longformer": {"layers": 5},
     }.items()
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -34,7 +37,7 @@ def alive(config, batch, length, autocast=False):
         parameter.grad = torch.zeros_like(parameter)
     with Live([*model.parameters(), *(parameter.grad for parameter in model.parameters()), tokens]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits, state = model(tokens)
+            logits, state = outputs(model, tokens)
             loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
         del logits, state
         loss.backward()
@@ -78,7 +81,7 @@ def test_flops_are_those_of_the_counter(config):
     with torch.device("meta"):
         model, tokens = config.build(), torch.zeros(2, 100, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        model(tokens)[0].sum().backward()
+        outputs(model, tokens)[0].sum().backward()
     assert result.flops_step == counter.get_total_flops()
     assert result.flops_step > estimate(config.replace(checkpoint=False), length=100, batch=2).flops_step
 

@@ -216,3 +216,9 @@ def test_wrong_prompts_are_told(linear, prompt):
         Session(linear).step()
     with pytest.raises(KinformerError, match="training mode"):
         Session(kinformer.build("gpt", recipe="tiny"))
+
+
+def test_an_encoder_is_refused(prompt):
+    model = kinformer.build("bert", recipe="tiny").eval()
+    with pytest.raises(KinformerError, match="a model of type Encoder reads whole texts and continues none"):
+        kinformer.generate(model, prompt, max_new_tokens=2)

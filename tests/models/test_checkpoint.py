@@ -25,7 +25,8 @@ def pair(member, **changes):
 
 
 def dropping(member):
-    softmax = isinstance(kinformer.build(member, recipe="tiny").layers[0].mixer, SoftmaxAttention)
+    layers = kinformer.build(member, recipe="tiny").layers
+    softmax = all(isinstance(layer.mixer, SoftmaxAttention) for layer in layers)
     return DROPOUT | ({"layers.*.mixer.dropout": 0.2} if softmax else {})
 
 
@@ -44,17 +45,21 @@ def stepped(model, tokens, cuts=(), **options):
 
 
 def equal(left, right):
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    """Weights that the costs alone reach have no gradient (a compression's), looked-up tables a sparse one."""
+    return len(left) == len(right) and all(
+        (a is None and b is None) or torch.equal(*(x.to_dense() if x.is_sparse else x for x in (a, b)))
+        for a, b in zip(left, right, strict=True)
+    )
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
 @pytest.mark.parametrize("cuts", [(), (13, 14)])
 def test_gradients_are_equal_bit_for_bit_with_dropout(member, cuts):
     plain, checkpointed = pair(member, **dropping(member))
     tokens = torch.randint(23, (2, 30))
     want = stepped(plain, tokens, cuts)
     assert equal(stepped(checkpointed, tokens, cuts), want)
-    assert any(gradient.any() for gradient in want[1:-2])
+    assert any(gradient is not None and gradient.to_dense().any() for gradient in want[1:-2])
 
 
 def test_with_padding_and_resets():

@@ -27,13 +27,14 @@ from kinformer.evaluation.panels import (
     pattern_panel,
     raster,
 )
+from kinformer.evaluation.whole_text import WholeText, in_text, told
 from kinformer.kernels.block_sparse import explain
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.cli.draw import Options
-    from kinformer.models.decoder import Decoder
+    from kinformer.core.parts import ModelConfig
 
 TITLE = 36
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
@@ -56,8 +57,9 @@ class Subject:
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)
-            if panel.causal:
-                panel = replace(panel, computed_pairs=round(explain(pattern, panel.length).computed))
+            if not isinstance(pattern, WholeText):
+                computed = explain(pattern.sized(panel.length), panel.length).computed
+                panel = replace(panel, computed_pairs=round(computed))
             panels.append(panel)
             if (image := raster(pattern, options.image_width)) is not None:
                 panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
@@ -105,9 +107,11 @@ def _parts(options: Options) -> dict[str, type[Config]]:
 def _means_part(options: Options) -> bool:
     """Whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
 
     changed = {path.split(".")[0] for path in overrides(options.set)}
-    return bool(changed) and options.subject in _parts(options) and not changed & set(field_types(Decoder.Config))
+    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
+    return bool(changed) and options.subject in _parts(options) and not changed & owned
 
 
 def _expression(options: Options) -> Subject:
@@ -135,8 +139,8 @@ def _part(options: Options, data: dict[str, Any]) -> Subject:
         "embedding": EmbeddingConfig,
     }
     config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
-    told = describe(config)
-    title = told if len(told) <= TITLE else config.kind.replace("_", " ")
+    name = describe(config)
+    title = name if len(name) <= TITLE else config.kind.replace("_", " ")
     subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
@@ -172,25 +176,31 @@ def _run(options: Options) -> Subject:
     return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
 
 
-def _model(kind: str, title: str, config: Decoder.Config, model: Decoder | None, options: Options) -> Subject:
+def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Options) -> Subject:
     """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
     for placed in _chosen(parts_of(config, "pattern"), options):
-        subject.patterns.extend(_heads(placed, options))
+        found = [(in_text(each, config), name, place) for each, name, place in _heads(placed, options)]
+        subject.patterns.extend((each, _with_globals(each, name), place) for each, name, place in found)
     for placed in _apart(_chosen(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
             subject.encodings.append(_encoding(placed, config, model))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
         embedding = placed.part.build(config.vocab_size, config.dim) if model is None else model.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
-    for placed in _apart(_chosen(parts_of(config, "mixer"), options), model):
+    mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
+    for placed in _apart(_chosen(mixers, options), model):
         if not hasattr(placed.part, "pattern"):
             mixer = placed.part.build(config.dim) if model is None else _at(model, placed.path)
             subject.others.append((mixer, describe(placed.part), _place(placed), config.dim))
     return subject
+
+
+def _with_globals(pattern: Pattern, name: str) -> str:
+    return f"{name}\n{told(pattern)}" if isinstance(pattern, WholeText) else name
 
 
 def _chosen(found: list[Placed], options: Options) -> list[Placed]:
@@ -201,7 +211,7 @@ def _chosen(found: list[Placed], options: Options) -> list[Placed]:
     return [Placed(each.part, each.owner, each.path, (layer,)) for each in found if layer in (each.layers or ())]
 
 
-def _apart(found: list[Placed], model: Decoder | None) -> list[Placed]:
+def _apart(found: list[Placed], model: Any) -> list[Placed]:
     """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
     apart = []
     for placed in found:
@@ -230,7 +240,7 @@ def _heads(placed: Placed, options: Options) -> list[tuple[Pattern, str, str]]:
     return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
 
 
-def _encoding(placed: Placed, config: Decoder.Config, model: Decoder | None) -> Encoding:
+def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
     depth = len(config.layers)
     if placed.layers is None:
         position = config.position.build_model(config.dim, depth) if model is None else model.position
@@ -244,7 +254,7 @@ def _encoding(placed: Placed, config: Decoder.Config, model: Decoder | None) -> 
     return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
 
 
-def _at(model: Decoder, path: str) -> Any:
+def _at(model: Any, path: str) -> Any:
     """The module that a part of the config at ``path`` became."""
     found: Any = model
     for name in path.split("."):

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import tyro
 
 from kinformer.cli.evaluate_lengths import Length, parse_lengths, possible
 from kinformer.cli.evaluate_report import Result, report
-from kinformer.cli.options import Changes, Computing, Count, RunFolders, Text, require
+from kinformer.cli.options import Changes, Computing, Count, Number, RunFolders, Text, require
 from kinformer.cli.parsing import overrides
+from kinformer.cli.store import MeasuredStoreOptions, check_store, equipped, looks_up, lookup_of, note_stored
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Computing):
+class Options(MeasuredStoreOptions, Computing):
     """Measure runs: their files in order, every token scored once, in bits per byte of text."""
 
     folders: RunFolders
@@ -52,13 +53,15 @@ class Options(Computing):
     """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
     for multiples of the training length. A length beyond a model's positions is left out."""
     plot: Text = None
-    """Draw what --lengths or --recl measured, as PNG or SVG by the ending of this name."""
+    """Draw what --lengths, --recl or --datastore measured, as PNG or SVG by the ending of this name."""
     recl: bool = False
     """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
     hardest: float = 0.1
     """With --recl: the share of tokens that count, those that the shorter context explains least."""
     positions: int = 512
     """With --recl: how many tokens are predicted, evenly spread, each anew at every context."""
+    holdout: Number = None
+    """Take the last share of the data for validation and test, instead of the run's."""
     max_bytes: Count = None
     """Measure on the first N bytes only."""
     chunk: int = 2048
@@ -67,9 +70,30 @@ class Options(Computing):
     """Also count 5-grams of the training split and measure their prediction."""
 
 
+class Reading(Protocol):
+    """What options say of how a text is read."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def context(self) -> str | None: ...
+    @property
+    def overlap(self) -> float: ...
+    @property
+    def lengths(self) -> str | None: ...
+
+
 def run(options: Options) -> int:
     """Measure and print."""
     _check(options)
+    if options.datastore is not None and not _all_look_up(options):
+        from kinformer.cli.evaluate_store import run as run_store
+
+        return run_store(options)
+    if _tells_no_next_token(options):
+        from kinformer.cli.evaluate_tasks import run as run_tasks
+
+        return run_tasks(options)
     lengths = parse_lengths(options.lengths)
     if options.recl:
         from kinformer.cli.evaluate_recl import run as run_recl
@@ -86,35 +110,55 @@ def _check(options: Options) -> None:
     require("--chunk", options.chunk, 1)
     if not options.folders:
         raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
+    check_store(options)
     if options.plot is not None:
         from kinformer.evaluation.figure import check
 
         check(Path(options.plot))
-        if options.lengths is None and not options.recl:
+        if options.lengths is None and not options.recl and options.datastore is None:
             raise KinformerError(f"--plot {options.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
+
+
+def _all_look_up(options: Options) -> bool:
+    from kinformer.family.runs import open_run
+
+    return all(looks_up(open_run(folder).model) for folder in options.folders)
+
+
+def _tells_no_next_token(options: Options) -> bool:
+    from kinformer.cli.tasks import NEXT_TOKEN, task_of
+    from kinformer.family.runs import open_run
+
+    return any(task_of(open_run(folder)) != NEXT_TOKEN for folder in options.folders)
 
 
 def _measure(folder: str, data: str | None, options: Options, lengths: Sequence[Length]) -> Result:
     from kinformer.evaluation.bits import measure
+    from kinformer.evaluation.usage import noting_usage
 
     run, model = opened(folder, options)
-    main = _main_windows(run, model, options)
+    main = main_windows(run, model, options)
     within, skipped = possible([length.tokens(run) for length in lengths], model)
     further = [_windows(length, options.overlap) for length in within]
     beyond = [_windows(length, options.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
-        _check_positions(model, windows)
+        check_positions(model, windows)
     held = _held_out(options, run, data)
+    lookup = lookup_of(model)
+    if lookup is not None:
+        note_stored(lookup.store, held, run.data.get("holdout") if options.holdout is None else options.holdout)
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
     with progressing(options.json) as progress:
-        done[main] = measure(model, held.split, main, chunk=options.chunk, progress=progress)
+        with noting_usage(model) as usages:
+            done[main] = measure(model, held.split, main, chunk=options.chunk, progress=progress)
         seconds = time.perf_counter() - begun
         for windows in further:
             if windows not in done:
                 done[windows] = measure(model, held.split, windows, chunk=options.chunk, progress=progress)
     ngram = _baseline(held) if options.baseline else None
-    return Result(run, held, done[main], [done[windows] for windows in further], skipped, seconds, ngram)
+    rest = [done[windows] for windows in further]
+    return Result(run, held, done[main], rest, skipped, seconds, ngram, usages.read(), lookup)
 
 
 def opened(folder: str, options: Options) -> tuple[Run, Decoder]:
@@ -124,7 +168,8 @@ def opened(folder: str, options: Options) -> tuple[Run, Decoder]:
 
     run = open_run(folder)
     use_fast_products()
-    return run, run.load(overrides(options.set)).to(options.prepare(options.seed))
+    model = run.load(overrides(options.set)).to(options.prepare(options.seed))
+    return run, equipped(run, model, options) if looks_up(run.model) else model
 
 
 def _windows(context: int, overlap: float) -> Windows:
@@ -133,7 +178,7 @@ def _windows(context: int, overlap: float) -> Windows:
     return Windows(context=context, overlap=overlap)
 
 
-def _main_windows(run: Run, model: Decoder, options: Options) -> Windows | None:
+def main_windows(run: Run, model: Decoder, options: Reading) -> Windows | None:
     """The windows to measure in, as asked for or as the run was trained; None where the state is carried."""
     from kinformer.evaluation.bits import carries_for_ever
 
@@ -159,7 +204,7 @@ def _main_windows(run: Run, model: Decoder, options: Options) -> Windows | None:
     return _windows(length if model.max_length is None else min(length, model.max_length), options.overlap)
 
 
-def _check_positions(model: Decoder, windows: Windows | None) -> None:
+def check_positions(model: Decoder, windows: Windows | None) -> None:
     if windows is not None and model.max_length is not None and windows.context > model.max_length:
         raise KinformerError(
             f"a context of {windows.context} tokens is beyond this model's positions, which end at max_length = "
@@ -168,7 +213,7 @@ def _check_positions(model: Decoder, windows: Windows | None) -> None:
 
 
 @contextmanager
-def source(options: Options) -> Iterator[str | None]:
+def source(options: Reading) -> Iterator[str | None]:
     """The data that was named, standard input as a file."""
     from kinformer.data import spool
 
@@ -179,14 +224,14 @@ def source(options: Options) -> Iterator[str | None]:
 def _held_out(options: Options, run: Run, data: str | None) -> HeldOut:
     from kinformer.cli.runs import held_out
 
-    held = held_out(run, data, options.split, options.max_bytes)
+    held = held_out(run, data, options.split, options.max_bytes, options.holdout)
     if held.note:
         print(f"kinformer: note: {held.note}", file=sys.stderr)
     return held
 
 
 @contextmanager
-def progressing(quiet: bool) -> Iterator[Progress | None]:
+def progressing(quiet: bool, label: str = "measuring") -> Iterator[Progress | None]:
     """A bar on standard error, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
@@ -195,7 +240,7 @@ def progressing(quiet: bool) -> Iterator[Progress | None]:
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring")
+        task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

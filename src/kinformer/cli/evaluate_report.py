@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,17 @@ from kinformer.cli.output import print_json, print_table
 if TYPE_CHECKING:
     from kinformer.cli.evaluate import Options
     from kinformer.cli.runs import HeldOut
+    from kinformer.cli.store import Lookup
     from kinformer.evaluation.bits import Measurement
     from kinformer.evaluation.plot_lengths import Curve
+    from kinformer.evaluation.usage import Usage
     from kinformer.family.runs import Run
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions."""
+    """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
+    ``usage`` of its memories in the first, ``lookup`` what its head looks things up in."""
 
     run: Run
     data: HeldOut
@@ -30,6 +33,8 @@ class Result:
     skipped: list[int]
     seconds: float
     ngram: float | None
+    usage: tuple[Usage, ...] = ()
+    lookup: Lookup | None = None
 
 
 def report(options: Options, results: Sequence[Result]) -> None:
@@ -62,6 +67,11 @@ def _print_first(options: Options, result: Result) -> None:
         f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
         f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s"
     )
+    if result.lookup is not None:
+        store, count = result.lookup
+        print(f"{count} neighbours of each token among the {store.entries:,} entries of {store.folder}")
+    for usage in result.usage:
+        print(f"{usage.used:.1%} of the {usage.values:,} values of {usage.part} used, KL {usage.kl:.3f} from even use")
     if result.ngram is not None:
         print(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
     if result.skipped:
@@ -85,6 +95,8 @@ def _told(options: Options, result: Result) -> dict[str, Any]:
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
         | {"lengths": [_figures(each) for each in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
+        | ({} if result.lookup is None else result.lookup.facts())
+        | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
 
 

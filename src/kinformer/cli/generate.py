@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from kinformer.cli.options import Changes, Count, Machine, Number, RunFolder, Text, require
 from kinformer.cli.output import print_json, size
 from kinformer.cli.parsing import overrides
+from kinformer.cli.store import StoreOptions, check_store, equipped
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MOST_NEW = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Machine):
+class Options(StoreOptions, Machine):
     """Continue a text: every token is written as soon as it is drawn."""
 
     folder: RunFolder
@@ -76,10 +77,16 @@ def run(options: Options) -> int:
     from kinformer.cli.runs import tokenizer_of
     from kinformer.family.runs import open_run
 
+    check_store(options)
     require("--samples", options.samples, 1)
     require("--max-new-tokens", options.max_new_tokens, 1)
     text = _prompt(options)
     run = open_run(options.folder)
+    if run.model.get("kind") == "encoder":
+        raise KinformerError(
+            f"{options.folder}: is a run of {run.member!r}, an encoder, which reads whole texts and continues none; "
+            "give a run of a causal member."
+        )
     tokenizer = tokenizer_of(run)
     tokens = tokenizer.encode(text)
     if not len(tokens):
@@ -111,12 +118,13 @@ def _session(options: Options, run: Any, prompt: int) -> tuple[Session, int]:
     assert options.seed is not None
     device = options.prepare(options.seed)
     model = run.load(overrides(options.set)).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    model = equipped(run, pack(model, options.samples), options, options.samples)
     new = options.max_new_tokens
     if new is None:
         limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1
         new = max(1, min(MOST_NEW, limit))
     session = Session(
-        pack(model, options.samples),
+        model,
         chunk=options.chunk,
         room=new,
         temperature=options.temperature,

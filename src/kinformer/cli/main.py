@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": Command("kinformer.cli.generate", "Continue a text with a trained run, token by token."),
     "estimate": Command("kinformer.cli.estimate", "Parameters, FLOPs, memory and state size before anything is run."),
     "draw": Command("kinformer.cli.draw", "Attention patterns and encodings of positions as a picture."),
+    "index": Command("kinformer.cli.index", "A datastore of a run: what it made of each context, and the next token."),
     "import": Command("kinformer.cli.import_", "Turn a Hugging Face checkpoint folder into a run folder."),
 }
 

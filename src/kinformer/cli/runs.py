@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.data import Corpus, Split, Tokenizer
+    from kinformer.data import Corpus, Labelled, Split, Tokenizer
     from kinformer.family.runs import Run
 
 
@@ -36,19 +36,24 @@ class HeldOut:
         return self.corpus.identity | {"split": self.split.name, "same_as_run": self.same}
 
 
-def held_out(run: Run, data: str | None, split: str, max_bytes: int | None) -> HeldOut:
-    """The ``split`` of ``data`` (a corpus' name, path or "-"; None: the run's own), at most ``max_bytes`` of it."""
+def held_out(run: Run, data: str | None, split: str, max_bytes: int | None, holdout: float | None = None) -> HeldOut:
+    """The ``split`` of ``data`` (a corpus' name, path or "-"; None: the run's own), at most ``max_bytes`` of it.
+
+    ``holdout``: the share that is held out, the run's own if None.
+    """
     from kinformer.core.errors import choose
     from kinformer.data import open_corpus
 
     spec = data if data is not None else run.data.get("spec")
     if not isinstance(spec, str):
         raise KinformerError(f"{run.folder}: does not say what data it was trained on; give --data PATH.")
-    corpus = open_corpus(spec, tokenizer=tokenizer_of(run), holdout=run.data.get("holdout"))
+    corpus = open_corpus(
+        spec, tokenizer=tokenizer_of(run), holdout=run.data.get("holdout") if holdout is None else holdout
+    )
     part = corpus.splits[choose(split, corpus.splits, "--split")]
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     same = corpus.fingerprint == trained_on
-    note = "" if same else _other(corpus, data is not None, trained_on)
+    note = "" if same else note_of(corpus, data is not None, trained_on)
     return HeldOut(corpus, part if max_bytes is None else first_bytes(part, max_bytes), same, note)
 
 
@@ -60,7 +65,8 @@ def first_bytes(split: Split, count: int) -> Split:
     return split.take(int(split.marks[min(enough, len(split.marks) - 1), 0]))
 
 
-def _other(corpus: Corpus, asked_for: bool, trained_on: str | None) -> str:
+def note_of(corpus: Corpus | Labelled, asked_for: bool, trained_on: str | None) -> str:
+    """What to tell of figures on other data than the run's own."""
     if trained_on is None:
         return f"the run does not say what data it was trained on; {corpus.name} may have been part of it."
     reason = "is other data than the run was trained on" if asked_for else "has changed since the run was trained"

@@ -13,8 +13,10 @@ from kinformer.cli.output import print_json, print_table, size
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
+MOST_PICTURES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _parameters(model: Decoder) -> dict[str, int]:
+def _parameters(model: Decoder | Encoder) -> dict[str, int]:
     """Parameters of each part, like parts of all layers together."""
     from torch import nn
 
@@ -75,16 +77,19 @@ def _parameters(model: Decoder) -> dict[str, int]:
     return {part: count for part, count in parts.items() if count}
 
 
-def _lengths(model: Decoder) -> list[int]:
+def _lengths(model: Decoder | Encoder) -> list[int]:
     limit = model.max_length
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
-def _state_bytes(model: Decoder, length: int) -> int:
+def _state_bytes(model: Decoder | Encoder, length: int) -> int:
     """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters."""
     from kinformer.core.contract import CausalMixer
     from kinformer.core.state import nbytes
+    from kinformer.models.encoder import Encoder
 
+    if isinstance(model, Encoder):
+        return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
     own = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0) for mixer in mixers)
     return own + sum(mixer.state_bytes(length) for mixer in mixers)
@@ -100,14 +105,23 @@ def _print(told: dict[str, Any]) -> None:
     total = told["parameters"]["total"]
     print(f"\nparameters: {total:,}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in told["parameters"]["parts"].items()], (1,))
-    limit = f"; positions end at {told['max_length']}" if told["max_length"] else ""
-    print(f"\nstate of one row in float32 (growth of the member: {told['growth']}{limit})")
-    states = [(length, f"{n:,}", size(n)) for length, n in told["state_bytes"].items()]
-    print_table(("tokens", "bytes", ""), states, (0, 1, 2))
-    for picture in told["patterns"]:
+    _print_state(told)
+    for picture in told["patterns"][:MOST_PICTURES]:
         scale = "" if picture["tokens_per_cell"] == 1 else f", {picture['tokens_per_cell']} tokens to a cell"
         print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
         print("\n".join(f"  {row}" for row in picture["rows"]))
+    if (more := len(told["patterns"]) - MOST_PICTURES) > 0:
+        print(f"\nand {more} more; see them all with: kinformer draw {told['name']} --recipe {told['recipe']}")
+
+
+def _print_state(told: dict[str, Any]) -> None:
+    limit = f"; positions end at {told['max_length']}" if told["max_length"] else ""
+    if not told["causal"]:
+        print(f"\nno state: it reads whole texts{limit}")
+        return
+    print(f"\nstate of one row in float32 (growth of the member: {told['growth']}{limit})")
+    states = [(length, f"{n:,}", size(n)) for length, n in told["state_bytes"].items()]
+    print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
 def tree(config: Any, indent: str) -> Iterator[str]:

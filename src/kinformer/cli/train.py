@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from kinformer.cli.options import Changes, Computing, Count, Member, require
+from kinformer.cli.options import Changes, Computing, Count, Member, Text, require
 from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
 from kinformer.training.settings import Settings
@@ -19,19 +19,28 @@ if TYPE_CHECKING:
     from kinformer.training.distributed import Group
 
 Vocabulary = Annotated[str, tyro.conf.arg(metavar="bytes|PATH")]
+_BITS = "validation_bits_per_"
 Share = Annotated[float | None, tyro.conf.arg(metavar="X")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings, Computing):
-    """Train a member on text. With --resume, what is not given is as it was when the run began."""
+    """Train a member. With --resume, what is not given is as it was when the run began."""
 
     member: Member
     """A member of the family (see: kinformer list)."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The run folder: new, or with --resume an existing one."""
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = "stdlib"
-    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library."""
+    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library.
+    For the task classify, a folder with a folder of examples per class, or a file of lines: .tsv or .jsonl."""
+    task: Literal["next-token", "mlm", "classify", "listops"] | None = None
+    """next-token for decoders; for encoders mlm (hidden tokens) if not given, classify (examples with labels), or
+    listops (classify what nested lists compute)."""
+    examples: Count = None
+    """With the task listops: lists to train on (96,000 if not given)."""
+    example_tokens: Annotated[str | None, tyro.conf.arg(metavar="N-N")] = None
+    """With the task listops: how many tokens a list has, more than the one and fewer than the other (500-2000)."""
     recipe: str = "small"
     """Which of the member's recipes (see: kinformer show MEMBER)."""
     set: Changes = ()
@@ -43,7 +52,16 @@ class Options(Settings, Computing):
     holdout: Share = None
     """Hold out the last share of the data for validation, instead of the usual 5 %."""
     init: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
-    """Begin with the model, weights and tokenizer of another run folder (trained or imported)."""
+    """Begin with the model, weights and tokenizer of another run folder (trained or imported); a head of another task
+    is replaced by a new one."""
+    datastore: Text = None
+    """Of a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
+    retriever: Text = None
+    """With --datastore: the run that made it, which reads along, frozen, and is looked up with."""
+    neighbours: Count = None
+    """With --datastore: entries looked up per token (4 if not given)."""
+    probes: Count = None
+    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate)."""
     resume: bool = False
     """Continue the run in --out from its newest checkpoint."""
     devices: int = 1
@@ -82,14 +100,15 @@ def work(job: Job, group: Group) -> dict[str, Any]:
     use_fast_products()
     if group.world > 1 and group.device.type == "cpu":
         torch.set_num_threads(job.threads or max(1, (os.cpu_count() or 1) // group.world))
-    corpus = job.corpus()
+    feed = job.feed()
     torch.manual_seed(job.settings.seed)
     model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    result = Trainer(model, corpus, job.settings, job.run.folder, group).run()
-    if result.signal and group.first:
-        print(_remark(job, result.steps), file=sys.stderr, flush=True)
-    return {"out": str(job.run.folder), "member": job.run.member, "parameters": parameters} | asdict(result)
+    result = asdict(Trainer(model, feed, job.settings, job.run.folder, group).run())
+    result |= {f"validation_{name}": figure for name, figure in result.pop("validation").items()}
+    if result["signal"] and group.first:
+        print(_remark(job, result["steps"]), file=sys.stderr, flush=True)
+    return {"out": str(job.run.folder), "member": job.run.member, "parameters": parameters} | result
 
 
 def _join_and_work(job: Job) -> dict[str, Any]:
@@ -130,15 +149,19 @@ def _report(options: Options, summary: dict[str, Any]) -> int:
     if options.json:
         print_json(summary)
     elif not summary["signal"]:
-        bits = summary["validation_bits_per_byte"]
-        best = (
-            "not validated"
-            if bits is None
-            else f"best validation {bits:.4f} bits per byte (step {summary['best_step']})"
-        )
         done = f"{summary['steps']} steps in {summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s"
-        print(f"{summary['out']}: {done}, {best}")
+        print(f"{summary['out']}: {done}, {_best(summary)}")
     return _status(summary)
+
+
+def _best(summary: dict[str, Any]) -> str:
+    """The best validation in words."""
+    name, bits = next((name, value) for name, value in summary.items() if name.startswith(_BITS))
+    if bits is None:
+        return "not validated"
+    accuracy = f", accuracy {summary['validation_accuracy']:.1%}" if "validation_accuracy" in summary else ""
+    unit = name.removeprefix(_BITS).replace("_", " ")
+    return f"best validation {bits:.4f} bits per {unit}{accuracy} (step {summary['best_step']})"
 
 
 def _status(summary: dict[str, Any]) -> int:

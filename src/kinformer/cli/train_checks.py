@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
-from kinformer.data import Corpus, Tokenizer
+from kinformer.data import Corpus, Labelled
+from kinformer.training.distributed import Group, check_shared
+from kinformer.training.objectives import objective_of
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
+    from kinformer.core.parts import ModelConfig
 
 
-def check_model(config: Decoder.Config, tokenizer: Tokenizer, settings: Settings) -> None:
-    """Refuse a model that cannot take the tokens, the length or the kind of the data."""
-    if config.vocab_size < tokenizer.vocab_size:
+def check_model(config: ModelConfig, ids: int, settings: Settings, group: Group) -> None:
+    """Refuse a model that cannot take the ids, the length or the kind of the data, the objective, several processes."""
+    if config.vocab_size < ids:
         raise KinformerError(
-            f"--set vocab_size={config.vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens, and the model "
+            f"--set vocab_size={config.vocab_size}: the tokenizer has {ids} tokens, and the model "
             "needs as many; leave it out, or choose another tokenizer."
         )
     with torch.device("meta"):
         model = config.build()
+        objective_of(settings.objective, model)
+    check_shared(model, group)
     _check_domain(model)
     longest = model.max_length
     if settings.segments:
@@ -36,8 +40,21 @@ def check_model(config: Decoder.Config, tokenizer: Tokenizer, settings: Settings
         )
 
 
-def check_data(corpus: Corpus, settings: Settings) -> None:
+def check_special(config: Any, ids: int) -> None:
+    """Refuse an encoder whose special tokens stand for something else in data that has no such tokens itself."""
+    for name in ("mask_token", "first_token", "last_token"):
+        token = getattr(config, name, None)
+        if token is not None and token < ids:
+            raise KinformerError(
+                f"{name} is {token}, but the data has {ids} ids of its own below that; begin with another run, or give "
+                f"--set {name}={ids} or higher, below vocab_size."
+            )
+
+
+def check_data(corpus: Corpus | Labelled, settings: Settings) -> None:
     """Refuse data that is too short."""
+    if isinstance(corpus, Labelled):
+        return
     rows = settings.batch_size if settings.segments else 1
     corpus.splits["train"].require(rows * settings.length + 1, f"training with --length {settings.length}")
     corpus.splits["validation"].require(2, "validation")

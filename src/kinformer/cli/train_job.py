@@ -10,30 +10,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kinformer.cli.parsing import overrides
+from kinformer.cli import retrieval
 from kinformer.cli.runs import tokenizer_of
-from kinformer.cli.train_checks import check_data, check_model
-from kinformer.core.config import override, to_dict
+from kinformer.cli.tasks import LISTOPS, NEXT_TOKEN, TASKS, edges_of, ids_of, masking_of, open_data, task_of
+from kinformer.cli.train_begin import base_of, begin, planned, task_for
+from kinformer.cli.train_checks import check_data, check_model, check_special
+from kinformer.core.config import to_dict
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, load_weights
-from kinformer.data import ByteTokenizer, Corpus, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
+from kinformer.data import (
+    ByteTokenizer,
+    Corpus,
+    FileTokenizer,
+    Labelled,
+    Tokenizer,
+    open_corpus,
+    spool,
+    train_tokenizer,
+)
 from kinformer.data.corpus import STDLIB
-from kinformer.family.build import configure, model_config
-from kinformer.family.kinds import kinds
-from kinformer.family.runs import CONFIG, WEIGHTS, Run, open_run
+from kinformer.family.runs import CONFIG, Run, open_run
 from kinformer.family.table import member
+from kinformer.tasks.listops import BOUNDS, NUMBER
 from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.distributed import Group, started_by_torchrun
+from kinformer.training.feeds import Feed, HiddenTokens, Labels
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
 if TYPE_CHECKING:
     from kinformer.cli.train import Options
-    from kinformer.models.decoder import Decoder
+    from kinformer.core.parts import ModelConfig
 
 TOKENIZER = "tokenizer.json"
+TOKENS = "{}-{}".format(*BOUNDS)
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
     "compile",
@@ -50,16 +62,16 @@ class Job:
     strategy: Literal["ddp", "fsdp"]
     threads: int | None
 
-    def corpus(self) -> Corpus:
-        """The data of the run, as ids of its tokenizer."""
-        return _corpus(self.run)
+    def feed(self) -> Feed:
+        """The rows of the run's task, as ids of its tokenizer."""
+        return _feed(self.run, self.settings, _data(self.run), self.device)
 
-    def model(self) -> Decoder:
+    def model(self) -> Any:
         """The model as the run begins: new, or with the weights of the run that it was told to begin with."""
         model = self.run.build()
         init = self.run.data.get("init")
         if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
-            load_weights(model, load_tensors(Path(init) / WEIGHTS)[0], init)
+            begin(model, self.run, init)
         return model
 
 
@@ -84,57 +96,63 @@ def prepare(options: Options) -> Job:
 def _begun(options: Options) -> tuple[Run, Settings]:
     folder = Path(options.out)
     _require_empty(folder)
-    settings = _settings(options)
+    settings, task = _settings(options), task_for(options)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)
     if settings.objective is None:
-        settings = replace(settings, objective=member(options.member).objective)
-    base = _base(options)
-    _model(options, base, None)
+        settings = replace(settings, objective=_objective(options, task))
+    base = base_of(options)
+    planned(options, base, task, None)
     with _tidy(folder):
-        spec = _spec(options.data, folder)
+        spec = task if task == LISTOPS else _spec(options.data, folder)
         tokenizer = _tokenizer(options, spec) if base is None else tokenizer_of(base)
-        corpus = open_corpus(spec, tokenizer=tokenizer, holdout=options.holdout)
-        model = _model(options, base, tokenizer.vocab_size)
-        check_model(model, tokenizer, settings)
-        check_data(corpus, settings)
+        source = {"spec": spec, "holdout": options.holdout, "task": task}
+        if task == LISTOPS:
+            source |= {"examples": options.examples or NUMBER, "example_tokens": options.example_tokens or TOKENS}
+        data = open_data(source, task, tokenizer)
+        ids = ids_of(task, tokenizer)
+        model = planned(options, base, task, ids, getattr(data, "classes", None))
+        source |= retrieval.chosen(options, to_dict(model))
+        check_model(model, ids, settings, _group(options))
+        if task == LISTOPS or not isinstance(tokenizer, FileTokenizer):
+            check_special(model, ids)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         run = Run(
             folder=folder,
             member=options.member,
-            recipe=options.recipe if base is None else base.recipe,
+            recipe=options.recipe if base is None or base.member != options.member else base.recipe,
             model=to_dict(model),
             tokenizer=TOKENIZER if isinstance(tokenizer, FileTokenizer) else "bytes",
-            data={"spec": spec, "holdout": options.holdout, "identity": corpus.identity}
-            | ({} if base is None else {"init": str(base.folder.resolve())}),
+            data=source | {"identity": data.identity} | ({} if base is None else {"init": str(base.folder.resolve())}),
             training=vars(settings),
         )
+        check_data(data, settings)
+        _feed(run, settings, data, device_type(options.device))
         run.save()
     return run, settings
 
 
-def _base(options: Options) -> Run | None:
-    """The run to begin with, if one was named: its member, model and tokenizer are taken over."""
-    if options.init is None:
-        return None
-    base = open_run(options.init)
-    if base.member != options.member:
-        raise KinformerError(
-            f"--init {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
-        )
-    for flag, given in (("tokenizer", options.tokenizer != "bytes"), ("train-tokenizer", options.train_tokenizer)):
-        if given:
-            raise KinformerError(f"--{flag}: --init {options.init} brings its own tokenizer; leave --{flag} out.")
-    return base
+def _objective(options: Options, task: str) -> Any:
+    """What the member minimises for a task, or what is usual there."""
+    own, fitting = member(options.member).objective, TASKS[task].objectives
+    return own if own in fitting else fitting[0]
 
 
-def _model(options: Options, base: Run | None, vocab_size: int | None) -> Decoder.Config:
-    """The model's config: the recipe's or the other run's, with the changes that were asked for."""
-    changes = overrides(options.set)
-    if base is None:
-        return configure(options.member, options.recipe, vocab_size, changes)
-    return override(model_config(base.model, f"{base.folder}: model"), changes, kinds())
+def _feed(run: Run, settings: Settings, data: Corpus | Labelled, device: str) -> Feed:
+    if isinstance(data, Labelled):
+        return Labels(data, settings, edges_of(run.config))
+    if task_of(run) == NEXT_TOKEN:
+        return retrieval.feed(run, settings, data, device)
+    masking = masking_of(run.config, tokenizer_of(run), settings.mask_share, settings.whole_words)
+    return HiddenTokens(data, settings, masking, edges_of(run.config))
+
+
+def _group(options: Options) -> Group:
+    """The processes that are going to train, as the first of them."""
+    world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
+    device = "cuda" if device_type(options.device) == "cuda" else "cpu"
+    return Group(torch.device(device), world=world, strategy=options.strategy)
 
 
 def _resumed(options: Options) -> tuple[Run, Settings]:
@@ -144,10 +162,15 @@ def _resumed(options: Options) -> tuple[Run, Settings]:
             f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another --out."
         )
     settings = _merged(run, options)
+    task: Any = task_of(run)
+    if options.task not in (None, task):
+        raise _otherwise(run, f"--task {options.task}")
+    task_for(replace(options, task=task))
     _check_unchanged(run, options)
     spec = run.data["spec"] if options.data == STDLIB else _spec(options.data, run.folder)
-    run = replace(run, data=dict(run.data) | {"spec": spec}, training=vars(settings))
-    found, begun_with = _corpus(run).fingerprint, run.data["identity"].get("fingerprint")
+    data = dict(run.data) | {"spec": spec} | retrieval.resumed(run, options)
+    run = replace(run, data=data, training=vars(settings))
+    found, begun_with = _data(run).fingerprint, run.data["identity"].get("fingerprint")
     if found != begun_with:
         raise KinformerError(
             f"{spec}: is not the data that the run in {run.folder} was begun with ({found} instead of {begun_with}); "
@@ -186,23 +209,37 @@ def _check_unchanged(run: Run, options: Options) -> None:
     changed = None
     if options.recipe not in ("small", run.recipe):
         changed = f"--recipe {options.recipe}"
-    elif (
-        options.set and to_dict(configure(run.member, run.recipe, own.vocab_size, overrides(options.set))) != run.model
-    ):
+    elif options.set and to_dict(_replanned(run, options, own)) != run.model:
         changed = f"--set {options.set[0]}"
     elif options.tokenizer != "bytes" and FileTokenizer(options.tokenizer).fingerprint != own.fingerprint:
         changed = f"--tokenizer {options.tokenizer}"
     elif options.holdout not in (None, run.data.get("holdout")):
         changed = f"--holdout {options.holdout}"
+    elif options.examples not in (None, run.data.get("examples")):
+        changed = f"--examples {options.examples}"
+    elif options.example_tokens not in (None, run.data.get("example_tokens")):
+        changed = f"--example-tokens {options.example_tokens}"
     if changed:
-        raise KinformerError(
-            f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
-            "leave it out, or give another --out."
-        )
+        raise _otherwise(run, changed)
 
 
-def _corpus(run: Run) -> Corpus:
-    return open_corpus(run.data["spec"], tokenizer=tokenizer_of(run), holdout=run.data.get("holdout"))
+def _replanned(run: Run, options: Options, tokenizer: Tokenizer) -> ModelConfig:
+    """What the run's model would be by these options."""
+    task, init = task_of(run), run.data.get("init")
+    classes = (run.data.get("identity") or {}).get("classes")
+    options = replace(options, recipe=run.recipe)
+    return planned(options, open_run(init) if init else None, task, ids_of(task, tokenizer), classes)
+
+
+def _otherwise(run: Run, changed: str) -> KinformerError:
+    return KinformerError(
+        f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+        "leave it out, or give another --out."
+    )
+
+
+def _data(run: Run) -> Corpus | Labelled:
+    return open_data(run.data, task_of(run), tokenizer_of(run))
 
 
 def _spec(data: str, folder: Path) -> str:

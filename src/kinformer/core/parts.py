@@ -123,7 +123,7 @@ class ScoreConfig(Config):
 
 
 class Apart(nn.Module):
-    """The ``query``, ``key`` and ``value`` with which an encoder's global tokens see, each dim -> width of all heads."""
+    """The products with which an encoder's global tokens see: dim -> the width of all heads, each."""
 
     def __init__(self, dim: int, width: int, bias: bool) -> None:
         super().__init__()

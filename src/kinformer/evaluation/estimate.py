@@ -16,10 +16,13 @@ from typing import Any, Literal
 import torch
 
 from kinformer.core.contract import CausalMixer
+from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
+from kinformer.core.pattern import Pattern
 from kinformer.evaluation.estimate_checkpoint import held_bytes, is_checkpointed, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
 from kinformer.evaluation.estimate_parts import Costs, measure, measure_state
+from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
@@ -55,6 +58,8 @@ def estimate(
     config: Any, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
 ) -> Estimate:
     """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
+
+    An encoder, which has no state, is taken to predict every token of texts without padding.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
     include the bfloat16 copies of the weights that autocast keeps. With ``checkpoint`` in the config, activations are
@@ -102,11 +107,14 @@ def optimizer_bytes(model: Any, optimizer: str) -> int:
     """Bytes of an optimiser's float32 state: two numbers a parameter for AdamW, one for SGD with momentum.
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
+    Tables with sparse gradients have an Adam of their own.
     """
-    total = 0
+    total, tables = 0, sparse_tables(model)
     for name, parameter in model.named_parameters():
         matrix = parameter.dim() >= 2
-        if optimizer == "adafactor" and matrix:
+        if parameter in tables:
+            numbers = 2 * parameter.numel()
+        elif optimizer == "adafactor" and matrix:
             numbers = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
         elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and name.startswith("layers."))):
             numbers = 2 * parameter.numel()
@@ -128,13 +136,21 @@ def _check(model: Any, length: int, batch: int) -> None:
 
 
 def _even(model: Any) -> bool:
-    return all(module.even_costs for module in model.modules() if isinstance(module, CausalMixer))
+    units = getattr(getattr(model, "side", None), "length", 1)
+    mixers = (module for module in model.modules() if isinstance(module, CausalMixer | EncoderMixer))
+    return 512 % units == 0 and all(mixer.even_costs for mixer in mixers)
 
 
 def _horizon(model: Any) -> int:
     """The widest window of the model's mixers."""
-    mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
-    return max((mixer.retained or 0 for mixer in mixers), default=0)
+    return max((_window(module) for module in model.modules()), default=0)
+
+
+def _window(module: Any) -> int:
+    if isinstance(module, CausalMixer):
+        return module.retained or 0
+    pattern = getattr(module, "pattern", None) if isinstance(module, EncoderMixer) else None
+    return max(pattern.behind or 0, pattern.ahead or 0) if isinstance(pattern, Pattern) else 0
 
 
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
@@ -149,11 +165,13 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
     start = settled + step * (_horizon(model) // step)
     for one in measures:
-        samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
-        fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
-        for key in row:
-            if key[0] in ("saved", "held"):
-                costs[key] = fixed[key] + batch * (row[key] - fixed[key])
+        if length <= start:
+            found = one(single, batch, length, autocast=True)
+        else:
+            samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+            fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
+            found = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
+        costs |= {key: amount for key, amount in found.items() if key[0] in ("saved", "held")}
     return costs
 
 

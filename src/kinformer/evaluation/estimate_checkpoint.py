@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kinformer.evaluation.estimate_parts import Costs, without_seeds
+from kinformer.evaluation.estimate_parts import Costs, imitated, loss_of, outputs, without_data
 
 FLOAT = 4
 
@@ -58,19 +57,16 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
 
     Arguments as of ``estimate_parts.measure``. Weights and their gradients, which are there before, do not count.
     """
+    model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
-        with torch.device("cpu" if autocast else "meta"):
-            model = config.build()
-            tokens = torch.empty(batch, length, dtype=torch.int64)
-        if autocast:
-            without_seeds(model)
+        model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         gradients = (parameter.grad for parameter in model.parameters())
         with Live([*model.parameters(), *model.buffers(), *gradients, tokens]) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                logits, state = model(tokens)
-                loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
+                logits, state = outputs(model, tokens)
+                loss = loss_of(logits, tokens)
             at_loss = live.now
             del logits, state
             live.most = live.now

@@ -109,40 +109,60 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
     imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
-    device = "cpu" if autocast else "meta"
+    model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
-        with torch.device(device):
-            model = config.build()
-            tokens = torch.empty(batch, length, dtype=torch.int64)
-        if autocast:
-            without_seeds(model)
+        model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
         ledger = _Ledger(model, counter)
         with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                logits, _ = model(tokens)
+                logits = outputs(model, tokens)[0]
                 ledger.enter("loss")
-                loss = cross_entropy(logits.flatten(0, 1), tokens.flatten())
+                loss = loss_of(logits, tokens)
             ledger.begin_backward(loss)
             loss.backward()
             ledger.book()
     return ledger.costs
 
 
-def without_seeds(model: nn.Module) -> None:
-    """Only dropout modules, whose masks are saved, stay in training mode: imitated tensors give kernels no seed.
+def outputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Logits of ``tokens`` and the state after them, None where there is none."""
+    found = model(tokens)
+    return (found, None) if isinstance(found, Tensor) else found
 
-    The model itself too: its mode decides on checkpoints.
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of every token, or of every text where ``logits`` are [batch, classes]."""
+    targets = tokens if logits.dim() == 3 else tokens[:, 0]
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def without_data(config: Any) -> Any:
+    """The model of a config, shapes only."""
+    with torch.device("meta"):
+        return config.build()
+
+
+def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Tensor]:
+    """A model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
+
+    Imitated tensors give kernels no seed, so that there only dropout modules, whose masks are saved, stay in training
+    mode, and the model itself, whose mode decides on checkpoints.
     """
-    for module in model.modules():
-        module.training = isinstance(module, nn.Dropout) or module is model
+    tokens = torch.empty(batch, length, dtype=torch.int64, device=device)
+    if device != "meta":
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        for module in model.modules():
+            module.training = isinstance(module, nn.Dropout) or module is model
+    return model, tokens
 
 
 def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:
     """Bytes (``state``) of every layer's state, and of the rest, after ``length`` tokens with weights of ``dtype``."""
-    with torch.device("meta"):
-        model = config.build().to(dtype).eval()
-        tokens = torch.empty(batch, length, dtype=torch.int64)
+    model = without_data(config).to(dtype).eval()
+    tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        _, state = model(tokens)
+        _, state = outputs(model, tokens)
+    if state is None:
+        return {("state", "model"): 0}
     costs = {("state", f"layers.{index}"): states.nbytes(layer) for index, layer in enumerate(state.layers)}
     return costs | {("state", "model"): states.nbytes(state) - sum(costs.values())}

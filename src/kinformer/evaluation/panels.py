@@ -137,7 +137,7 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
 
 def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int, cells: int) -> PatternPanel:
     """The panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
-    shares = shares_of(pattern, tokens_per_cell, cells)
+    shares = shares_of(pattern.sized(cells * tokens_per_cell), tokens_per_cell, cells)
     return PatternPanel(
         place=place,
         name=name,
@@ -170,7 +170,8 @@ def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
     for pattern in patterns:
         pairs = cells * (cells + 1) / 2 if pattern.ahead == 0 else cells * cells
         for tokens in _powers(MOST_TOKENS_PER_CELL):
-            if shares_of(pattern, tokens, cells).sum() < (SPARSE if tokens == 1 else SPARSER) * pairs:
+            shares = shares_of(pattern.sized(cells * tokens), tokens, cells)
+            if shares.sum() < (SPARSE if tokens == 1 else SPARSER) * pairs:
                 needed = max(needed, tokens)
                 break
     return needed
@@ -250,7 +251,7 @@ def _inner(config: Config) -> str:
 def _option(field: Any, value: Any, config: Config) -> str:
     """One option in words, or nothing: sizes of a pattern always, all else where it is unlike the default."""
     size = config.slot == "pattern" and isinstance(value, int) and not isinstance(value, bool) and value
-    if isinstance(value, Config) or (value == field.default and not size):
+    if value is None or isinstance(value, Config) or (value == field.default and not size):
         return ""
     name = field.name.replace("_", " ")
     if isinstance(value, bool):

@@ -10,29 +10,91 @@ from kinformer.core.config import Config
 @cache
 def kinds() -> dict[str, dict[str, type[Config]]]:
     """Slot -> kind -> config class."""
-    from kinformer.blocks import embedding, feed_forward, macaron, norms, residual
-    from kinformer.features import dpfp, elu, quadratic, relu
-    from kinformer.heads import language
+    from kinformer.blocks import embedding, embedding_adaptive, feed_forward, macaron, norms, residual
+    from kinformer.heads import adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head
-    from kinformer.mixers import cross, fast_weight, linear, softmax
+    from kinformer.memory import compression, product_keys
+    from kinformer.mixers import compressive, cross, fast_weight, linear, segment_memory, softmax
     from kinformer.models import decoder
-    from kinformer.projections import complex, convolved, grouped, shared
-    from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
 
     classes: list[type[Config]] = [
         decoder.Decoder.Config,
+        *_encoders(),
         residual.ResidualLayer.Config,
         macaron.MacaronLayer.Config,
         softmax.SoftmaxAttention.Config,
+        segment_memory.SegmentMemory.Config,
+        compressive.Compressive.Config,
+        compression.Pool.Config,
+        compression.Convolution.Config,
+        compression.Dilated.Config,
+        compression.MostUsed.Config,
         linear.LinearAttention.Config,
+        *_remembering(),
         fast_weight.FastWeight.Config,
         cross.CrossAttention.Config,
         feed_forward.MLP.Config,
         feed_forward.SwiGLU.Config,
+        feed_forward.Boom.Config,
+        product_keys.ProductKeys.Config,
         norms.LayerNorm,
         norms.RMSNorm,
         *_positions(),
         *_patterns(),
+        *_other_parts(),
+        embedding.Lookup.Config,
+        embedding_adaptive.AdaptiveEmbedding.Config,
+        adaptive.AdaptiveSoftmax.Config,
+        language.LanguageModelHead.Config,
+        modulus_head.ModulusHead.Config,
+        spalm.SpalmHead.Config,
+    ]
+    table: dict[str, dict[str, type[Config]]] = {}
+    for config in classes:
+        table.setdefault(config.slot, {})[config.kind] = config
+    return table
+
+
+def _encoders() -> list[type[Config]]:
+    from kinformer.blocks import encoder_layer, side
+    from kinformer.heads import classification, masked_language
+    from kinformer.mixers import bidirectional, etc
+    from kinformer.models import encoder
+    from kinformer.projections import by_kind
+
+    return [
+        encoder.Encoder.Config,
+        encoder_layer.EncoderLayer.Config,
+        side.Extra.Config,
+        side.Units.Config,
+        bidirectional.BidirectionalAttention.Config,
+        etc.EtcAttention.Config,
+        by_kind.ByKind.Config,
+        masked_language.MaskedLanguageHead.Config,
+        classification.ClassificationHead.Config,
+        classification.TokenClassificationHead.Config,
+    ]
+
+
+def _remembering() -> list[type[Config]]:
+    from kinformer.blocks import sha_rnn
+    from kinformer.mixers import lstm, memorizing, single_head
+
+    return [
+        sha_rnn.ShaRnnLayer.Config,
+        lstm.LSTM.Config,
+        single_head.SingleHead.Config,
+        memorizing.Memorizing.Config,
+    ]
+
+
+def _other_parts() -> list[type[Config]]:
+    """Scores, projections and feature maps."""
+    from kinformer.features import dpfp, elu, quadratic, relu
+    from kinformer.projections import complex, convolved, grouped, shared
+    from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
+
+    return [
         scaled_dot.ScaledDot.Config,
         dot.Dot.Config,
         bilinear.Bilinear.Config,
@@ -46,14 +108,7 @@ def kinds() -> dict[str, dict[str, type[Config]]]:
         relu.Relu.Config,
         dpfp.Dpfp.Config,
         quadratic.Quadratic.Config,
-        embedding.Lookup.Config,
-        language.LanguageModelHead.Config,
-        modulus_head.ModulusHead.Config,
     ]
-    table: dict[str, dict[str, type[Config]]] = {}
-    for config in classes:
-        table.setdefault(config.slot, {})[config.kind] = config
-    return table
 
 
 def _positions() -> list[type[Config]]:
@@ -88,6 +143,7 @@ def _positions() -> list[type[Config]]:
 
 def _patterns() -> list[type[Config]]:
     from kinformer.patterns import (
+        big_bird,
         blocks,
         blockwise,
         causal,
@@ -103,8 +159,10 @@ def _patterns() -> list[type[Config]]:
         local,
         per_head,
         random_blocks,
+        segments,
         strided,
         summaries,
+        window,
     )
 
     return [
@@ -115,15 +173,18 @@ def _patterns() -> list[type[Config]]:
         columns.Columns.Config,
         strided.Strided,
         blocks.Blocks.Config,
+        segments.Segments.Config,
         summaries.Summaries.Config,
         fixed.Fixed,
         global_tokens.GlobalTokens.Config,
         random_blocks.RandomBlocks.Config,
+        big_bird.BigBird.Config,
         blockwise.Blockwise.Config,
         image_1d.Image1D,
         image_2d.Image2D.Config,
         documents.Documents.Config,
         per_head.PerHead.Config,
+        window.Window,
         combined.Union,
         combined.Intersection,
         combined.Complement,

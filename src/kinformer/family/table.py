@@ -5,21 +5,33 @@ from __future__ import annotations
 from kinformer.core.errors import choose
 from kinformer.family import (
     alibi,
+    bert,
+    big_bird,
+    blockbert,
     complex_order,
+    compressive,
     da_transformer,
     deep_char,
+    etc,
     fast_weights,
     gpt,
     image_transformer,
+    knn_lm,
     linear_transformer,
     local,
+    longformer,
     macaron,
+    memorizing,
+    pkm,
     post_ln,
     primer,
     rope,
+    sha_rnn,
     shaw,
+    spalm,
     sparse_transformer,
     t5,
+    transformer_xl,
 )
 from kinformer.family.record import Member
 
@@ -42,6 +54,18 @@ MEMBERS: dict[str, Member] = {
         primer,
         deep_char,
         complex_order,
+        transformer_xl,
+        compressive,
+        pkm,
+        sha_rnn,
+        memorizing,
+        knn_lm,
+        spalm,
+        bert,
+        longformer,
+        etc,
+        big_bird,
+        blockbert,
     )
 }
 

@@ -40,6 +40,10 @@ class Session:
         for name, value in (("batch", batch), ("chunk", chunk)):
             if value < 1:
                 raise KinformerError(f"{name} is {value} but must be 1 or more.")
+        if not hasattr(model, "initial_state"):
+            raise KinformerError(
+                f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
+            )
         if model.training:
             raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
         self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)

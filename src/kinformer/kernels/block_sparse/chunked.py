@@ -172,7 +172,7 @@ def _forward(
         if merged is not None:
             out.put(section, merged[0])
             lse.put(section, merged[1])
-    return out.value(), lse.value()[..., 0]
+    return out.value().contiguous(), lse.value()[..., 0].contiguous()
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,8 @@ def _backward(
         if total is not None:
             dq.put(section, total)
     tables_out = (gradient.to(table.dtype) for gradient, table in zip(table_gradients, tables, strict=True))
-    return [dq.value(), dk.value().to(k.dtype), dv.value().to(v.dtype), *tables_out]
+    found = dq.value(), dk.value().to(k.dtype), dv.value().to(v.dtype), *tables_out
+    return [each.contiguous() for each in found]  # as the compiler is told
 
 
 def _top(lse: Tensor) -> Tensor:
@@ -229,7 +230,7 @@ def _top(lse: Tensor) -> Tensor:
 
 @_backward.register_fake
 def _(grads, saved, places, tables, form, integers, floats):  # type: ignore[no-untyped-def]
-    return [torch.empty_like(x) for x in (*saved[:3], *tables)]
+    return [x.new_empty(x.shape) for x in (*saved[:3], *tables)]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

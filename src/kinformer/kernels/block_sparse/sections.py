@@ -116,7 +116,7 @@ class Summed:
 
     def value(self) -> Tensor:
         if self.found is None:
-            self.found = torch.zeros_like(self.like, dtype=self.dtype)
+            self.found = self.like.new_zeros(self.like.shape, dtype=self.dtype)
         return self.found
 
 

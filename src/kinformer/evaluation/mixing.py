@@ -1,0 +1,197 @@
+"""Bits of a model with a store at its head (kNN-LM), for many weights, temperatures and numbers of neighbours at once.
+
+One pass over the text asks the store once per token, for as many neighbours as the largest number tried, and adds up
+-ln(w p_kNN + (1 - w) p_LM) of the next token at every point of the grid, so memory does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.data import EvaluationStream, Split
+from kinformer.evaluation.bits import Progress
+from kinformer.evaluation.windows import Windows, batches
+from kinformer.generation.protocol import LanguageModel, device_of
+
+WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
+TEMPERATURES = tuple(float(1 << power) for power in range(11))
+
+
+class StoreModel(LanguageModel, Protocol):
+    """A model whose hidden states hold the keys of a store."""
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the model alone [batch, time, vocab] and keys [batch, time, width]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is tried; every weight with every temperature and every number of neighbours."""
+
+    weights: tuple[float, ...]
+    temperatures: tuple[float, ...]
+    neighbours: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, neighbours: int) -> Grid:
+        """Weights from 0 to 0.95, temperatures from 1 to 1024, powers of two up to ``neighbours``."""
+        powers = (1 << power for power in range(neighbours.bit_length()))
+        return cls(WEIGHTS, TEMPERATURES, tuple(sorted({*powers, neighbours})))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a store is mixed in."""
+
+    weight: float
+    temperature: float
+    neighbours: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``nats`` [weights, temperatures, neighbours] float64, summed over ``tokens`` predictions."""
+
+    grid: Grid
+    nats: np.ndarray
+    tokens: int
+    stream: EvaluationStream
+
+    @property
+    def best(self) -> Setting:
+        """The point with the fewest bits."""
+        place = np.unravel_index(int(self.nats.argmin()), self.nats.shape)
+        return Setting(
+            weight=self.grid.weights[place[0]],
+            temperature=self.grid.temperatures[place[1]],
+            neighbours=self.grid.neighbours[place[2]],
+        )
+
+    def bits_per_byte(self, setting: Setting) -> float:
+        """At a point of the grid."""
+        grid = self.grid
+        place = (
+            grid.weights.index(setting.weight),
+            grid.temperatures.index(setting.temperature),
+            grid.neighbours.index(setting.neighbours),
+        )
+        return self.stream.bits_per_byte(float(self.nats[place]))
+
+
+def sweep(
+    model: StoreModel,
+    searcher: Searcher,
+    split: Split,
+    windows: Windows | None,
+    grid: Grid,
+    *,
+    chunk: int,
+    progress: Progress | None = None,
+) -> Sweep:
+    """Measure ``split`` as :func:`kinformer.evaluation.bits.measure` does, at every point of ``grid``."""
+    stream = EvaluationStream(split, chunk)
+    nats = torch.zeros(len(grid.weights), len(grid.temperatures), len(grid.neighbours), dtype=torch.float64)
+    done = 0
+    with torch.inference_mode():
+        for hidden, targets in _contexts(model, stream, windows):
+            step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
+            for some, wanted in zip(hidden.split(step), targets.split(step), strict=True):
+                logits, keys = model.split(some[None])
+                wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+                own = -nn.functional.cross_entropy(wide, wanted, reduction="none").double()
+                found = searcher.search(keys[0], max(grid.neighbours))
+                nats += _scores(own, found, wanted, grid).cpu()
+            done += len(targets)
+            if not isfinite(float(nats.sum())):
+                raise KinformerError(
+                    f"the model's predictions are not finite numbers within the first {done} tokens of split "
+                    f"{split.name!r}; its weights are damaged or diverged."
+                )
+            if progress is not None:
+                progress(done, stream.predictions)
+    return Sweep(grid, nats.numpy(), done, stream)
+
+
+def _contexts(
+    model: LanguageModel, stream: EvaluationStream, windows: Windows | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states [n, width] and next tokens [n] of every prediction, once."""
+    device, state = device_of(model), None
+    if windows is None:
+        for segment in stream:
+            tokens = torch.from_numpy(segment.tokens).to(device)
+            hidden, state, _ = model.hidden(tokens[:, :-1], state)
+            yield hidden[0], tokens[0, 1:]
+        return
+    for group in batches(stream.predictions, windows, max(1, stream.length // windows.context)):
+        size = group[0].size
+        tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
+        unscored = torch.tensor([window.unscored for window in group], device=device)
+        counted = torch.arange(size, device=device) >= unscored[:, None]
+        hidden, _, _ = model.hidden(tokens[:, :-1])
+        yield hidden[counted], tokens[:, 1:][counted]
+
+
+def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
+    """Summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``own`` [n] is the model's ln p of them."""
+    distances = found.distances.double()
+    known = distances[:, :1].isfinite()
+    rise = torch.where(known, distances - distances[:, :1], torch.inf)
+    right = found.tokens == targets[:, None]
+    counts = torch.tensor([min(count, rise.shape[1]) - 1 for count in grid.neighbours], device=rise.device)
+    temperatures = torch.tensor(grid.temperatures, dtype=torch.float64, device=rise.device)
+    weights = torch.tensor(grid.weights, dtype=torch.float64, device=rise.device)[:, None, None]
+    total = []
+    for temperature in temperatures:
+        shares = (-rise / temperature).exp()
+        within = shares.cumsum(1)[:, counts]
+        hit = (shares * right).cumsum(1)[:, counts]
+        store = torch.where(known, hit / within, own.exp()[:, None])
+        mixed = (weights * store + (1 - weights) * own.exp()[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
+        exact = torch.where(weights == 0, own[:, None], mixed.log())
+        total.append(-exact.sum(dim=1))
+    return torch.stack(total, dim=1)
+
+
+class Watched:
+    """A searcher that keeps every ``stride``-th query and what was found, to tell its recall afterwards."""
+
+    def __init__(self, searcher: Searcher, stride: int) -> None:
+        self._searcher, self._stride, self._asked = searcher, max(1, stride), 0
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def entries(self) -> int:
+        return self._searcher.entries
+
+    @property
+    def bytes_read(self) -> int:
+        return self._searcher.bytes_read
+
+    @property
+    def queries(self) -> int:
+        """How many queries were kept."""
+        return sum(len(queries) for queries, _ in self._kept)
+
+    def search(self, queries: Tensor, neighbours: int) -> Neighbours:
+        found = self._searcher.search(queries, neighbours)
+        rows = slice(-self._asked % self._stride, None, self._stride)
+        self._kept.append((queries[rows].cpu(), found.entries[rows].cpu()))
+        self._asked += len(queries)
+        return found
+
+    def recall(self, exact: Searcher) -> float:
+        """The share of the true neighbours of the kept queries that were found."""
+        queries, entries = (torch.cat(leaves) for leaves in zip(*self._kept, strict=True))
+        true = exact.search(queries, entries.shape[1]).entries
+        return float((true[:, :, None] == entries[:, None]).any(dim=2).double().mean())

@@ -1,0 +1,135 @@
+"""A decoder whose head has a store to look things up in, by what the model made of the context.
+
+The key of a context is the input of the last layer's feed-forward (after its pre-norm where it has one), as Khandelwal
+et al. 2020 found best; in a post-norm layer, whose norm stands behind the attention sublayer, that input is normed too.
+A decoder without such a sublayer gives its final hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import left_align, select_valid
+from kinformer.models.decoder import Decoder
+
+FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
+
+
+class Keyed(NamedTuple):
+    """``hidden`` [batch, time, dim], ``keys`` [batch, time, key width] and the state after the chunk."""
+
+    hidden: Tensor
+    keys: Tensor
+    state: Any
+
+
+class KeyedDecoder(nn.Module):
+    """A decoder that also tells the key of every context. ``representation`` names which, ``width`` is its size."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.representation, self.width = HIDDEN, decoder.config.dim
+        seen = self._probe()
+        if seen is not None:
+            self.representation, self.width = FEED_FORWARD, seen
+
+    def forward(
+        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> Keyed:
+        """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
+        if self.representation == HIDDEN:
+            hidden, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
+            return Keyed(hidden, hidden, state)
+        with self._tapped() as seen:
+            hidden, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
+        keys = seen[-1]
+        if valid is not None:
+            back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
+            keys = select_valid(keys.gather(1, back), valid)
+        return Keyed(hidden, keys, state)
+
+    def _probe(self) -> int | None:
+        """The width of what enters the last layer's feed-forward; None unless that is one vector per token."""
+        if not isinstance(getattr(self.decoder.layers[-1], "feed_forward", None), nn.Module):
+            return None
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.decoder.embedding.weight.device)
+        with torch.no_grad(), self._tapped() as seen:
+            self.decoder.hidden(tokens)
+        return seen[-1].shape[-1] if seen and seen[-1].shape[:-1] == (1, 2) else None
+
+    @contextmanager
+    def _tapped(self) -> Iterator[list[Tensor]]:
+        """What enters the last layer's feed-forward meanwhile (the last time counts where a layer is used again)."""
+        seen: list[Tensor] = []
+        module: Any = self.decoder.layers[-1]
+        handle = module.feed_forward.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+
+class AttachedDecoder(nn.Module):
+    """A language model like its decoder, but for its logits, which ``head`` (logits [n, vocab], keys [n, width]) makes.
+
+    What :meth:`hidden` gives is the decoder's hidden states and the keys side by side: only :meth:`logits` looks into
+    it. The state is the decoder's; the head's store is no part of it.
+    """
+
+    def __init__(self, decoder: Decoder, head: nn.Module) -> None:
+        super().__init__()
+        self.keyed, self.head = KeyedDecoder(decoder), head
+        self.train(decoder.training)
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.keyed.decoder
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return self.decoder.max_length
+
+    def initial_state(self, batch: int, **options: Any) -> Any:
+        """The state of ``batch`` new sequences."""
+        return self.decoder.initial_state(batch, **options)
+
+    def forward(
+        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
+        return select_valid(self.logits(hidden), valid), state
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: Any = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Any, tuple[Tensor, ...]]:
+        """[batch, time, dim + key width], the state, and no taps: ask the decoder itself for those."""
+        assert not taps
+        hidden, keys, state = self.keyed(tokens, state, valid=valid, reset=reset)
+        return torch.cat([hidden, keys.to(hidden.dtype)], dim=-1), state, ()
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the decoder alone and keys, of what :meth:`hidden` gave."""
+        own, keys = hidden.split([hidden.shape[-1] - self.keyed.width, self.keyed.width], dim=-1)
+        return self.decoder.logits(own), keys
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[batch, time, dim + key width] -> [batch, time, vocab]."""
+        logits, keys = self.split(hidden)
+        return self.head(logits.flatten(0, -2), keys.flatten(0, -2)).view(logits.shape)

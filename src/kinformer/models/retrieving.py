@@ -1,0 +1,101 @@
+"""A decoder whose head is given neighbours that another, frozen one finds in a store (SPALM, Yogatama et al. 2021).
+
+Both read the same tokens, and the state is that of both; the store is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import select_valid
+from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.models.attached import KeyedDecoder
+from kinformer.models.decoder import Decoder
+
+
+class RetrievingState(NamedTuple):
+    """``decoder``: of the model itself; ``retriever``: of the one that makes its queries."""
+
+    decoder: Any
+    retriever: Any
+
+
+class RetrievingDecoder(nn.Module):
+    """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
+
+    ``retriever`` made the store's keys; it is frozen. What :meth:`hidden` gives is the decoder's hidden states and the
+    retriever's keys side by side, and only :meth:`logits`, which looks into it, asks the store.
+    """
+
+    def __init__(self, decoder: Decoder, retriever: KeyedDecoder, searcher: Searcher, neighbours: int) -> None:
+        super().__init__()
+        self.decoder, self.retriever = decoder, retriever.requires_grad_(False)
+        self.searcher, self.neighbours = searcher, neighbours
+        self.train(decoder.training)
+
+    def train(self, mode: bool = True) -> RetrievingDecoder:
+        super().train(mode)
+        self.retriever.eval()
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Where the positions of either end."""
+        ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
+        return min(ends, default=None)
+
+    def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
+        """The state of ``batch`` new sequences; ``dtype`` is of the decoder's part."""
+        return RetrievingState(
+            self.decoder.initial_state(batch, dtype=dtype, **options),
+            self.retriever.decoder.initial_state(batch, **options),
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, RetrievingState]:
+        """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
+        return select_valid(self.logits(hidden), valid), state
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, RetrievingState, tuple[Tensor, ...]]:
+        """[batch, time, dim + key width], the state, and no taps: ask the decoder itself for those."""
+        assert not taps
+        before = state or RetrievingState(None, None)
+        own, after, _ = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset)
+        with torch.no_grad():
+            _, keys, found = self.retriever(tokens, before.retriever, valid=valid, reset=reset)
+        return torch.cat([own, keys], dim=-1), RetrievingState(after, found), ()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[batch, time, dim + key width] -> [batch, time, vocab]."""
+        own, keys = hidden.split([hidden.shape[-1] - self.retriever.width, self.retriever.width], dim=-1)
+        found = self.searcher.search(keys.flatten(0, -2).detach(), self.neighbours)
+        own = own.to(self.decoder.embedding.weight.dtype)  # wider where the retriever's keys are
+        return self.decoder.logits(own, following(found).view(*own.shape[:-1], -1))
+
+
+def following(found: Neighbours) -> Tensor:
+    """The tokens [n, k] that followed, -1 where there is no neighbour."""
+    return found.tokens.masked_fill(found.entries < 0, -1)

@@ -1,0 +1,187 @@
+"""A member whose head looks things up (spalm), from the command line: trained, resumed, measured, generated with."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli import retrieval
+from kinformer.cli.store import equipped
+from kinformer.data import open_corpus
+from kinformer.evaluation.bits import measure
+from kinformer.evaluation.windows import Windows
+from kinformer.family.runs import open_run
+from kinformer.memory.datastore import Datastore
+from kinformer.memory.exact import ExactSearch
+from kinformer.models.attached import KeyedDecoder
+from kinformer.training.settings import Settings
+
+SETTINGS = "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --log-every 1 --threads 1"
+TINY = SETTINGS.split()
+
+
+def done(cli, *arguments):
+    code, out, err = cli(*arguments, "--device", "cpu")
+    assert code == 0, err
+    return (json.loads(out) if "--json" in arguments else out), err
+
+
+def refused(cli, *arguments):
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    return err
+
+
+@pytest.fixture
+def store(cli, gpt_run, tmp_path):
+    """Of the training split, by a run of windows of 32."""
+    done(cli, "index", gpt_run, "--datastore", tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def carried(cli, linear_run, tmp_path):
+    """Of the training split, by a run whose state is carried."""
+    done(cli, "index", linear_run, "--datastore", tmp_path / "carried", "--context", "carried", "--chunk", 256)
+    return tmp_path / "carried"
+
+
+def train(text_file, out, store, retriever, *arguments):
+    where = ("--data", text_file, "--out", out, "--datastore", store, "--retriever", retriever)
+    return ("train", "spalm", *TINY, *where, *arguments)
+
+
+@pytest.fixture
+def spalm_run(cli, text_file, gpt_run, store, tmp_path):
+    done(cli, *train(text_file, tmp_path / "run", store, gpt_run, "--neighbours", 3))
+    return tmp_path / "run"
+
+
+def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, store, text_file):
+    corpus, run = open_corpus(str(text_file)), open_run(spalm_run)
+    settings = Settings(**dict(run.training))
+    feed = retrieval.feed(run, settings, corpus, "cpu")
+    opened = Datastore(store)
+    start = int(feed.sampler.starts(5)[2])
+    batch = feed.batch(5, 0, 1)
+    assert batch.neighbours.shape == (4, 32, 3)
+    assert batch.tokens[2].tolist() == corpus.splits["train"].tokens(start, 33).tolist()
+    found = ExactSearch(opened).search(opened.float_keys(slice(start, start + 32)), 4)
+    for time, row in enumerate(found.entries.tolist()):
+        kept = [entry for entry in row if entry != start + time][:3]
+        assert batch.neighbours[2, time].tolist() == opened.tokens[kept].tolist()
+    halves = [feed.batch(5, rank, 2).neighbours for rank in range(2)]
+    assert torch.equal(torch.cat(halves), batch.neighbours)
+    keys = KeyedDecoder(kinformer.load(gpt_run))
+    table = feed.held_out
+    windows = corpus.splits["validation"].rows(np.array([0, 64]), 32)
+    with torch.inference_mode():
+        wanted = ExactSearch(opened).search(keys(torch.from_numpy(windows)).keys.flatten(0, 1), 3).tokens
+    assert np.array_equal(np.concatenate([table[:32], table[64:96]]), wanted.numpy())
+    whole = list(feed.validation(0, 1))
+    parts = [list(feed.validation(rank, 3)) for rank in range(3)]
+    for index, batch in enumerate(whole):
+        assert batch.neighbours.shape[:2] == (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
+        place = int(feed.stream.starts[0]) + index * 32
+        assert np.array_equal(batch.neighbours[0], table[place : place + batch.neighbours.shape[1]])
+        joined = torch.cat([part[index].neighbours for part in parts])[: len(batch.neighbours)]
+        assert torch.equal(joined, batch.neighbours)
+
+
+def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run, carried, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done(cli, *train(text_file, whole, carried, linear_run, "--segments"))
+    done(cli, *train(text_file, cut, carried, linear_run, "--segments", "--checkpoint-every", 3))
+    shutil.rmtree(cut / "checkpoints" / sorted(path.name for path in (cut / "checkpoints").iterdir())[-1])
+    moved = tmp_path / "moved"
+    carried.rename(moved)
+    resumed = ("train", "spalm", "--out", cut, "--resume")
+    assert "is no datastore" in refused(cli, *resumed, "--threads", 1)
+    assert "goes on as it was" in refused(cli, *resumed, "--neighbours", 9)
+    done(cli, *resumed, "--datastore", moved, "--threads", 1)
+    theirs, ours = kinformer.load(whole).state_dict(), kinformer.load(cut).state_dict()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    assert float(theirs["head.gate.weight"].abs().max()) > 0
+    assert open_run(cut).data["retrieval"]["datastore"] == str(moved)
+    told, _ = done(cli, "evaluate", cut, "--max-bytes", 100, "--json")
+    assert told["carried"] and told["datastore"] == str(moved)
+
+
+def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store):
+    told, err = done(cli, "evaluate", spalm_run, "--json")
+    assert (told["datastore"], told["neighbours"], told["context"]) == (str(store), 3, 32) and "note" not in err
+    run = open_run(spalm_run)
+    from kinformer.cli.evaluate import Options
+
+    model, split = run.load(), open_corpus(run.data["spec"]).splits["test"]
+    windows = Windows(context=32)
+    alone = measure(model, split, windows).bits_per_byte
+    with_store = equipped(run, model, Options(folders=(str(spalm_run),)))
+    assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
+    text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
+    assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
+    _, err = done(cli, "evaluate", spalm_run, "--split", "train", "--max-bytes", 100)
+    assert "is in the datastore itself" in err
+
+
+def test_generation_looks_things_up(cli, spalm_run, store):
+    options = ("--prompt", "wind tree", "--max-new-tokens", 8, "--seed", 1, "--json")
+    told, _ = done(cli, "generate", spalm_run, *options)
+    assert len(told["samples"][0]["tokens"]) == 8
+    run = open_run(spalm_run)
+    base = kinformer.load(spalm_run)
+    from kinformer.cli.generate import Options
+
+    model = equipped(run, base, Options(folder=str(spalm_run)))
+    prompt = torch.tensor([list(b"wind tree")])
+    new = kinformer.generate(model, prompt, max_new_tokens=8, seed=1)
+    assert new[0].tolist() == told["samples"][0]["tokens"]
+
+
+def test_without_a_store_the_base_is_trained_and_that_is_told(cli, text_file, tmp_path):
+    out = tmp_path / "run"
+    _, err = done(cli, "train", "spalm", *TINY, "--data", text_file, "--out", out)
+    assert "without its long-term memory" in err
+    told, _ = done(cli, "evaluate", out, "--max-bytes", 100, "--json")
+    assert "datastore" not in told
+
+
+def test_foreign_stores_and_retrievers_are_refused(cli, text_file, gpt_run, linear_run, store, tmp_path):
+    out = tmp_path / "run"
+
+    def told(*arguments, data=text_file, retriever=gpt_run, folder=store):
+        err = refused(cli, *train(data, out, folder, retriever, *arguments))
+        assert not out.exists()
+        return err
+
+    assert "belongs to another model" in told(retriever=linear_run)
+    assert "is no datastore (it has no store.json)" in told(folder=tmp_path / "nothing")
+    assert "is no run folder" in told(retriever=tmp_path / "nothing")
+    assert "it holds another part of it" in told("--holdout", 0.2)
+    other = tmp_path / "other.txt"
+    other.write_text("It was another text altogether. " * 100)
+    assert "it holds other data" in told(data=other)
+    done(cli, "index", gpt_run, "--datastore", tmp_path / "all", "--split", "all")
+    assert "it holds another part of it" in told(folder=tmp_path / "all")
+    assert "looks nothing up" in told("--objective", "deep-supervision")
+    assert "grows with every token" in told("--segments")
+    assert "neighbours is 0" in told("--neighbours", 0)
+    train_gpt = ("train", "gpt", *TINY, "--data", text_file, "--out", out)
+    assert "looks nothing up while it is trained" in refused(cli, *train_gpt, "--datastore", store)
+    assert "give --retriever RUN" in refused(
+        cli, "train", "spalm", *TINY, "--data", text_file, "--out", out, "--datastore", store
+    )
+    assert "give --datastore FOLDER too" in refused(
+        cli, "train", "spalm", *TINY, "--data", text_file, "--out", out, "--retriever", gpt_run
+    )
+
+
+def test_what_a_trained_run_cannot_use_is_refused(cli, spalm_run, gpt_run, store):
+    options = ("evaluate", spalm_run, "--datastore", store)
+    assert "--weight: is for kNN-LM" in refused(cli, *options, "--weight", 0.5)
+    shutil.rmtree(store)
+    for command in (("evaluate", spalm_run), ("generate", spalm_run, "--prompt", "x")):
+        assert "is no datastore" in refused(cli, *command)

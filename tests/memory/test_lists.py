@@ -1,0 +1,132 @@
+"""Approximate search: right where it looks, resumable, appendable, and never of another store."""
+
+import sys
+
+import pytest
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.memory import lists
+from kinformer.memory.exact import ExactSearch
+from kinformer.memory.lists import ListSearch, build
+from tests.memory.stores import DIM, entries, write
+
+QUERIES = entries(64, seed=7)[0]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(lists, "_SHARD", 700)
+    monkeypatch.setattr(lists, "_BLOCK", 90)
+
+
+@pytest.fixture
+def faiss():
+    return pytest.importorskip("faiss")
+
+
+def recall(store, found, neighbours=10, stop=None):
+    true = ExactSearch(store, entries=stop).search(QUERIES, neighbours).entries
+    return float((true[:, :, None] == found.entries[:, None]).any(2).double().mean())
+
+
+def test_all_lists_are_exact_and_few_are_near_it(tmp_path, faiss):
+    store = write(tmp_path, 2000)
+    assert build(store).count == 44
+    exact = ExactSearch(store).search(QUERIES, 10)
+    search = ListSearch(store, 44)
+    found = search.search(QUERIES, 10)
+    assert torch.equal(found.entries, exact.entries) and torch.equal(found.tokens, exact.tokens)
+    assert (found.distances - exact.distances).abs().max() < 1e-5
+    few = ListSearch(store, 8)
+    assert recall(store, few.search(QUERIES, 10)) > 0.9
+    assert 0 < few.bytes_read < search.bytes_read
+    assert search.bytes_read == 2000 * (DIM + 8) + 64 * 20 * DIM * 2
+
+
+def test_a_prefix_can_be_searched(tmp_path, faiss):
+    store = write(tmp_path, 2000)
+    build(store, 20)
+    for stop in (1, 30, 700, 900):
+        found = ListSearch(store, 20, entries=stop).search(QUERIES, 10)
+        assert found.entries.max() < stop and found.entries.shape == (64, min(10, stop))
+        assert recall(store, found, stop=stop) > 0.98
+
+
+def test_missing_neighbours_are_marked(tmp_path, faiss):
+    store = write(tmp_path, 100)
+    build(store, 50)
+    found = ListSearch(store, 1).search(QUERIES, 20)
+    missing = found.entries < 0
+    assert missing.any() and not missing.all()
+    assert torch.equal(found.distances.isinf(), missing)
+    assert not found.tokens[missing].any()
+    assert (missing.long().diff(dim=1) >= 0).all()
+
+
+def test_appended_entries_are_sorted_in(tmp_path, faiss):
+    write(tmp_path, 1000)
+    store = write(tmp_path, 1000)
+    first = build(store, 16)
+    store = write(tmp_path, 500, seed=1)
+    with pytest.raises(KinformerError, match="lists are those of 1,000 entries, but it holds 1,500"):
+        ListSearch(store, 4)
+    stamp = (tmp_path / "lists" / "shard-0-700.faiss").stat().st_mtime_ns
+    again = build(store)
+    assert (again.count, again.entries) == (first.count, 1500)
+    assert set(again.shards) == {path.name for path in (tmp_path / "lists").glob("shard-*")}
+    assert (tmp_path / "lists" / "shard-0-700.faiss").stat().st_mtime_ns == stamp
+    assert recall(store, ListSearch(store, 16).search(QUERIES, 10)) > 0.97
+    store = write(tmp_path, 500, seed=2)
+    assert (build(store).count, build(store).trained_on) == (44, 2000)
+    assert recall(store, ListSearch(store, 44).search(QUERIES, 10)) > 0.99
+    assert build(store, 10).count == 10
+    assert recall(store, ListSearch(store, 10).search(QUERIES, 10)) > 0.99
+
+
+def test_a_killed_build_goes_on(tmp_path, faiss, monkeypatch):
+    store = write(tmp_path, 2000)
+    written = []
+
+    def mortal(index, path):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        faiss.write_index(index, str(path))
+
+    monkeypatch.setattr(lists, "_write_index", mortal)
+    with pytest.raises(KeyboardInterrupt):
+        build(store, 12)
+    with pytest.raises(KinformerError, match="not sorted into lists"):
+        ListSearch(store, 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(lists, "_SHARD", 700)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "lists").glob("shard-*")}
+    assert len(kept) == 2
+    build(store, 12)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    assert recall(store, ListSearch(store, 12).search(QUERIES, 10)) > 0.99
+
+
+def test_damaged_and_foreign_lists_are_refused(tmp_path, faiss):
+    store = write(tmp_path / "one", 1000)
+    build(store, 10)
+    other = write(tmp_path / "two", 1000, seed=3)
+    (tmp_path / "one" / "lists").rename(tmp_path / "two" / "lists")
+    with pytest.raises(KinformerError, match="its lists are those of"):
+        ListSearch(other, 2)
+    with pytest.raises(KinformerError, match="probes is 11 but must be 1 to 10"):
+        build(other, 10)
+        ListSearch(other, 11)
+    shard = tmp_path / "two" / "lists" / "shard-0-700.faiss"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(KinformerError, match="truncated or damaged"):
+        ListSearch(other, 2)
+    with pytest.raises(KinformerError, match="1001 lists are asked for"):
+        build(store, 1001)
+
+
+def test_without_faiss_it_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(KinformerError, match=r"needs faiss, which is not installed; pip install 'kinformer\[knn\]'"):
+        build(write(tmp_path))
