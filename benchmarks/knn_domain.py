@@ -61,6 +61,9 @@ def main() -> None:
     )
     gain = told["bits_per_byte_alone"] - told["bits_per_byte"]
     print(f"{told['bits_per_byte_alone']:.4f} alone, {told['bits_per_byte']:.4f} with the datastore: {gain:.4f} less")
+    for each in (built, told):
+        for place in ("run", "datastore"):
+            each.pop(place, None)
     save(options, "knn_domain", {"train": options.data.name, "other": options.other.name, "index": built} | told)
 
 

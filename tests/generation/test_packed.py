@@ -8,7 +8,7 @@ from kinformer.core import state as states
 from kinformer.generation.packed import PackedLinear, can_pack, pack
 
 
-@pytest.mark.parametrize("name", [member.name for member in kinformer.members()])
+@pytest.mark.parametrize("name", [member.name for member in kinformer.members() if member.causal])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_the_same_logits_and_state(name, dtype, tolerance):
     torch.manual_seed(0)
@@ -16,7 +16,8 @@ def test_the_same_logits_and_state(name, dtype, tolerance):
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
     packed = pack(model, rows=3)
-    assert sum(isinstance(module, PackedLinear) for module in packed.modules()) >= 8
+    products = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == products > 0
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
     tokens = torch.randint(256, (3, 20))
     with torch.no_grad():

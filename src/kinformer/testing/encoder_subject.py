@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, Text
-from kinformer.testing.subject import JITTER
+from kinformer.testing.subject import built
 
 
 class Case(NamedTuple):
@@ -36,13 +36,7 @@ class EncoderSubject(ABC):
 
     def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
         """A fresh module in eval mode with the same weights on every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = (make or self.make)()
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=JITTER)
-        return module.to(dtype).eval()
+        return built(make or self.make, dtype)
 
     @abstractmethod
     def cases(self) -> Iterator[Case]:

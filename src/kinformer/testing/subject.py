@@ -16,6 +16,17 @@ JITTER = 0.1
 """Noise added to every parameter, so that weights that begin at zero or one hide nothing."""
 
 
+def built(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
+    """What ``make`` gives, always with the same weights, none of which is zero or one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = make()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=JITTER)
+    return module.to(dtype).eval()
+
+
 class Subject(ABC):
     """Builds the thing under examination, makes inputs for it and runs it.
 
@@ -30,13 +41,7 @@ class Subject(ABC):
 
     def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
         """A fresh module in eval mode with the same weights on every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = (make or self.make)()
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=JITTER)
-        return module.to(dtype).eval()
+        return built(make or self.make, dtype)
 
     def run(
         self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
