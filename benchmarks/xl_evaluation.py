@@ -122,7 +122,8 @@ def main() -> None:
     print(
         f"windows take {ratios['seconds_per_token']:.0f} times as long, {ratios['flops_per_token']:.0f} times the FLOPs"
     )
-    settings = {name: getattr(options, name) for name in ("reach", "tokens", "text", "data")} | {"segment": segment}
+    settings = {name: getattr(options, name) for name in ("reach", "tokens", "text")}
+    settings |= {"data": Path(options.data).name if options.data else None, "segment": segment}
     save(options, "xl_evaluation", {"settings": settings, "gap": gap, "ways": result, "ratios": ratios})
 
 
