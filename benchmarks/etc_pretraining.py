@@ -14,13 +14,11 @@ stand after --.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common import arguments, prepare, save, show
+from quality import kinformer
 
 GOAL = 5.0
 """Times chance."""
@@ -33,15 +31,6 @@ RECIPE = {
     "side.length": 16,
 }
 LENGTH, ROWS, RATE = 128, 64, 3e-3
-
-
-def kinformer(*arguments: Any) -> dict[str, Any]:
-    """The JSON object that a command prints; its own message is all there is to say when it fails."""
-    command = [sys.executable, "-m", "kinformer", *map(str, arguments), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
-    return json.loads(done.stdout)
 
 
 def main() -> None:

@@ -7,25 +7,13 @@ tuned, for growing parts of the store. Nothing is trained on --other.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common import arguments, prepare, save, show
+from quality import kinformer
 
-COMMAND = (sys.executable, "-m", "kinformer")
 HALF = ("--holdout", "0.5")
-
-
-def kinformer(*words: Any) -> dict[str, Any]:
-    """What a command tells in JSON."""
-    done = subprocess.run([*COMMAND, *map(str, words), "--json"], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"kinformer {words[0]} ended with {done.returncode}; see above.")
-    return json.loads(done.stdout)
 
 
 def main() -> None:

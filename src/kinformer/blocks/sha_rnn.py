@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import LayerConfig
+from kinformer.blocks.sublayers import check_dropout
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig
 
 
@@ -35,8 +35,7 @@ class ShaRnnLayer(nn.Module):
         dropout: float = 0.0
 
         def __post_init__(self) -> None:
-            if not 0.0 <= self.dropout < 1.0:
-                raise KinformerError(f"dropout must be at least 0 and below 1, but is {self.dropout}.")
+            check_dropout(self.dropout)
 
         def build(self, dim: int) -> ShaRnnLayer:
             return ShaRnnLayer(self, dim)

@@ -96,6 +96,15 @@ class PatternConfig(Config):
         raise NotImplementedError
 
 
+def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None:
+    """Refuse a ``pattern``, built from ``config``, that is for another number of heads than a mixer has."""
+    if pattern.num_heads not in (None, num_heads):
+        raise KinformerError(
+            f"the pattern {config.kind!r} is for {pattern.num_heads} heads, but the mixer has {num_heads}; give it one "
+            "pattern per head, or set num_heads."
+        )
+
+
 class Score(nn.Module):
     """How much: what is made of a query and a key. ``scale`` multiplies their product.
 

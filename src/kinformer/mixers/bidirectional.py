@@ -22,6 +22,7 @@ from kinformer.core.parts import (
     PositionConfig,
     ProjectionConfig,
     ScoreConfig,
+    check_heads,
     head_width,
     merge_heads,
 )
@@ -70,11 +71,7 @@ class BidirectionalAttention(EncoderMixer):
         self.position = config.position.build_heads(dim, config.num_heads, head_dim)
         self.score = config.score.build(config.num_heads, head_dim)
         self.pattern = config.pattern.build()
-        if self.pattern.num_heads not in (None, config.num_heads):
-            raise KinformerError(
-                f"the pattern {config.pattern.kind!r} is for {self.pattern.num_heads} heads, but the mixer has "
-                f"{config.num_heads}; give it one pattern per head, or set num_heads."
-            )
+        check_heads(config.pattern, self.pattern, config.num_heads)
         if self.projection.context or self.projection.num_kv_heads != config.num_heads:
             raise KinformerError(
                 f"the projection {config.projection.kind!r} is for decoders; an encoder takes shared or by_kind."
@@ -137,9 +134,7 @@ class BidirectionalAttention(EncoderMixer):
 
     def _local(self, qkv: Sequence[Tensor], pattern: Pattern, hidden: Tensor | None, lse: bool) -> Piece:
         q, k, v = qkv
-        dropout = None
-        if self.training and self.dropout > 0:
-            dropout = Dropout(self.dropout, int(torch.randint(2**31, ())))
+        dropout = Dropout.drawn(self.dropout, self.training)
         time, scale, score = q.shape[2], self.score.scale, self.score
         relative = self.position.relative(1 - time, time - 1)
         if isinstance(pattern, Band) and score.form == "dot" and relative is None and hidden is None:

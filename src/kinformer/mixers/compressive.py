@@ -224,9 +224,7 @@ class Compressive(CausalMixer):
         places = torch.arange(slots, device=k.device).expand(batch, -1)
         q, _ = self.position.rotate(q, k[:, :, -time:], places[:, -time:])
         k = self.position.rotate_keys(k, places)
-        dropout = None
-        if self.training and self.config.dropout > 0:
-            dropout = Dropout(self.config.dropout, int(torch.randint(2**31, ())))
+        dropout = Dropout.drawn(self.config.dropout, self.training)
         relative = None if call.relative is None else call.relative.below(slots)
         problem = Problem(self.pattern, self.scale, places[:, -time:], relative, dropout=dropout)
         y = block_sparse_attention(q, k, v, problem, self.config.impl)

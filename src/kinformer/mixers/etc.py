@@ -17,7 +17,7 @@ from torch import Tensor
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import PatternConfig, ResidualOutput, head_width, merge_heads
+from kinformer.core.parts import PatternConfig, ResidualOutput, check_heads, head_width, merge_heads
 from kinformer.kernels import pieces
 from kinformer.kernels.block_sparse import Dropout, Problem, block_sparse_attention, block_sparse_attention_lse
 from kinformer.kernels.pieces import Piece
@@ -71,11 +71,7 @@ class EtcAttention(EncoderMixer):
         self.config, self.scale = config, head_dim**-0.5
         self.projection = ByPiece(dim, heads, head_dim, config.sharing, config.bias)
         self.pattern = config.pattern.build()
-        if self.pattern.num_heads not in (None, heads):
-            raise KinformerError(
-                f"the pattern {config.pattern.kind!r} is for {self.pattern.num_heads} heads, but the mixer has "
-                f"{heads}; give it one pattern per head, or set num_heads."
-            )
+        check_heads(config.pattern, self.pattern, heads)
         self.even_costs = isinstance(self.pattern, Band)
         self.relations, self.side_relations = (
             TypedRelations(config.max_distance, heads, head_dim, config.ids) for _ in range(2)
@@ -112,7 +108,7 @@ class EtcAttention(EncoderMixer):
             self.scale,
             torch.arange(time, device=q.device).expand(q.shape[0], -1),
             self.relations.relative(far),
-            dropout=Dropout(self._drop, int(torch.randint(2**31, ()))) if self._drop else None,
+            dropout=Dropout.drawn(self.config.dropout, self.training),
             hidden=None if text.document is None else ~text.document,
         )
         if text.side:

@@ -228,9 +228,7 @@ class SegmentMemory(CausalMixer):
 
     def _problem(self, pattern: Segments, positions: Tensor, k: Tensor) -> Problem:
         relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
-        dropout = None
-        if self.training and self.dropout > 0:
-            dropout = Dropout(self.dropout, int(torch.randint(2**31, ())))
+        dropout = Dropout.drawn(self.dropout, self.training)
         return Problem(pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout)
 
     def _settled(self, hidden: Tensor, seen: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from kinformer.core.parts import (
     PositionConfig,
     ProjectionConfig,
     ScoreConfig,
+    check_heads,
     head_width,
     merge_heads,
 )
@@ -104,11 +105,7 @@ class SoftmaxAttention(CausalMixer):
                 f"the pattern {config.pattern.kind!r} lets a token see later ones, which a decoder must not; "
                 "use a causal pattern (causal, local)."
             )
-        if self.pattern.num_heads not in (None, config.num_heads):
-            raise KinformerError(
-                f"the pattern {config.pattern.kind!r} is for {self.pattern.num_heads} heads, but the mixer has "
-                f"{config.num_heads}; give it one pattern per head, or set num_heads."
-            )
+        check_heads(config.pattern, self.pattern, config.num_heads)
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
         self.span = None
         if isinstance(self.pattern, Band) and self.score.form == "dot":
@@ -192,9 +189,7 @@ class SoftmaxAttention(CausalMixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
-        dropout = None
-        if self.training and self.dropout > 0:
-            dropout = Dropout(self.dropout, int(torch.randint(2**31, ())))
+        dropout = Dropout.drawn(self.dropout, self.training)
         q = self.score.queries(q)
         relative = self.position.relative(0, k.shape[2] - 1)
         if self.span is not None and relative is None:

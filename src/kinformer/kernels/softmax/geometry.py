@@ -60,6 +60,11 @@ class Dropout(NamedTuple):
     p: float
     seed: int
 
+    @classmethod
+    def drawn(cls, p: float, training: bool) -> Dropout | None:
+        """With a seed from PyTorch's global generator; None, and nothing drawn, where nothing is to be dropped."""
+        return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
+
 
 class Problem(NamedTuple):
     """What every implementation is told beside q, k and v."""
