@@ -161,7 +161,7 @@ def test_tuning_and_reporting_never_share_a_token(cli, gpt_run, text_file):
 
 
 def evaluate_options(run, **changes):
-    from kinformer.cli.evaluate import Options
+    from kinformer.cli.evaluate_options import Options
 
     return Options(folders=(str(run),), datastore="store", **changes)
 

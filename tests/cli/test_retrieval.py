@@ -114,7 +114,7 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     told, err = done(cli, "evaluate", spalm_run, "--json")
     assert (told["datastore"], told["neighbours"], told["context"]) == (str(store), 3, 32) and "note" not in err
     run = open_run(spalm_run)
-    from kinformer.cli.evaluate import Options
+    from kinformer.cli.evaluate_options import Options
 
     model, split = run.load(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)

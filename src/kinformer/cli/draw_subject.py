@@ -33,7 +33,7 @@ from kinformer.kernels.block_sparse import explain
 if TYPE_CHECKING:
     from torch import nn
 
-    from kinformer.cli.draw import Options
+    from kinformer.cli.draw_options import Options
     from kinformer.core.parts import ModelConfig
 
 TITLE = 36

@@ -3,84 +3,26 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
-
-import tyro
+from typing import TYPE_CHECKING
 
 from kinformer.cli.evaluate_lengths import Length, parse_lengths, possible
+from kinformer.cli.evaluate_options import Options
 from kinformer.cli.evaluate_report import Result, report
-from kinformer.cli.options import Changes, Computing, Count, Number, RunFolders, Text, require
-from kinformer.cli.parsing import overrides
-from kinformer.cli.store import MeasuredStoreOptions, check_store, equipped, looks_up, lookup_of, note_stored
+from kinformer.cli.options import require
+from kinformer.cli.reading import check_positions, main_windows, opened, progressing, source
+from kinformer.cli.store import check_store, looks_up, lookup_of, note_stored
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.cli.runs import HeldOut
-    from kinformer.evaluation.bits import Measurement, Progress
+    from kinformer.evaluation.bits import Measurement
     from kinformer.evaluation.windows import Windows
     from kinformer.family.runs import Run
-    from kinformer.models.decoder import Decoder
 
 NGRAM_CONTEXT = 4
-CARRIED = "carried"
-Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(MeasuredStoreOptions, Computing):
-    """Measure runs: their files in order, every token scored once, in bits per byte of text."""
-
-    folders: RunFolders
-    """The run folder; several are measured one after the other and shown side by side."""
-    set: Changes = ()
-    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
-    data: Text = None
-    """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
-    split: str = "test"
-    """Which part of the data: train, validation or test."""
-    context: Context = None
-    """Measure in windows of N tokens, or with the state carried from end to end. If not given, as it was trained:
-    carried after training with --segments, else in windows of the training length."""
-    overlap: float = 0.0
-    """The share of each window that repeats the one before and is not scored again."""
-    lengths: Text = None
-    """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
-    for multiples of the training length. A length beyond a model's positions is left out."""
-    plot: Text = None
-    """Draw what --lengths, --recl or --datastore measured, as PNG or SVG by the ending of this name."""
-    recl: bool = False
-    """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
-    hardest: float = 0.1
-    """With --recl: the share of tokens that count, those that the shorter context explains least."""
-    positions: int = 512
-    """With --recl: how many tokens are predicted, evenly spread, each anew at every context."""
-    holdout: Number = None
-    """Take the last share of the data for validation and test, instead of the run's."""
-    max_bytes: Count = None
-    """Measure on the first N bytes only."""
-    chunk: int = 2048
-    """Tokens computed at a time; bounds the memory, does not change the result."""
-    baseline: bool = False
-    """Also count 5-grams of the training split and measure their prediction."""
-
-
-class Reading(Protocol):
-    """What options say of how a text is read."""
-
-    @property
-    def data(self) -> str | None: ...
-    @property
-    def context(self) -> str | None: ...
-    @property
-    def overlap(self) -> float: ...
-    @property
-    def lengths(self) -> str | None: ...
 
 
 def run(options: Options) -> int:
@@ -161,64 +103,10 @@ def _measure(folder: str, data: str | None, options: Options, lengths: Sequence[
     return Result(run, held, done[main], rest, skipped, seconds, ngram, usages.read(), lookup)
 
 
-def opened(folder: str, options: Options) -> tuple[Run, Decoder]:
-    """A run and its model, ready to be measured."""
-    from kinformer.family.runs import open_run
-    from kinformer.training.precision import use_fast_products
-
-    run = open_run(folder)
-    use_fast_products()
-    model = run.load(overrides(options.set)).to(options.prepare(options.seed))
-    return run, equipped(run, model, options) if looks_up(run.model) else model
-
-
 def _windows(context: int, overlap: float) -> Windows:
     from kinformer.evaluation.windows import Windows
 
     return Windows(context=context, overlap=overlap)
-
-
-def main_windows(run: Run, model: Decoder, options: Reading) -> Windows | None:
-    """The windows to measure in, as asked for or as the run was trained; None where the state is carried."""
-    from kinformer.evaluation.bits import carries_for_ever
-
-    asked = options.context
-    endless = carries_for_ever(model)
-    if asked == CARRIED and not endless:
-        raise KinformerError(
-            f"--context {CARRIED}: this model's state grows without bound, or its positions end; give --context N."
-        )
-    if asked == CARRIED or (asked is None and endless and run.training.get("segments")):
-        if options.overlap and options.lengths is None:
-            raise KinformerError(
-                f"--overlap {options.overlap:g}: the state is carried here; give --context N or --lengths too."
-            )
-        return None
-    if asked is not None:
-        if not asked.isdigit():
-            raise KinformerError(f"--context {asked}: is neither a number of tokens nor {CARRIED!r}.")
-        return _windows(int(asked), options.overlap)
-    length = run.training.get("length", model.max_length)
-    if not isinstance(length, int):
-        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give --context N.")
-    return _windows(length if model.max_length is None else min(length, model.max_length), options.overlap)
-
-
-def check_positions(model: Decoder, windows: Windows | None) -> None:
-    if windows is not None and model.max_length is not None and windows.context > model.max_length:
-        raise KinformerError(
-            f"a context of {windows.context} tokens is beyond this model's positions, which end at max_length = "
-            f"{model.max_length}; give --context and --lengths no larger."
-        )
-
-
-@contextmanager
-def source(options: Reading) -> Iterator[str | None]:
-    """The data that was named, standard input as a file."""
-    from kinformer.data import spool
-
-    with tempfile.TemporaryDirectory() as folder:
-        yield str(spool(sys.stdin.buffer, Path(folder))) if options.data == "-" else options.data
 
 
 def _held_out(options: Options, run: Run, data: str | None) -> HeldOut:
@@ -228,20 +116,6 @@ def _held_out(options: Options, run: Run, data: str | None) -> HeldOut:
     if held.note:
         print(f"kinformer: note: {held.note}", file=sys.stderr)
     return held
-
-
-@contextmanager
-def progressing(quiet: bool, label: str = "measuring") -> Iterator[Progress | None]:
-    """A bar on standard error, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _baseline(data: HeldOut) -> float:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.cli.evaluate import opened, progressing, source
 from kinformer.cli.evaluate_lengths import Length, trained_at
 from kinformer.cli.evaluate_report import short_names
 from kinformer.cli.options import require
 from kinformer.cli.output import print_json, print_table
+from kinformer.cli.reading import opened, progressing, source
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from kinformer.cli.evaluate import Options
+    from kinformer.cli.evaluate_options import Options
     from kinformer.cli.runs import HeldOut
     from kinformer.evaluation.recl import Losses, Recl
     from kinformer.family.runs import Run

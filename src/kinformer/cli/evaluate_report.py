@@ -12,7 +12,7 @@ from kinformer.cli.evaluate_lengths import trained_at
 from kinformer.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from kinformer.cli.evaluate import Options
+    from kinformer.cli.evaluate_options import Options
     from kinformer.cli.runs import HeldOut
     from kinformer.cli.store import Lookup
     from kinformer.evaluation.bits import Measurement

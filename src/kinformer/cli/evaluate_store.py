@@ -14,7 +14,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 
 if TYPE_CHECKING:
-    from kinformer.cli.evaluate import Options
+    from kinformer.cli.evaluate_options import Options
     from kinformer.cli.runs import HeldOut
     from kinformer.data import Split
     from kinformer.evaluation.windows import Windows
@@ -63,7 +63,7 @@ class _Job:
 
 def run(options: Options) -> int:
     """Measure and print."""
-    from kinformer.cli.evaluate import check_positions, main_windows, opened, source
+    from kinformer.cli.reading import check_positions, main_windows, opened, source
     from kinformer.cli.store import attach
 
     sizes = _sizes(options)
@@ -125,7 +125,7 @@ def _parts(held: HeldOut, options: Options) -> tuple[Split | None, Split]:
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> Outcome:
     """Tune, if asked for, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
-    from kinformer.cli.evaluate import progressing
+    from kinformer.cli.reading import progressing
     from kinformer.memory.exact import ExactSearch
 
     options = job.options

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kinformer.cli.evaluate import Options, opened, progressing, source
+from kinformer.cli.evaluate_options import Options
 from kinformer.cli.output import print_json, print_table
+from kinformer.cli.reading import opened, progressing, source
 from kinformer.cli.runs import held_out, note_of, tokenizer_of
 from kinformer.cli.tasks import LISTOPS, MLM, NEXT_TOKEN, edges_of, masking_of, open_data, task_of
 from kinformer.core.errors import KinformerError, choose

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from kinformer.cli.options import Computing, Count, Number, RunFolder, Text, require
+from kinformer.cli.index_options import Options
+from kinformer.cli.options import require
 from kinformer.cli.output import print_json, size
+from kinformer.cli.reading import progressing, source
 from kinformer.core.errors import KinformerError
 
 if TYPE_CHECKING:
@@ -19,48 +18,9 @@ if TYPE_CHECKING:
     from kinformer.memory.lists import Lists
     from kinformer.models.attached import KeyedDecoder
 
-Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Computing):
-    """Write what the run makes of every context of a text, and the token that came next, into a datastore.
-
-    A build that was stopped goes on when the same command is given again.
-    """
-
-    folder: RunFolder
-    """The run folder."""
-    datastore: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
-    """The datastore: a new folder, or with --append one that this run made."""
-    data: Text = None
-    """The text: a path, - for standard input, or stdlib; the run's own if not given."""
-    split: str = "train"
-    """Which part of the data: train, validation, test, or all of it."""
-    holdout: Number = None
-    """Hold out the last share of the data, instead of the run's."""
-    append: bool = False
-    """Add the text to what the datastore holds."""
-    max_bytes: Count = None
-    """Take the first N bytes only."""
-    context: Context = None
-    """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
-    overlap: float = 0.0
-    """The share of each window that is context only: its entries are those of the window before."""
-    chunk: int = 4096
-    """Tokens computed at a time."""
-    dtype: Literal["float16", "float32"] = "float16"
-    """Type of the keys on the disk."""
-    approximate: bool = False
-    """Also sort the entries into lists, for approximate search with --probes (needs faiss)."""
-    lists: Count = None
-    """With --approximate: into how many lists (the root of the number of entries if not given)."""
-    lengths: Annotated[None, tyro.conf.Suppress] = None
-
 
 def run(options: Options) -> int:
     """Build, or go on building, and report."""
-    from kinformer.cli.evaluate import source as spooled
     from kinformer.cli.index_text import open_source
     from kinformer.cli.store import keyed
     from kinformer.family.runs import open_run
@@ -74,7 +34,7 @@ def run(options: Options) -> int:
     run = open_run(options.folder)
     use_fast_products()
     keys = keyed(run, run.load().to(options.prepare(options.seed)))
-    with spooled(options) as data:
+    with source(options) as data:
         text = open_source(run, keys.decoder, data, options)
         begun = time.perf_counter()
         new = _write(run, keys, text, options)
@@ -86,7 +46,6 @@ def run(options: Options) -> int:
 
 def _write(run: Any, keys: KeyedDecoder, text: Source, options: Options) -> int:
     """Write the entries that are not there yet; returns how many."""
-    from kinformer.cli.evaluate import progressing
     from kinformer.cli.index_text import entries_of
     from kinformer.cli.store import origin_of
     from kinformer.memory.writer import Writer
@@ -116,7 +75,6 @@ def _write(run: Any, keys: KeyedDecoder, text: Source, options: Options) -> int:
 
 def _sort(options: Options) -> Lists | None:
     """Build the lists that were asked for, or bring those that are there up to date."""
-    from kinformer.cli.evaluate import progressing
     from kinformer.memory.datastore import Datastore
     from kinformer.memory.lists import build, has_lists
 

@@ -16,7 +16,7 @@ from kinformer.data import EvaluationStream, Split, open_corpus
 from kinformer.evaluation.windows import Windows, batches
 
 if TYPE_CHECKING:
-    from kinformer.cli.index import Options
+    from kinformer.cli.index_options import Options
     from kinformer.family.runs import Run
     from kinformer.models.attached import KeyedDecoder
     from kinformer.models.decoder import Decoder
@@ -39,7 +39,7 @@ class Source:
 
 def open_source(run: Run, model: Decoder, data: str | None, options: Options) -> Source:
     """The text that ``options`` name."""
-    from kinformer.cli.evaluate import check_positions, main_windows
+    from kinformer.cli.reading import check_positions, main_windows
     from kinformer.cli.runs import first_bytes, tokenizer_of
 
     spec = data if data is not None else run.data.get("spec")

@@ -18,6 +18,7 @@ RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(meta
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="N")]
 Number = Annotated[float | None, tyro.conf.arg(metavar="X")]
+Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
 
 
