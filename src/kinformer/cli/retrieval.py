@@ -32,7 +32,7 @@ from kinformer.training.retrieved import RetrievedTokens
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
-    from kinformer.cli.train import Options
+    from kinformer.cli.train_options import Options
     from kinformer.core.neighbours import Searcher
     from kinformer.models.attached import KeyedDecoder
 

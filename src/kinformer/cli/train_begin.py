@@ -21,7 +21,7 @@ from kinformer.family.table import member
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
-    from kinformer.cli.train import Options
+    from kinformer.cli.train_options import Options
     from kinformer.core.parts import ModelConfig
 
 FIRST_CLASSES = 2
