@@ -25,6 +25,7 @@ from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Progress, Silence
 from kinformer.training.objectives import Objective, Step, objective_of
 from kinformer.training.optimiser import Optimiser, finite, gather
+from kinformer.training.pace import seconds_per_step
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
 from kinformer.training.update import Updater, Window
@@ -32,7 +33,7 @@ from kinformer.training.validation import Measured, Validation
 
 WEIGHTS = "model.safetensors"
 BEST, BEST_ACCURACY = "validation_loss", "validation_accuracy"
-PROBES, PROBE_SHARE = 20, 0.03
+PROBE_SHARE = 0.03
 FORWARD_SHARE, RESERVE = 0.4, 0.97
 
 
@@ -255,20 +256,21 @@ class Trainer:
     def _affordable_steps(self) -> int:
         """How many steps fit into the time, by the speed of some with learning rate 0 that are then forgotten."""
         budget = (self.settings.minutes or 0) * 60
-        self.update(0, 0.0, 0.0)
-        begun, steps = time.monotonic(), 0
-        while steps < PROBES and (steps < 2 or time.monotonic() - begun < PROBE_SHARE * budget):
-            float(self.update(steps, 0.0, 0.0)[0])
-            steps += 1
-        each = (time.monotonic() - begun) / steps
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        each = seconds_per_step(
+            lambda step: float(self.update(step, 0.0, 0.0).loss),
+            PROBE_SHARE * budget,
+            lambda: self.group.most(time.monotonic())[0],
+        )
         self.update.forget()
+        for buffer, before in buffers:
+            buffer.copy_(before)
         validation = FORWARD_SHARE * each * self.feed.validations
         every, left = self.settings.validate_every, RESERVE * (budget - self.seconds)
-        count = (
-            left / (each + validation / every)
-            if every
-            else (left - (0 if every == 0 else PARTS_OF_A_RUN * validation)) / each
-        )
+        if every is None:  # as many validations as parts, but no more than steps
+            count = max((left - PARTS_OF_A_RUN * validation) / each, left / (each + validation))
+        else:
+            count = left / (each + (validation / every if every else 0.0))
         return self.group.on_first(lambda: max(1, int(count)))
 
 
