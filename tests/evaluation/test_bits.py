@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import open_corpus, train_tokenizer
+from kinformer.data import EvaluationStream, open_corpus, train_tokenizer
 from kinformer.evaluation.bits import carries_for_ever, measure, surprise
+from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows, batches, cut
 
 from .conftest import tiny
@@ -102,15 +103,23 @@ def test_logits_of_large_vocabularies_are_made_piece_by_piece(corpus, monkeypatc
     assert measure(model, split).nats == pytest.approx(whole, rel=1e-12)
 
 
-def test_surprise_continues_from_a_state():
+@pytest.mark.parametrize("windows", [None, Windows(context=32), Windows(context=32, overlap=0.5)])
+def test_contexts_count_every_target_once(corpus, windows):
+    model, split = tiny("fast-weights"), corpus.splits["test"].take(300)
+    with torch.no_grad():
+        found = list(contexts(model, EvaluationStream(split, 100), windows))
+    assert torch.equal(torch.cat([each.targets[each.counted] for each in found]), tokens_of(split)[1:])
+    assert all(each.hidden.shape[:2] == each.targets.shape == each.counted.shape for each in found)
+
+
+def test_surprise_is_told_of_every_target():
     model = tiny("fast-weights")
     tokens = torch.randint(0, 256, (2, 21), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        whole, _ = surprise(model, tokens, None)
-        left, state = surprise(model, tokens[:, :9], None)
-        right, _ = surprise(model, tokens[:, 8:], state)
-    assert whole.shape == (2, 20) and whole.dtype == torch.float64
-    assert torch.allclose(whole, torch.cat([left, right], dim=1), atol=1e-10)
+        nats = surprise(model, model.hidden(tokens[:, :-1])[0], tokens[:, 1:])
+        wanted = [nats_of(model, row) for row in tokens]
+    assert nats.shape == (2, 20) and nats.dtype == torch.float64
+    assert nats.sum(dim=1).tolist() == pytest.approx(wanted, rel=1e-10)
 
 
 def test_which_models_carry_their_state():

@@ -8,12 +8,11 @@ unlike tokenizers compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, log
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +20,9 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.errors import KinformerError
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.by_position import Bin, ByPosition
-from kinformer.evaluation.windows import Windows, batches
-from kinformer.generation.protocol import LanguageModel, device_of
+from kinformer.evaluation.contexts import contexts
+from kinformer.evaluation.windows import Windows
+from kinformer.generation.protocol import LanguageModel
 
 CHUNK = 2048
 _LOGITS_AT_ONCE = 1 << 24
@@ -76,11 +76,13 @@ def measure(
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)
     places = ByPosition()
-    scores = _carried(model, stream) if windows is None else _windowed(model, split, windows, chunk, places)
     nats, done = 0.0, 0
     with torch.inference_mode():
-        for score, count in scores:
-            nats, done = nats + score, done + count
+        for hidden, targets, counted in contexts(model, stream, windows):
+            each = surprise(model, hidden, targets)
+            if windows is not None:
+                places.add(each, counted)
+            nats, done = nats + float(each.where(counted, 0.0).sum()), done + int(counted.sum())
             if not isfinite(nats):
                 raise KinformerError(
                     f"the model's predictions are not finite numbers within the first {done} tokens of split "
@@ -100,40 +102,15 @@ def measure(
     )
 
 
-def _carried(model: LanguageModel, stream: EvaluationStream) -> Iterator[tuple[float, int]]:
-    state: Any = None
-    device = device_of(model)
-    for segment in stream:
-        nats, state = surprise(model, torch.from_numpy(segment.tokens).to(device), state)
-        yield float(nats.sum()), nats.numel()
-
-
-def _windowed(
-    model: LanguageModel, split: Split, windows: Windows, chunk: int, places: ByPosition
-) -> Iterator[tuple[float, int]]:
-    device = device_of(model)
-    for group in batches(len(split) - 1, windows, max(1, chunk // windows.context)):
-        size = group[0].size
-        tokens = split.rows(np.array([window.start for window in group]), size + 1)
-        nats, _ = surprise(model, torch.from_numpy(tokens).to(device), None)
-        unscored = torch.tensor([window.unscored for window in group], device=device)
-        counted = torch.arange(size, device=device) >= unscored[:, None]
-        places.add(nats, counted)
-        yield float(nats.where(counted, 0.0).sum()), sum(window.size - window.unscored for window in group)
-
-
-def surprise(model: LanguageModel, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """-ln p of each of ``tokens`` [batch, n + 1] but the first, [batch, n] float64, and the state after the inputs."""
-    hidden, state, _ = model.hidden(tokens[:, :-1], state)
-    hidden, targets = hidden.flatten(0, 1), tokens[:, 1:].flatten()
+def surprise(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """-ln p of ``targets`` [batch, n] after ``hidden`` [batch, n, dim], [batch, n] float64."""
+    wanted, states = targets.flatten(), hidden.flatten(0, 1)
     step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
     nats = [
-        nn.functional.cross_entropy(
-            _wide(model.logits(hidden[None, start : start + step])[0]), targets[start : start + step], reduction="none"
-        )
-        for start in range(0, len(targets), step)
+        nn.functional.cross_entropy(_wide(model.logits(some[None])[0]), tokens, reduction="none")
+        for some, tokens in zip(states.split(step), wanted.split(step), strict=True)
     ]
-    return torch.cat(nats).double().view(tokens.shape[0], -1), state
+    return torch.cat(nats).double().view(targets.shape)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ One pass over the text asks the store once per token, for as many neighbours as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
@@ -19,8 +18,9 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.bits import Progress
-from kinformer.evaluation.windows import Windows, batches
-from kinformer.generation.protocol import LanguageModel, device_of
+from kinformer.evaluation.contexts import contexts
+from kinformer.evaluation.windows import Windows
+from kinformer.generation.protocol import LanguageModel
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
 TEMPERATURES = tuple(float(1 << power) for power in range(11))
@@ -101,17 +101,17 @@ def sweep(
     """Measure ``split`` as :func:`kinformer.evaluation.bits.measure` does, at every point of ``grid``."""
     stream = EvaluationStream(split, chunk)
     nats = torch.zeros(len(grid.weights), len(grid.temperatures), len(grid.neighbours), dtype=torch.float64)
+    step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
     done = 0
     with torch.inference_mode():
-        for hidden, targets in _contexts(model, stream, windows):
-            step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
-            for some, wanted in zip(hidden.split(step), targets.split(step), strict=True):
+        for hidden, targets, counted in contexts(model, stream, windows):
+            for some, wanted in zip(hidden[counted].split(step), targets[counted].split(step), strict=True):
                 logits, keys = model.split(some[None])
                 wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
                 own = -nn.functional.cross_entropy(wide, wanted, reduction="none").double()
                 found = searcher.search(keys[0], max(grid.neighbours))
                 nats += _scores(own, found, wanted, grid).cpu()
-            done += len(targets)
+            done += int(counted.sum())
             if not isfinite(float(nats.sum())):
                 raise KinformerError(
                     f"the model's predictions are not finite numbers within the first {done} tokens of split "
@@ -120,26 +120,6 @@ def sweep(
             if progress is not None:
                 progress(done, stream.predictions)
     return Sweep(grid, nats.numpy(), done, stream)
-
-
-def _contexts(
-    model: LanguageModel, stream: EvaluationStream, windows: Windows | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden states [n, width] and next tokens [n] of every prediction, once."""
-    device, state = device_of(model), None
-    if windows is None:
-        for segment in stream:
-            tokens = torch.from_numpy(segment.tokens).to(device)
-            hidden, state, _ = model.hidden(tokens[:, :-1], state)
-            yield hidden[0], tokens[0, 1:]
-        return
-    for group in batches(stream.predictions, windows, max(1, stream.length // windows.context)):
-        size = group[0].size
-        tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
-        unscored = torch.tensor([window.unscored for window in group], device=device)
-        counted = torch.arange(size, device=device) >= unscored[:, None]
-        hidden, _, _ = model.hidden(tokens[:, :-1])
-        yield hidden[counted], tokens[:, 1:][counted]
 
 
 def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tensor:

@@ -1,0 +1,44 @@
+"""What a model makes of a stream before every prediction: with its state carried from end to end, or in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.data import EvaluationStream
+from kinformer.evaluation.windows import Windows, batches
+from kinformer.generation.protocol import LanguageModel, device_of
+
+
+class Contexts(NamedTuple):
+    """``hidden`` states [rows, n, dim], the ``targets`` [rows, n] that come next, and which are ``counted``, bool."""
+
+    hidden: Tensor
+    targets: Tensor
+    counted: Tensor
+
+
+def contexts(model: LanguageModel, stream: EvaluationStream, windows: Windows | None) -> Iterator[Contexts]:
+    """The contexts of all predictions of ``stream``, each of them counted once, in order.
+
+    ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
+    at least one window.
+    """
+    device = device_of(model)
+    if windows is None:
+        state: Any = None
+        for segment in stream:
+            tokens, counted = (torch.from_numpy(field).to(device) for field in (segment.tokens, segment.valid))
+            hidden, state, _ = model.hidden(tokens[:, :-1], state)
+            yield Contexts(hidden, tokens[:, 1:], counted)
+        return
+    for group in batches(stream.predictions, windows, max(1, stream.length // windows.context)):
+        size = group[0].size
+        tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
+        unscored = torch.tensor([window.unscored for window in group], device=device)
+        hidden, _, _ = model.hidden(tokens[:, :-1])
+        yield Contexts(hidden, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])
