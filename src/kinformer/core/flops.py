@@ -1,6 +1,7 @@
-"""Formulas that PyTorch's ``FlopCounterMode`` lacks: it counts ``bmm`` and ``baddbmm``, but nothing for ``baddbmm_``.
+"""Formulas that PyTorch's ``FlopCounterMode`` lacks: it counts ``mm``, ``bmm`` and ``baddbmm``, but not ``baddbmm_`` and
+products of int8.
 
-Importing this module registers them; kernels that multiply in place import it.
+Importing this module registers them; kernels that multiply so import it.
 """
 
 from __future__ import annotations
@@ -19,5 +20,12 @@ def batched_product(total: Shape, left: Shape, right: Shape, *_: Any, **__: Any)
     return 2 * batch * rows * inner * right[2]
 
 
+def int8_product(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
+    """left @ right for shapes [m, k] and [k, n]: 2 m k n operations."""
+    return 2 * left[0] * left[1] * right[1]
+
+
 if torch.ops.aten.baddbmm_ not in flop_registry:
     register_flop_formula(torch.ops.aten.baddbmm_)(batched_product)
+if torch.ops.aten._int_mm not in flop_registry:
+    register_flop_formula(torch.ops.aten._int_mm)(int8_product)

@@ -1,9 +1,6 @@
 """Searches tile by tile: of the scores of a tile, which stays in the cache, only the best are kept.
 
-A bucket's best is found by one maximum over integers: scores are made positive floats, whose bits order as integers do,
-and the last bits of each give way to the number of its row. So scores that differ in these bits alone count as equal:
-in float32 by 2^-12 with 2048 rows (65,536 memories in 32 buckets), in float64 by nothing to speak of. The products are
-bfloat16 where there are many, of float32, and that is fast: they choose, but what is chosen is scored anew.
+A bucket's best is found by one maximum over whole numbers (see ``numbered``), which rounds scores.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kinformer.kernels.lookup.lists import POSITIVE, narrow
+from kinformer.kernels.lookup.numbered import numbered
 from kinformer.kernels.lookup.pieces import Piece
 
 _PAIRS = 1 << 19
@@ -40,7 +37,7 @@ def bucketed(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
     if q.shape[2] <= _FEW:
         rows = _few(q, pieces, topk)
     else:
-        queries = q.to(torch.promote_types(q.dtype, torch.float32)).mT.contiguous()
+        queries = q.to(torch.promote_types(q.dtype, torch.float32))
         heads = [
             _buckets(queries[row, head], [piece.keys[row, head] for piece in pieces], topk)
             for row in range(q.shape[0])
@@ -56,22 +53,18 @@ def _few(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
 
 
 def _buckets(q: Tensor, keys: list[Tensor], topk: int) -> Tensor:
-    """Rows of ``topk`` memories: the row [topk, time] of the best in each bucket, for q [head_dim, time]."""
-    time, total = q.shape[1], sum(len(piece) for piece in keys) // topk
-    whole = torch.int32 if q.dtype == torch.float32 else torch.int64
-    rows = max(1, _PAIRS // (time * topk))
-    last = (1 << total.bit_length()) - 1
-    numbers = torch.arange(total, dtype=whole, device=q.device)[:, None, None]
-    dtypes = (narrow(q, total * topk), q.dtype)
-    products, tile = (q.new_empty(rows * topk, time, dtype=dtype) for dtype in dtypes)
-    best = torch.zeros(topk, time, dtype=whole, device=q.device)
-    q = q.to(dtypes[0])
-    for some, begin in _tiles(keys, rows * topk):
-        scores = torch.mm(some.to(q.dtype), q, out=products[: len(some)])
-        bits = tile[: len(some)].copy_(scores).add_(POSITIVE).view(whole).view(-1, topk, time)
-        numbered = bits.bitwise_and_(~last).bitwise_or_(numbers[begin // topk : begin // topk + len(bits)])
-        torch.maximum(best, numbered.amax(dim=0), out=best)
-    return (best & last).long()
+    """Rows of ``topk`` memories: the row [topk, time] of the best in each bucket, for q [time, head_dim]."""
+    time, total = q.shape[0], sum(len(piece) for piece in keys) // topk
+    scores = numbered(q, keys, total)
+    numbers = scores.rows(total * topk, topk, q.device)
+    size = topk * max(1, _PAIRS // (time * topk))
+    tile = torch.empty(size, time, dtype=scores.whole, device=q.device)
+    best = torch.zeros(topk, time, dtype=scores.whole, device=q.device)
+    for some, begin in _tiles(keys, size):
+        part = tile[: len(some)]
+        scores.write(part, some, slice(None), numbers[begin : begin + len(some)])
+        torch.maximum(best, part.view(-1, topk, time).amax(dim=0), out=best)
+    return scores.row_of(best)
 
 
 def _tiles(keys: list[Tensor], rows: int) -> Iterator[tuple[Tensor, int]]:

@@ -7,18 +7,15 @@ of a list are dealt out to ``share`` buckets in turn, and the best of each is fo
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-POSITIVE = 1.0625
-"""Added to scores, which are -1 at least."""
-_MANY = 4096
-"""Among so many memories the nearest are near to each other: it matters little which of them are found."""
+from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
 
 
 class Lists(NamedTuple):
@@ -44,18 +41,34 @@ def centroids(num_heads: int, count: int, head_dim: int) -> Tensor:
     return directions / directions.norm(dim=-1, keepdim=True)
 
 
-def file_away(k: Tensor, v: Tensor, places: Tensor, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+def file_away(k: Tensor, v: Tensor, places: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """The last ``keep`` positions of all three [batch, heads, slots, width], sorted by list and then by position.
 
-    Slots are filed already, or come in order of their positions behind those that are.
+    They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
     """
-    batch, heads, slots = places.shape[:3]
-    border = places[..., 1].amax(dim=-1, keepdim=True) - keep
-    listed = torch.where(places[..., 1] > border, places[..., 0], -1)
-    order = listed.argsort(dim=-1, stable=True)[..., slots - keep :].flatten(0, 1)
-    rows = (order + slots * torch.arange(batch * heads, device=k.device)[:, None]).flatten()
-    k, v, places = (each.flatten(0, 2).index_select(0, rows).view(batch, heads, keep, -1) for each in (k, v, places))
-    return k, v, places
+    new = (k, v, places)
+    old = tuple(filed) or tuple(each[:, :, :0] for each in new)
+    numbers, positions = torch.cat([old[2], places], dim=2).unbind(-1)
+    listed = torch.where(positions > positions.amax(dim=-1, keepdim=True) - keep, numbers, -1)
+    order = listed.argsort(dim=-1, stable=True)[..., listed.shape[-1] - keep :]
+    return tuple(_taken(*each, order) for each in zip(old, new, strict=True))
+
+
+def _taken(old: Tensor, new: Tensor, order: Tensor) -> Tensor:
+    """Slots ``order`` [batch, heads, n] of two tensors that follow each other, without joining them."""
+    count = old.shape[2]
+    if not count:
+        return _rows(new, order)
+    taken, late = _rows(old, order.clamp(max=count - 1)), order >= count
+    row, head, slot = torch.nonzero_static(late, size=new[..., 0].numel()).unbind(-1)  # all that are new
+    taken[row, head, slot] = new[row, head, order[row, head, slot] - count]
+    return taken
+
+
+def _rows(x: Tensor, slots: Tensor) -> Tensor:
+    """Rows [batch, heads, n, width] of x at ``slots`` [batch, heads, n]."""
+    first = x.shape[2] * torch.arange(slots.shape[0] * slots.shape[1], device=x.device).view(*slots.shape[:2], 1)
+    return x.flatten(0, 2).index_select(0, (first + slots).flatten()).view(*slots.shape, -1)
 
 
 def places_of(k: Tensor, position: int, lists: Lists) -> Tensor:
@@ -93,52 +106,33 @@ class _Head:
 
     def __init__(self, k: Tensor, visible: Tensor, begins: list[int], share: int) -> None:
         self.k, self.begins, self.share = k, begins, share
-        self.hidden = None if bool(visible.all()) else ~visible
+        self.hidden = None if bool(visible.all()) else ~visible[:, None]
 
     def find(self, q: Tensor, wanted: Tensor) -> Tensor:
         """Slots [time, probes, share] for q [time, head_dim] that looks at the lists ``wanted`` [time, probes]."""
         order = wanted.flatten().argsort()
-        query = q.to(narrow(q, len(self.k)))[order // wanted.shape[1]].T
         ends = torch.bincount(wanted.flatten(), minlength=len(self.begins)).cumsum(0).tolist()
-        parts = [
-            self._best(number, query[:, begin:end], q.dtype)
-            for number, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))
-            if begin < end
-        ]
+        longest = -(-max(end - begin for begin, end in pairwise(self.begins)) // self.share)
+        scores = numbered(q[order // wanted.shape[1]], [self.k], longest)
+        rows = scores.rows(longest * self.share, self.share, q.device)
+        best = torch.zeros(self.share, len(order), dtype=scores.whole, device=q.device)
+        for number, (begin, end) in enumerate(pairwise(ends)):
+            if begin < end:
+                self._best(scores, number, slice(begin, end), rows, best[:, begin:end])
+        first = torch.tensor(self.begins, device=q.device)[wanted.flatten()[order] - 1]
+        slots = scores.row_of(best) * self.share + torch.arange(self.share, device=q.device)[:, None] + first
         found = torch.empty(len(order), self.share, dtype=torch.int64, device=q.device)
-        return found.index_copy_(0, order, torch.cat(parts)).view(*wanted.shape, self.share)
+        found[order] = torch.where(best > 0, slots, -1).T
+        return found.view(*wanted.shape, self.share)
 
-    def _best(self, number: int, q: Tensor, numbers: torch.dtype) -> Tensor:
-        """Slots [queries, share] in one list for q [head_dim, queries]: the best of each bucket."""
+    def _best(self, scores: Floats | Integers, number: int, queries: slice, rows: Tensor, best: Tensor) -> None:
+        """The best [share, queries] of each bucket of one list, 0 where there is none."""
         begin, end = self.begins[number], self.begins[number + 1]
-        if begin == end:
-            return torch.full((q.shape[1], self.share), -1, device=q.device)
-        rows = -(-(end - begin) // self.share)
-        scores = q.new_zeros(rows * self.share, q.shape[1], dtype=numbers)
-        scores[: end - begin] = self.k[begin:end].to(q.dtype) @ q
-        scores[: end - begin] += POSITIVE
+        size = end - begin
+        if not size:
+            return
+        listed = best.new_zeros(-(-size // self.share) * self.share, best.shape[1])
+        scores.write(listed[:size], self.k[begin:end], queries, rows[:size])
         if self.hidden is not None:
-            scores[: end - begin].masked_fill_(self.hidden[begin:end, None], 0.0)
-        whole = torch.int32 if numbers == torch.float32 else torch.int64
-        bits, last = scores.view(whole).view(rows, self.share, -1), (1 << rows.bit_length()) - 1
-        row = torch.arange(rows, dtype=whole, device=q.device)[:, None, None]
-        best = bits.bitwise_and_(~last).bitwise_or_(row).amax(dim=0)
-        slots = begin + (best & last).long() * self.share + torch.arange(self.share, device=q.device)[:, None]
-        return torch.where(best > last, slots, -1).T
-
-
-def narrow(q: Tensor, memories: int) -> torch.dtype:
-    """The dtype to multiply q with keys in, where the products only choose among so many."""
-    many = memories >= _MANY and q.dtype == torch.float32
-    return torch.bfloat16 if many and _multiplies_bfloat16(q.device.type) else q.dtype
-
-
-@cache
-def _multiplies_bfloat16(device: str) -> bool:
-    """Whether bfloat16 products are faster than float32 ones."""
-    if device != "cpu":
-        return True
-    try:
-        return "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+            listed[:size].masked_fill_(self.hidden[begin:end], 0)
+        torch.amax(listed.view(-1, self.share, best.shape[1]), dim=0, out=best)

@@ -93,10 +93,12 @@ class Store:
         part, lists, size = self.rules.batch_of, self.search.lists, self.rules.memory_size
         first = self._slot(stop - part, run)
         k, v = (each[:, :, first : first + part].to(self.away.k.dtype) for each in self.fresh)
-        old = self.away.last(size - part) if lists is None else self.away
-        places = places_of(k, stop - part, lists) if lists else old.places.new_empty(*k.shape[:3], 0)
-        away = Away(*(torch.cat(each, dim=2) for each in zip(old, (k, v, places), strict=True)))
-        self.away = Away(*file_away(*away, keep=min(stop, size))) if lists else away
+        if lists is None:
+            old, places = self.away.last(size - part), self.away.places.new_empty(*k.shape[:3], 0)
+            self.away = Away(*(torch.cat(each, dim=2) for each in zip(old, (k, v, places), strict=True)))
+        else:
+            places = places_of(k, stop - part, lists)
+            self.away = Away(*file_away(k, v, places, min(stop, size), self.away))
 
     def _slot(self, position: int, run: Run) -> int:
         """Where a position of the run stands among the fresh ones."""

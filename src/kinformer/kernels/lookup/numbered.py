@@ -1,0 +1,115 @@
+"""Scores as whole numbers whose last bits say which row they are of: one maximum tells the best and where it is.
+
+Both kinds give positive numbers, of queries and keys that are no longer than 1.
+
+Floats: positive floats, whose bits order as integers do; the last bits give way to the row. So scores that differ in
+these bits alone count as equal: in float32 by 2^-12 with 2048 rows (65,536 memories in 32 buckets), in float64 by
+nothing to speak of. On a GPU the products are bfloat16 where there are many.
+
+Integers: q' = round(s q) and k' = round(t k) in int8, with a scale for each query and one for all keys, and the number
+2^30 + 2^bits (q' . k') + row. By Cauchy and Schwarz |q' . k'| <= (s |q| + r) (t |k| + r), r = sqrt(head_dim) / 2, so no
+scale exceeds what keeps this below 2^(30 - bits); nor does any element exceed 127. As both scales are 127 at least, a
+score is off by at most r / s + r / t + r^2 / (s t), and what is chosen is at most sqrt(head_dim) / 60 worse than the
+best. That is the worst of cases: rounding errors cancel, and it is some thousandths.
+
+What is chosen is scored anew by who attends to it, so only the choice is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+import kinformer.core.flops  # noqa: F401 (int8 products are counted)
+
+_POSITIVE = 1.0625
+"""Added to scores, which are -1 at least but for rounding."""
+_MANY = 4096
+"""Among so many memories the nearest are near to each other: it matters little which of them are found."""
+_QUERIES = 32
+"""For so many queries it pays to round the keys."""
+_INT8 = 127
+
+
+class _Numbered:
+    """Numbers are of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added to it."""
+
+    whole: torch.dtype
+    bits: int
+    base = 0
+
+    def rows(self, count: int, per: int, device: torch.device) -> Tensor:
+        """Numbers [count, 1] of rows of ``per`` memories."""
+        return (torch.arange(count, dtype=self.whole, device=device)[:, None] // per).add_(self.base)
+
+    def row_of(self, best: Tensor) -> Tensor:
+        """The rows of numbered scores."""
+        return (best & ((1 << self.bits) - 1)).long()
+
+
+class Floats(_Numbered):
+    """Of queries [queries, head_dim], for row numbers of so many ``bits``."""
+
+    def __init__(self, q: Tensor, bits: int, narrow: bool) -> None:
+        self.q, self.bits, self.dtype = q.to(torch.bfloat16) if narrow else q, bits, q.dtype
+        self.whole = torch.int32 if q.dtype == torch.float32 else torch.int64
+
+    def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
+        """Numbered scores of ``keys`` [n, head_dim] and some queries into ``out`` [n, queries] of ``whole`` numbers."""
+        out.view(self.dtype).copy_(keys.to(self.q.dtype) @ self.q[queries].T).add_(_POSITIVE)
+        out.bitwise_and_(-1 << self.bits).add_(rows)
+
+
+class Integers(_Numbered):
+    """Of queries [queries, head_dim] and a tensor or more of ``keys`` [n, head_dim], which have one scale."""
+
+    whole = torch.int32
+    base = 1 << 30
+
+    def __init__(self, q: Tensor, keys: Sequence[Tensor], bits: int) -> None:
+        most = _longest(q.shape[1], bits)
+        self.q = _rounded(q, (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=most))
+        largest = max(float(end.abs()) for piece in keys for end in piece.aminmax())
+        self.scale, self.bits = min(_INT8 / largest, most) if largest else most, bits
+
+    def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
+        torch._int_mm(_rounded(keys, self.scale), self.q[queries].T, out=out)
+        torch.add(rows, out, alpha=1 << self.bits, out=out)
+
+
+def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
+    """What scores q [queries, head_dim] with ``keys`` [n, head_dim], of which a bucket holds ``rows`` at most."""
+    bits = (rows - 1).bit_length()
+    many = q.dtype == torch.float32 and sum(map(len, keys)) >= _MANY
+    fine = _longest(q.shape[1], bits) >= _INT8
+    real = not isinstance(q, FakeTensor)  # whose products are counted
+    if many and fine and real and len(q) >= _QUERIES and _multiplies_int8(q.device.type):
+        return Integers(q, keys, bits)
+    return Floats(q, bits, narrow=many and q.device.type != "cpu")
+
+
+def _longest(head_dim: int, bits: int) -> float:
+    """The largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
+    return (2 ** ((30 - bits) / 2) - math.sqrt(head_dim) / 2) / _POSITIVE
+
+
+def _rounded(x: Tensor, scale: Tensor | float) -> Tensor:
+    return (x.float() * scale).round_().to(torch.int8)
+
+
+@cache
+def _multiplies_int8(device: str) -> bool:
+    """Whether int8 products are exact and faster than others."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_vnni" in flags or "avx_vnni" in flags
