@@ -175,6 +175,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The parsed options, after setting threads and seed."""
     options = parser.parse_args()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line has it
     options.load = [round(load, 2) for load in os.getloadavg()]
     if options.threads:
         torch.set_num_threads(options.threads)

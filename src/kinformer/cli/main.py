@@ -40,6 +40,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
     _tolerate(sys.stdout)
     _tolerate(sys.stderr)
     try:
