@@ -1,5 +1,4 @@
-"""Formulas that PyTorch's ``FlopCounterMode`` lacks: it counts ``mm``, ``bmm`` and ``baddbmm``, but not ``baddbmm_`` and
-products of int8.
+"""Formulas that PyTorch's ``FlopCounterMode`` lacks: it counts ``bmm`` and ``baddbmm``, but not ``baddbmm_`` and int8.
 
 Importing this module registers them; kernels that multiply so import it.
 """
