@@ -22,7 +22,8 @@ from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.contract import Chunk
 from kinformer.kernels.lookup import Filed, Lists, Piece, Search, look_up
 from kinformer.kernels.lookup.lists import centroids, file_away, places_of
-from kinformer.mixers.memorizing import Memorizing, MemorizingState, RecentState
+from kinformer.kernels.softmax.buffers import KeysValues
+from kinformer.mixers.memorizing import Memorizing, MemorizingState
 
 DIM, HEADS, SEGMENT, TOPK, LISTS, PROBES = 512, 8, 512, 32, 64, 3
 WIDTH = DIM // HEADS
@@ -50,7 +51,7 @@ def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
         border = seen // mixer.batch_of * mixer.batch_of
         places = places_of(old, border - size, Lists(mixer.centroids, PROBES))
         k, v, places = file_away(k, v, places, size)
-    return MemorizingState(RecentState(new, torch.randn_like(new), torch.tensor([seen])), k, v, places)
+    return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), k, v, places)
 
 
 def points(heads: int, count: int, clusters: int = 0) -> Tensor:

@@ -36,32 +36,18 @@ from kinformer.kernels.lookup import Lists, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Away, Rules, Run, Store, join
 from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.kernels.softmax.buffers import ReservedKeysValues
+from kinformer.kernels.softmax.buffers import KeysValues, ReservedKeysValues
 
 _PARTS = 16
 """How many times the memory is copied while it fills: what is put away is put away in so many parts."""
 
 
-class RecentState(NamedTuple):
-    """``k``, ``v`` [batch, heads, past, head_dim] of the last tokens, right-aligned, with their graph; ``seen``."""
-
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-
-    slots = ("k", "v")  # type: ignore[misc]
-
-    def reserve(self, length: int) -> ReservedKeysValues:
-        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
-        return ReservedKeysValues.of(self, length)
-
-
 class MemorizingState(NamedTuple):
     """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was put away, up to the
-    last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window. ``places`` [batch,
-    heads, memories, 2 or 0] int64 is for the inverted file."""
+    last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window, with its graph.
+    ``places`` [batch, heads, memories, 2 or 0] int64 is for the inverted file."""
 
-    recent: RecentState | ReservedKeysValues
+    recent: KeysValues | ReservedKeysValues
     k: Tensor
     v: Tensor
     places: Tensor
@@ -155,7 +141,7 @@ class Memorizing(CausalMixer):
     ) -> MemorizingState:
         device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
-        recent = RecentState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
+        recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
         width = 0 if self.centroids is None else 2
         places = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
         return MemorizingState(recent, empty, empty, places)  # type: ignore[call-arg]
@@ -167,7 +153,7 @@ class Memorizing(CausalMixer):
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         recent = state.recent
-        if isinstance(recent, RecentState):
+        if isinstance(recent, KeysValues):
             return self._absorb(chunk, state, recent)
         if chunk.valid is not None or chunk.reset is not None:
             room = recent.room
@@ -180,7 +166,7 @@ class Memorizing(CausalMixer):
         external, away = self._external(chunk, q, k, v, positions[:, 0], state)
         return self._mix(y, external), MemorizingState(kept, *away)  # type: ignore[call-arg]
 
-    def _absorb(self, chunk: Chunk, state: MemorizingState, recent: RecentState) -> tuple[Tensor, MemorizingState]:
+    def _absorb(self, chunk: Chunk, state: MemorizingState, recent: KeysValues) -> tuple[Tensor, MemorizingState]:
         positions = positions_of(chunk, recent.seen)
         seen = advance(recent.seen, chunk, positions)
         q, k, v = self._project(select_valid(chunk.x, chunk.valid))
@@ -190,7 +176,7 @@ class Memorizing(CausalMixer):
         k, v = _after(recent, k, v, past)
         external, away = self._external(chunk, q, k, v, recent.seen, state)
         k, v = (newest(chunk, slots, seen, self.kept) for slots in (k, v))
-        after = MemorizingState(RecentState(k, v, seen), *away)  # type: ignore[call-arg]
+        after = MemorizingState(KeysValues(k, v, seen), *away)  # type: ignore[call-arg]
         return select_valid(self._mix(y, external), chunk.valid), after
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,7 +241,7 @@ class Memorizing(CausalMixer):
             yield slice(row, row + 1), runs
 
 
-def _after(recent: RecentState, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Keys and values after the last ``keep`` recent ones."""
     start = max(0, recent.k.shape[2] - keep)
     if start == recent.k.shape[2]:

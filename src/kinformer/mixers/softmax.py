@@ -36,7 +36,7 @@ from kinformer.core.parts import (
 )
 from kinformer.kernels.block_sparse import Problem, block_sparse_attention
 from kinformer.kernels.softmax import Dropout, Span, softmax_attention
-from kinformer.kernels.softmax.buffers import ReservedKeysValues
+from kinformer.kernels.softmax.buffers import KeysValues, ReservedKeysValues
 from kinformer.patterns.band import Band
 from kinformer.patterns.causal import Causal
 from kinformer.positions.none import NoPosition
@@ -44,31 +44,17 @@ from kinformer.projections.shared import Shared
 from kinformer.scores.scaled_dot import ScaledDot
 
 
-class SoftmaxState(NamedTuple):
-    """``k``, ``v`` [batch, kv_heads, past, head_dim] (rotated keys, right-aligned), ``seen`` [batch] int64."""
-
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-
-    slots = ("k", "v")  # type: ignore[misc]
-
-    def reserve(self, length: int) -> ReservedKeysValues:
-        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
-        return ReservedKeysValues.of(self, length)
-
-
 class ContextState(NamedTuple):
     """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] is what
     the projection made of the last tokens, right-aligned."""
 
-    attention: SoftmaxState | ReservedKeysValues
+    attention: KeysValues | ReservedKeysValues
     recent: Tensor
 
     slots = ("recent",)  # type: ignore[misc]
 
 
-State = SoftmaxState | ReservedKeysValues | ContextState
+State = KeysValues | ReservedKeysValues | ContextState
 
 
 class SoftmaxAttention(CausalMixer):
@@ -122,13 +108,13 @@ class SoftmaxAttention(CausalMixer):
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> SoftmaxState | ContextState:
+    ) -> KeysValues | ContextState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device = device or like.device
         dtype = dtype or activation_dtype(like)
         empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        state = SoftmaxState(empty, empty, seen)  # type: ignore[call-arg]
+        state = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
         if not self.projection.context:
             return state
         return ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
@@ -140,7 +126,7 @@ class SoftmaxAttention(CausalMixer):
 
     def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
-        if isinstance(attention, SoftmaxState):
+        if isinstance(attention, KeysValues):
             y, attention, recent = self._absorb(chunk, attention, recent)
         elif chunk.valid is None and chunk.reset is None:
             y, attention, recent = self._extend(chunk, attention, recent)
@@ -151,8 +137,8 @@ class SoftmaxAttention(CausalMixer):
         return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
 
     def _absorb(
-        self, chunk: Chunk, state: SoftmaxState, recent: Tensor | None
-    ) -> tuple[Tensor, SoftmaxState, Tensor | None]:
+        self, chunk: Chunk, state: KeysValues, recent: Tensor | None
+    ) -> tuple[Tensor, KeysValues, Tensor | None]:
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
         q, k, v, recent = self._project(chunk, positions, seen, recent)
@@ -163,7 +149,7 @@ class SoftmaxAttention(CausalMixer):
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
         y = self._attend(q, k, v, positions, whole=not past and chunk.reset is None)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
-        return select_valid(y, chunk.valid), SoftmaxState(k, v, seen), recent  # type: ignore[call-arg]
+        return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
 
     def _extend(
         self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None

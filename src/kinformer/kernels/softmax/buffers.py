@@ -1,4 +1,4 @@
-"""Past slots in preallocated buffers, written in place: the single-owner state of long generation."""
+"""Past slots as a value, and in preallocated buffers that are written in place: the state of long generation."""
 
 from __future__ import annotations
 
@@ -102,8 +102,22 @@ class ReservedSlots(ReservedState):
         yield from self._state
 
 
+class KeysValues(NamedTuple):
+    """``k``, ``v`` [batch, kv_heads, past, head_dim], right-aligned (rotated keys), ``seen`` [batch] int64."""
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    slots = ("k", "v")  # type: ignore[misc]
+
+    def reserve(self, length: int) -> ReservedKeysValues:
+        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
+        return ReservedKeysValues.of(self, length)
+
+
 class ReservedKeysValues(ReservedSlots):
-    """The reservation of a state of leaves k, v and seen."""
+    """The reservation of :class:`KeysValues`."""
 
     def append(self, k: Tensor, v: Tensor, retained: int | None) -> tuple[Tensor, Tensor, ReservedKeysValues, bool]:
         """Write a chunk's k, v [batch, kv_heads, time, head_dim]; returns past + chunk, the new state, and ``full``."""
