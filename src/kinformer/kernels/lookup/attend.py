@@ -2,15 +2,19 @@
 
     y = sum_j softmax_j(q . k_j) v_j
 
-Nothing is gathered but for a moment: weighted sums of rows are ``embedding_bag``, in the backward too.
+Nothing is gathered but for a moment: weighted sums of rows are ``embedding_bag``, products with rows those of a sparse
+matrix, in the backward too.
 """
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding_bag
 
 from kinformer.core.contract import state_dtype
@@ -31,7 +35,7 @@ def attend(q: Tensor, found: Tensor, pieces: list[Piece]) -> Tensor:
     scores = _Scores.apply(q.flatten(0, 2), slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
     weights = torch.where(none, scores.new_zeros(()), scores.masked_fill(none.all(-1, keepdim=True), 0.0).softmax(-1))
     weights = weights.to(q.dtype)
-    return _sum(slots, weights, values).view(q.shape)
+    return _Mixed.apply(weights, slots, values).view(q.shape)
 
 
 def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,16 +64,21 @@ def _sum(slots: Tensor, weights: Tensor, tables: list[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
+def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
+    """q [queries, head_dim] . rows [queries, topk], 0 where a row is in no piece."""
+    scores = q.new_zeros(slots.shape[1:])
+    for of, table in zip(slots, tables, strict=True):
+        scores = torch.where(of < 0, scores, _products(q, of.clamp_min(0), table))
+    return scores
+
+
 class _Scores(torch.autograd.Function):
-    """q [queries, head_dim] . rows [queries, topk]; backward is a sum of rows."""
+    """:func:`_dot`, whose gradient is a sum of rows."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
         ctx.save_for_backward(slots, *tables)
-        scores = q.new_zeros(slots.shape[1:])
-        for of, table in zip(slots, tables, strict=True):
-            scores = torch.where(of < 0, scores, _products(q, of.clamp_min(0), table))
-        return scores
+        return _dot(q, slots, tables)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -77,10 +86,44 @@ class _Scores(torch.autograd.Function):
         return _sum(slots, gradients[0], tables), None, None
 
 
+class _Mixed(torch.autograd.Function):
+    """:func:`_sum`, whose gradient is a product with rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(slots, *tables)
+        return _sum(slots, weights, tables)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        slots, *tables = ctx.saved_tensors
+        return _dot(gradients[0], slots, tables), None, None
+
+
 def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     """q [queries, head_dim] . table[slots] [queries, topk, head_dim], without holding the latter."""
     queries, topk = slots.shape
-    begins = torch.arange(0, queries * topk, topk, device=q.device)
+    begins = torch.arange(0, queries * topk + 1, topk, device=q.device)
+    if _samples(q):
+        _hush()
+        values = q.new_zeros(queries * topk)
+        places = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
+        return torch.sparse.sampled_addmm(places, q, table.T, beta=0.0).values().view(queries, topk)
     query = torch.arange(queries, device=q.device).repeat_interleave(topk)
     operation = torch.ops.aten._embedding_bag_per_sample_weights_backward  # of embedding_bag's sum, which it is part of
-    return operation(q, table, slots.flatten(), begins, query, 0).view(queries, topk)
+    return operation(q, table, slots.flatten(), begins[:-1], query, 0).view(queries, topk)
+
+
+def _samples(q: Tensor) -> bool:
+    """Whether there is a product at given places alone, which is twice as fast as embedding_bag's."""
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not isinstance(q, FakeTensor)
+
+
+@cache
+def _hush() -> None:
+    """PyTorch warns once in a process that such tensors are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor(
+            torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (0, 1)
+        )

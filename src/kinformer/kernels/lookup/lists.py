@@ -131,8 +131,9 @@ class _Head:
         size = end - begin
         if not size:
             return
-        listed = best.new_zeros(-(-size // self.share) * self.share, best.shape[1])
-        scores.write(listed[:size], self.k[begin:end], queries, rows[:size])
+        rows = rows[:size]
         if self.hidden is not None:
-            listed[:size].masked_fill_(self.hidden[begin:end], 0)
+            rows = rows.masked_fill(self.hidden[begin:end], scores.never)
+        listed = best.new_zeros(-(-size // self.share) * self.share, best.shape[1])
+        scores.write(listed[:size], self.k[begin:end], queries, rows)
         torch.amax(listed.view(-1, self.share, best.shape[1]), dim=0, out=best)

@@ -30,7 +30,7 @@ import kinformer.core.flops  # noqa: F401 (int8 products are counted)
 
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""
-_MANY = 4096
+_MANY = 1024
 """Among so many memories the nearest are near to each other: it matters little which of them are found."""
 _QUERIES = 32
 """For so many queries it pays to round the keys."""
@@ -38,11 +38,15 @@ _INT8 = 127
 
 
 class _Numbered:
-    """Numbers are of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added to it."""
+    """Numbers are of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added to it.
+
+    ``never``: with it for a row's number, none of its scores is positive.
+    """
 
     whole: torch.dtype
     bits: int
     base = 0
+    never: int
 
     def rows(self, count: int, per: int, device: torch.device) -> Tensor:
         """Numbers [count, 1] of rows of ``per`` memories."""
@@ -59,6 +63,7 @@ class Floats(_Numbered):
     def __init__(self, q: Tensor, bits: int, narrow: bool) -> None:
         self.q, self.bits, self.dtype = q.to(torch.bfloat16) if narrow else q, bits, q.dtype
         self.whole = torch.int32 if q.dtype == torch.float32 else torch.int64
+        self.never = torch.iinfo(self.whole).min
 
     def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
         """Numbered scores of ``keys`` [n, head_dim] and some queries into ``out`` [n, queries] of ``whole`` numbers."""
@@ -71,6 +76,7 @@ class Integers(_Numbered):
 
     whole = torch.int32
     base = 1 << 30
+    never = -base
 
     def __init__(self, q: Tensor, keys: Sequence[Tensor], bits: int) -> None:
         most = _longest(q.shape[1], bits)
