@@ -70,8 +70,8 @@ def test_integers_never_overflow(bits, kind):
     q, count = k[:64], len(k)
     integers = Integers(q, [k], bits)
     out = torch.empty(count, len(q), dtype=torch.int32)
-    rows = integers.rows(count, max(1, count >> bits), k.device)
-    integers.write(out, k, slice(None), rows)
+    rows = integers.rows(torch.arange(count), max(1, count >> bits))
+    integers.write(out, integers.rounded(k), slice(None), rows)
     products = (k.double() * integers.scale).round() @ integers.q.double().T
     assert (out > 0).all() and torch.equal(out.double(), 2.0**bits * products + rows)
     assert torch.equal(integers.row_of(out), (rows - integers.base).long().expand_as(out))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kinformer.kernels.lookup.numbered import numbered
 from kinformer.kernels.lookup.pieces import Piece
 
-_PAIRS = 1 << 19
+_PAIRS = 1 << 20
 """Scores in a tile."""
 _FEW = 8
 """So few queries take all of their scores at once."""
@@ -56,13 +56,13 @@ def _buckets(q: Tensor, keys: list[Tensor], topk: int) -> Tensor:
     """Rows of ``topk`` memories: the row [topk, time] of the best in each bucket, for q [time, head_dim]."""
     time, total = q.shape[0], sum(len(piece) for piece in keys) // topk
     scores = numbered(q, keys, total)
-    numbers = scores.rows(total * topk, topk, q.device)
+    numbers = scores.rows(torch.arange(total * topk, device=q.device), topk)
     size = topk * max(1, _PAIRS // (time * topk))
     tile = torch.empty(size, time, dtype=scores.whole, device=q.device)
     best = torch.zeros(topk, time, dtype=scores.whole, device=q.device)
     for some, begin in _tiles(keys, size):
         part = tile[: len(some)]
-        scores.write(part, some, slice(None), numbers[begin : begin + len(some)])
+        scores.write(part, scores.rounded(some), slice(None), numbers[begin : begin + len(some)])
         torch.maximum(best, part.view(-1, topk, time).amax(dim=0), out=best)
     return scores.row_of(best)
 

@@ -105,35 +105,40 @@ class _Head:
     """The filed keys [slots, head_dim] of one head, list c of which begins at slot ``begins[c - 1]``."""
 
     def __init__(self, k: Tensor, visible: Tensor, begins: list[int], share: int) -> None:
-        self.k, self.begins, self.share = k, begins, share
-        self.hidden = None if bool(visible.all()) else ~visible[:, None]
+        self.k, self.visible, self.begins, self.share = k, visible, begins, share
 
     def find(self, q: Tensor, wanted: Tensor) -> Tensor:
         """Slots [time, probes, share] for q [time, head_dim] that looks at the lists ``wanted`` [time, probes]."""
         order = wanted.flatten().argsort()
         ends = torch.bincount(wanted.flatten(), minlength=len(self.begins)).cumsum(0).tolist()
-        longest = -(-max(end - begin for begin, end in pairwise(self.begins)) // self.share)
-        scores = numbered(q[order // wanted.shape[1]], [self.k], longest)
-        rows = scores.rows(longest * self.share, self.share, q.device)
+        scores = numbered(q[order // wanted.shape[1]], [self.k], -(-max(self._sizes()) // self.share))
+        keys, rows = scores.rounded(self.k), self._rows(scores)
         best = torch.zeros(self.share, len(order), dtype=scores.whole, device=q.device)
-        for number, (begin, end) in enumerate(pairwise(ends)):
-            if begin < end:
-                self._best(scores, number, slice(begin, end), rows, best[:, begin:end])
+        for listed, (begin, end) in zip(pairwise(self.begins), pairwise(ends), strict=True):
+            own = slice(*listed)
+            if begin < end and own.start < own.stop:
+                self._best(scores, keys[own], slice(begin, end), rows[own], best[:, begin:end])
         first = torch.tensor(self.begins, device=q.device)[wanted.flatten()[order] - 1]
         slots = scores.row_of(best) * self.share + torch.arange(self.share, device=q.device)[:, None] + first
         found = torch.empty(len(order), self.share, dtype=torch.int64, device=q.device)
         found[order] = torch.where(best > 0, slots, -1).T
         return found.view(*wanted.shape, self.share)
 
-    def _best(self, scores: Floats | Integers, number: int, queries: slice, rows: Tensor, best: Tensor) -> None:
-        """The best [share, queries] of each bucket of one list, 0 where there is none."""
-        begin, end = self.begins[number], self.begins[number + 1]
-        size = end - begin
-        if not size:
-            return
-        rows = rows[:size]
-        if self.hidden is not None:
-            rows = rows.masked_fill(self.hidden[begin:end], scores.never)
-        listed = best.new_zeros(-(-size // self.share) * self.share, best.shape[1])
-        scores.write(listed[:size], self.k[begin:end], queries, rows)
-        torch.amax(listed.view(-1, self.share, best.shape[1]), dim=0, out=best)
+    def _sizes(self) -> list[int]:
+        return [end - begin for begin, end in pairwise(self.begins)]
+
+    def _rows(self, scores: Floats | Integers) -> Tensor:
+        """Numbers [slots, 1] of the rows of all lists; those that must not be found never are."""
+        begins, sizes = (torch.tensor(each, device=self.k.device) for each in (self.begins, self._sizes()))
+        slots = torch.arange(len(self.k), device=self.k.device)
+        first = begins[:1].repeat(len(self.k))
+        first[self.begins[0] :] = begins[:-1].repeat_interleave(sizes, output_size=len(self.k) - self.begins[0])
+        return scores.rows(slots - first, self.share).masked_fill_(~self.visible[:, None], scores.never)
+
+    def _best(self, scores: Floats | Integers, keys: Tensor, queries: slice, rows: Tensor, best: Tensor) -> None:
+        """The best [share, queries] of each bucket of one list, not positive where there is none."""
+        size = len(keys)
+        numbers = best.new_empty(-(-size // self.share) * self.share, best.shape[1])
+        numbers[size:] = 0
+        scores.write(numbers[:size], keys, queries, rows)
+        torch.amax(numbers.view(-1, self.share, best.shape[1]), dim=0, out=best)

@@ -34,6 +34,8 @@ _MANY = 1024
 """Among so many memories the nearest are near to each other: it matters little which of them are found."""
 _QUERIES = 32
 """For so many queries it pays to round the keys."""
+_CACHED = 1 << 12
+"""Keys that are rounded at a time."""
 _INT8 = 127
 
 
@@ -48,9 +50,9 @@ class _Numbered:
     base = 0
     never: int
 
-    def rows(self, count: int, per: int, device: torch.device) -> Tensor:
-        """Numbers [count, 1] of rows of ``per`` memories."""
-        return (torch.arange(count, dtype=self.whole, device=device)[:, None] // per).add_(self.base)
+    def rows(self, order: Tensor, per: int) -> Tensor:
+        """Numbers [n, 1] of the rows, of ``per`` memories each, of the memories that ``order`` [n] counts."""
+        return (order[:, None] // per).to(self.whole).add_(self.base)
 
     def row_of(self, best: Tensor) -> Tensor:
         """The rows of numbered scores."""
@@ -65,9 +67,13 @@ class Floats(_Numbered):
         self.whole = torch.int32 if q.dtype == torch.float32 else torch.int64
         self.never = torch.iinfo(self.whole).min
 
+    def rounded(self, keys: Tensor) -> Tensor:
+        """Keys as :meth:`write` takes them."""
+        return keys.to(self.q.dtype)
+
     def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
         """Numbered scores of ``keys`` [n, head_dim] and some queries into ``out`` [n, queries] of ``whole`` numbers."""
-        out.view(self.dtype).copy_(keys.to(self.q.dtype) @ self.q[queries].T).add_(_POSITIVE)
+        out.view(self.dtype).copy_(keys @ self.q[queries].T).add_(_POSITIVE)
         out.bitwise_and_(-1 << self.bits).add_(rows)
 
 
@@ -80,12 +86,18 @@ class Integers(_Numbered):
 
     def __init__(self, q: Tensor, keys: Sequence[Tensor], bits: int) -> None:
         most = _longest(q.shape[1], bits)
-        self.q = _rounded(q, (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=most))
+        self.q = (q * (_INT8 / q.abs().amax(dim=1, keepdim=True)).clamp(max=most)).round_().to(torch.int8)
         largest = max(float(end.abs()) for piece in keys for end in piece.aminmax())
         self.scale, self.bits = min(_INT8 / largest, most) if largest else most, bits
 
+    def rounded(self, keys: Tensor) -> Tensor:
+        out = torch.empty(keys.shape, dtype=torch.int8)
+        for some, part in zip(keys.split(_CACHED), out.split(_CACHED), strict=True):
+            part.copy_((some.float() * self.scale).round_())
+        return out
+
     def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
-        torch._int_mm(_rounded(keys, self.scale), self.q[queries].T, out=out)
+        torch._int_mm(keys, self.q[queries].T, out=out)
         torch.add(rows, out, alpha=1 << self.bits, out=out)
 
 
@@ -103,10 +115,6 @@ def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
 def _longest(head_dim: int, bits: int) -> float:
     """The largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
     return (2 ** ((30 - bits) / 2) - math.sqrt(head_dim) / 2) / _POSITIVE
-
-
-def _rounded(x: Tensor, scale: Tensor | float) -> Tensor:
-    return (x.float() * scale).round_().to(torch.int8)
 
 
 @cache
