@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kinformer.data import Buckets, Corpus, Edges, EvaluationStream, Labelled, RandomWindows, SegmentStreams, Split
 from kinformer.tasks.masked_text import MaskedText
@@ -69,9 +70,8 @@ class NextTokens(Feed):
         return len(self.stream)
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
-        resets = self.sampler.resets(step, rank, world)
         tokens = torch.from_numpy(self.sampler.batch(step, rank, world))
-        return Batch(tokens, None if resets is None else torch.from_numpy(resets))
+        return Batch(tokens, _marks(self.sampler.resets(step, rank, world)))
 
     def validation(self, rank: int, world: int) -> Iterator[Batch]:
         for segment in self.stream:
@@ -79,11 +79,7 @@ class NextTokens(Feed):
                 _share(field, rank, world) for field in (segment.tokens, segment.reset, segment.valid)
             )
             whole = valid is None or valid.all()
-            yield Batch(
-                torch.from_numpy(tokens),
-                None if reset is None else torch.from_numpy(reset),
-                None if whole else torch.from_numpy(valid),
-            )
+            yield Batch(torch.from_numpy(tokens), _marks(reset), None if whole else torch.from_numpy(valid))
 
     def bits(self, nats: float, split: str) -> float:
         return bits_per_byte(nats, self.splits[split])
@@ -146,3 +142,8 @@ def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
     padded = np.zeros((size * world, *field.shape[1:]), field.dtype)
     padded[: len(field)] = field
     return padded[rank * size : (rank + 1) * size]
+
+
+def _marks(reset: np.ndarray | None) -> Tensor | None:
+    """Where sequences begin, or None where none does, so that nobody works for it; most batches have none."""
+    return None if reset is None or not reset.any() else torch.from_numpy(reset)
