@@ -1,9 +1,13 @@
 """What is a memory beyond the segment worth? A plain decoder, a window, Transformer-XL and the Compressive Transformer.
 
-All have equally many parameters (their feed-forwards are made wider until they have), read bytes of your own text with
-the same seeds, and get the same --steps or --minutes through `kinformer train`. The plain decoder learns in windows of
---segment tokens and is measured in them as they are and with half of each repeated; the others learn by consecutive
-segments and are measured with their state carried, those with a memory also with longer ones than they learnt with.
+All have equally many parameters (their feed-forwards are made wider until they have) and norms before their sublayers,
+read bytes of your own text with the same seeds, and get the same --minutes, or --steps in proportion to their speed,
+through `kinformer train`. The plain decoder learns in windows of --segment tokens and is measured in them as they are
+and with half of each repeated; the others learn by consecutive segments and are measured with their state carried,
+those with a memory also with longer ones than they learnt with. Transformer-XL has --memory slots, the Compressive
+Transformer as many, half of them means of four older ones, which cost no weights.
+
+The seconds of a training step are measured in turns at the end: steps times seconds is the time that a run takes alone.
 Run folders in --runs that exist already are only measured. Extra options of `kinformer train` stand after --:
 
     python benchmarks/memory_quality.py --data book.txt --minutes 20 --seeds 3 -- --batch-size 16
@@ -14,14 +18,22 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import arguments, prepare, save, show
+from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.errors import KinformerError
+from kinformer.data import open_corpus
 from kinformer.family.build import configure
+from kinformer.family.runs import open_run
+from kinformer.training.distributed import Group
+from kinformer.training.loop import Trainer
+from kinformer.training.settings import Settings
 from quality import kinformer
 
 MEMBERS = ("gpt", "local", "transformer-xl", "compressive")
@@ -31,13 +43,19 @@ LONGER = (2, 4)
 def shape(member: str, options: Any) -> dict[str, Any]:
     """The changes that give a member the benchmark's segment."""
     size = options.segment
-    width = {"dim": options.dim} if options.dim else {}
+    changes: dict[str, Any] = {"dim": options.dim} if options.dim else {}
+    if options.heads:
+        changes["layers.*.mixer.num_heads"] = options.heads
     if member == "gpt":
-        return width | {"position.max_length": size}
+        return changes | {"position.max_length": size}
     if member == "local":
-        return width | {"layers.*.mixer.pattern.window": 2 * size}
-    changes = width | {"layers.*.mixer.segment": size, "layers.*.mixer.memory": size}
-    return changes | ({"layers.*.mixer.compressed": size} if member == "compressive" else {})
+        return changes | {"layers.*.mixer.pattern.window": 2 * size}
+    slots = options.memory or size // 2
+    changes |= {"layers.*.wiring": "pre", "norm": "layer_norm", "layers.*.mixer.segment": size}
+    if member == "transformer-xl":
+        return changes | {"layers.*.mixer.memory": slots}
+    queues = {"layers.*.mixer.memory": slots // 2, "layers.*.mixer.compressed": slots // 2}
+    return changes | queues | {"layers.*.mixer.compression": "pool"}
 
 
 def parameters(member: str, options: Any, changes: dict[str, Any]) -> int:
@@ -92,7 +110,8 @@ def measure(member: str, seed: int, folder: Path, changes: dict[str, Any], optio
     if (folder / "config.json").exists():
         trained = kinformer("train", member, "--out", folder, "--resume", *threads)
     else:
-        budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
+        steps = dict(zip(options.members, options.steps * len(options.members), strict=False))[member]
+        budget = ("--minutes", options.minutes) if options.minutes else ("--steps", steps)
         sets = [item for path, value in changes.items() for item in ("--set", f"{path}={value}")]
         segments = () if member == "gpt" else ("--segments",)
         new = ("--data", options.data, "--recipe", options.recipe, "--length", options.segment, *segments, *sets)
@@ -102,8 +121,9 @@ def measure(member: str, seed: int, folder: Path, changes: dict[str, Any], optio
     if member == "gpt":
         ways["half of each window repeated"] = ("--context", options.segment, "--overlap", 0.5)
     elif member != "local":
+        own = changes["layers.*.mixer.memory"]
         for times in LONGER:
-            ways[f"memory x {times}"] = ("--set", f"layers.*.mixer.memory={times * options.segment}")
+            ways[f"memory x {times}"] = ("--set", f"layers.*.mixer.memory={times * own}")
     run = {"member": member, "seed": seed, "set": changes, "reach": reach(folder)}
     run |= {name: trained[name] for name in ("parameters", "steps", "seconds", "tokens_per_second")}
     run["bits_per_byte"] = {
@@ -114,22 +134,42 @@ def measure(member: str, seed: int, folder: Path, changes: dict[str, Any], optio
     return run
 
 
+def pace(folders: dict[str, Path], rounds: int) -> dict[str, float]:
+    """Seconds of a training step of each run, in turns."""
+    contestants = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for member, folder in folders.items():
+            run = open_run(folder)
+            corpus, settings = open_corpus(run.data["spec"], holdout=run.data.get("holdout")), Settings(**run.training)
+            trainer = Trainer(run.build(), corpus, settings, Path(scratch) / member, Group(torch.device("cpu")))
+            contestants.append(Contestant(member, partial(_step, trainer, count()), fast=True))
+        interleave(contestants, rounds, warm_up=3)
+    return {contestant.name: contestant.median for contestant in contestants}
+
+
+def _step(trainer: Trainer, numbers: count[int]) -> float:
+    return float(trainer.update(next(numbers), 0.0, 0.0).loss)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="stdlib", help="a text file (the standard library's sources if not given)")
     parser.add_argument("--members", nargs="+", default=list(MEMBERS), choices=MEMBERS)
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--dim", type=int, help="the width, if not the recipe's; feed-forwards follow")
+    parser.add_argument("--heads", type=int, help="heads of a layer, if not the recipe's")
     parser.add_argument("--segment", type=int, default=256)
+    parser.add_argument("--memory", type=int, help="slots beyond the segment (half of it if not given)")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds, from 0")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, nargs="+", default=[2000], help="of all, or of each of --members")
     parser.add_argument("--minutes", type=float, help="the budget of each run, instead of --steps")
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
     parser.add_argument("--max-bytes", type=int, help="measure on the first so many bytes only")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     parser.add_argument("further", nargs="*", metavar="-- OPTIONS", help="further options of kinformer train")
     options = prepare(parser)
     if options.quick:
-        options.recipe, options.segment, options.steps, options.minutes, options.seeds = "tiny", 16, 10, None, 1
+        options.recipe, options.segment, options.steps, options.minutes, options.seeds = "tiny", 16, [10], None, 1
         options.max_bytes = options.max_bytes or 500
     try:
         changes = alike(options)
@@ -137,11 +177,18 @@ def main() -> None:
         raise SystemExit(str(error)) from error
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
-        runs = [
-            measure(member, seed, folder / f"{member}-{seed}", changes[member], options)
-            for seed in range(options.seeds)
-            for member in options.members
-        ]
+        pairs = [(member, seed) for seed in range(options.seeds) for member in options.members]
+
+        def one(pair: tuple[str, int]) -> dict[str, Any]:
+            member, seed = pair
+            return measure(member, seed, folder / f"{member}-{seed}", changes[member], options)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = list(pool.map(one, pairs))
+        seconds = pace({member: folder / f"{member}-0" for member in options.members}, options.rounds or 20)
+    steps = {run["member"]: run["steps"] for run in runs}
+    table: list[list[Any]] = [[member, 1000 * each, steps[member] * each / 60] for member, each in seconds.items()]
+    show("a training step, in turns", ("member", "ms", "minutes of a run alone"), table)
     table = []
     for member in options.members:
         own = [run for run in runs if run["member"] == member]
@@ -150,10 +197,9 @@ def main() -> None:
             spread = max(bits) - min(bits)
             table.append([f"{member}, {way}", own[0]["reach"]["layer"], statistics.mean(bits), spread])
     show("held-out bits per byte", ("member", "reach of a layer", "mean", "spread"), table)
-    settings = {
-        name: getattr(options, name) for name in ("data", "recipe", "dim", "segment", "steps", "minutes", "further")
-    }
-    save(options, "memory_quality", {"settings": settings, "runs": runs})
+    names = ("recipe", "dim", "heads", "segment", "memory", "steps", "minutes", "jobs", "max_bytes", "further")
+    settings = {"data": Path(options.data).name} | {name: getattr(options, name) for name in names}
+    save(options, "memory_quality", {"settings": settings, "step_seconds": seconds, "runs": runs})
 
 
 if __name__ == "__main__":
