@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import arguments, prepare, save, show
-from quality import kinformer
+from quality import each_run, kinformer
 
 MEMBERS = ("bert",)
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")
@@ -70,13 +69,7 @@ def main() -> None:
     if options.quick:
         options.minutes, options.seeds, options.max_bytes = None, 1, 20_000
         options.further = ["--recipe", "tiny", "--length", "64", "--validation-tokens", "2000", *options.further]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.runs or Path(scratch)
-        runs = [
-            measure(member, seed, folder / f"{member}-{seed}", options)
-            for seed in range(options.seeds)
-            for member in options.members
-        ]
+    runs = each_run(options, measure)
     table = []
     for member in options.members:
         own = [run for run in runs if run["member"] == member]

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any
     return run
 
 
+def each_run(options: Any, measure: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``measure(member, seed, folder, options)`` tells of every seed of every member."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.runs or Path(scratch)
+        return [
+            measure(member, seed, folder / f"{member}-{seed}", options)
+            for seed in range(options.seeds)
+            for member in options.members
+        ]
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="stdlib", help="a text file (the standard library's sources if not given)")
@@ -66,13 +78,7 @@ def main() -> None:
     if options.quick:
         options.steps, options.minutes, options.seeds = 20, None, 1
         options.further = ["--recipe", "tiny", "--length", "64", *options.further]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.runs or Path(scratch)
-        runs = [
-            measure(member, seed, folder / f"{member}-{seed}", options)
-            for seed in range(options.seeds)
-            for member in options.members
-        ]
+    runs = each_run(options, measure)
     table = []
     for member in options.members:
         bits = [run["bits_per_byte"] for run in runs if run["member"] == member]

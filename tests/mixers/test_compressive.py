@@ -14,22 +14,9 @@ from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.positions.xl import sinusoids
 from kinformer.projections.convolved import Convolved
+from tests.mixers.made import DIM, built, inputs
 
-DIM = 16
 MEAN = Pool.Config(rate=1)
-
-
-def built(config, seed=0):
-    torch.manual_seed(seed)
-    mixer = config.build(DIM).double()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return mixer
-
-
-def inputs(time, batch=2, seed=1):
-    return torch.randn(batch, time, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def ran(mixer, x):

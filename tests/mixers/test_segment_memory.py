@@ -18,27 +18,14 @@ from kinformer.positions.rope import Rope
 from kinformer.positions.xl import TransformerXL, sinusoids
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.shared import Shared
+from tests.mixers.made import DIM, built, inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "transformer_xl.npz"
-DIM = 16
 
 
 def golden():
     with np.load(GOLDEN, allow_pickle=False) as arrays:
         return {key: torch.from_numpy(arrays[key]) for key in arrays}
-
-
-def built(config, seed=0):
-    torch.manual_seed(seed)
-    mixer = config.build(DIM).double()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return mixer
-
-
-def inputs(time, batch=2, seed=1):
-    return torch.randn(batch, time, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def outputs(mixer, x, sizes=None):

@@ -1,6 +1,9 @@
-"""Numbers of small integer tensors on the host, where control flow depends on them."""
+"""What the host knows: numbers of small integer tensors, where control flow depends on them, and its processor."""
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,3 +18,12 @@ def numbers(x: Tensor, otherwise: int) -> list[int] | None:
     if x.is_meta or isinstance(x, FakeTensor):
         return [otherwise] * x.shape[0]
     return x.tolist()
+
+
+@cache
+def processor() -> str | None:
+    """What Linux says of the processor, its flags among it; None where nothing is said."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None

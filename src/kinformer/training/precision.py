@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
+
+from kinformer.core.host import processor
 
 
 def use_fast_products() -> None:
@@ -21,10 +22,8 @@ def use_fast_products() -> None:
 
 def has_amx() -> bool:
     """Whether this x86 processor has AMX tiles; True where that cannot be found out."""
-    try:
-        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return True
+    told = processor()
+    return told is None or "amx_tile" in told
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

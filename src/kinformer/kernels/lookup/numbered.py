@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import kinformer.core.flops  # noqa: F401 (int8 products are counted)
+from kinformer.core.host import processor
 
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""
@@ -122,8 +122,5 @@ def _multiplies_int8(device: str) -> bool:
     """Whether int8 products are exact and faster than others."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "avx512_vnni" in flags or "avx_vnni" in flags
+    told = processor() or ""
+    return "avx512_vnni" in told or "avx_vnni" in told

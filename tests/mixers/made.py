@@ -1,0 +1,18 @@
+"""Mixers of random weights, and inputs for them."""
+
+import torch
+
+DIM = 16
+
+
+def built(config, seed=0):
+    torch.manual_seed(seed)
+    mixer = config.build(DIM).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return mixer
+
+
+def inputs(time, batch=2, seed=1):
+    return torch.randn(batch, time, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
