@@ -144,10 +144,10 @@ def copy(theirs: nn.Module, mine: EncoderLayer) -> None:
             for name in ("query", "key", "value"):
                 fill(getattr(apart, name), f"attention.self.{name}_global")
         fill(mixer.out, "attention.output.dense")
-        fill(mine.mixer_norm, "attention.output.LayerNorm")
+        fill(mine.mixer_residual.norm, "attention.output.LayerNorm")
         fill(mine.feed_forward.up, "intermediate.dense")
         fill(mine.feed_forward.down, "output.dense")
-        fill(mine.feed_forward_norm, "output.LayerNorm")
+        fill(mine.feed_forward_residual.norm, "output.LayerNorm")
 
 
 def step(run: Step, x: Tensor, upstream: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -166,13 +166,13 @@ def race(name: str, length: int, rounds: int) -> dict[str, Any]:
     mine, text = ours(name)
     copy(theirs, mine)
     own = {
-        "attention": lambda y: mine.mixer_norm(mine.mixer(y, text) + y),
+        "attention": lambda y: mine.mixer_residual.norm(mine.mixer(y, text) + y),
         "layer": lambda y: mine(y, text),
     }
     result: dict[str, Any] = {}
     for part, run in (("attention", attention), ("layer", whole)):
         module = theirs.attention if part == "attention" else theirs
-        used = [mine.mixer, mine.mixer_norm] if part == "attention" else [mine]
+        used = [mine.mixer, mine.mixer_residual.norm] if part == "attention" else [mine]
         pairs = {
             "kinformer": (own[part], [p for each in used for p in each.parameters()], True),  # type: ignore[attr-defined]
             "transformers": (run, list(module.parameters()), False),  # type: ignore[operator,union-attr]

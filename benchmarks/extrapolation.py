@@ -63,7 +63,7 @@ def inside(kind: str) -> dict[str, Any]:
 
 def encodings(length: int) -> list[Encoding]:
     learned = {"position.max_length": length}
-    sinusoidal = {"position": "sinusoidal", "scale_embedding": "true"}
+    sinusoidal = {"position": "sinusoidal", "input.scale": "true"}
     rope = inside("rope")
     return [
         Encoding("learned", "learned", learned, SERIES[6], "learned"),

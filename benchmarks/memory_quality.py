@@ -51,7 +51,7 @@ def shape(member: str, options: Any) -> dict[str, Any]:
     if member == "local":
         return changes | {"layers.*.mixer.pattern.window": 2 * size}
     slots = options.memory or size // 2
-    changes |= {"layers.*.wiring": "pre", "norm": "layer_norm", "layers.*.mixer.segment": size}
+    changes |= {"layers.*.residual": "pre", "norm": "layer_norm", "layers.*.mixer.segment": size}
     if member == "transformer-xl":
         return changes | {"layers.*.mixer.memory": slots}
     queues = {"layers.*.mixer.memory": slots // 2, "layers.*.mixer.compressed": slots // 2}

@@ -56,7 +56,7 @@ def decoder(wiring: str, depth: int, dim: int, seed: int) -> Decoder:
     """The member post-ln at this size, or its pre-norm twin."""
     torch.manual_seed(seed)
     changes = {"layers": depth, "dim": dim, "layers.*.mixer.num_heads": HEADS, "layers.*.feed_forward.hidden": 4 * dim}
-    config = configure("post-ln", "small", 256, changes | {"layers.*.wiring": wiring})
+    config = configure("post-ln", "small", 256, changes | {"layers.*.residual": wiring})
     return (config.replace(norm=LayerNorm()) if wiring == "pre" else config).build()
 
 
@@ -71,7 +71,7 @@ def gradient_norms(wiring: str, depth: int, batches: Sequence[Tensor], dim: int)
     for seed, tokens in enumerate(batches):
         model = decoder(wiring, depth, dim, seed)
         loss_of(model, tokens).backward()
-        total += torch.stack([layer.feed_forward.down.weight.grad.norm() for layer in model.layers])
+        total += torch.stack([layer.feed_forward.down.weight.grad.norm() for layer in model.stack.layers])
     return (total / len(batches)).tolist()
 
 

@@ -127,20 +127,20 @@ def copy_gpt2(source: HuggingFace, target: nn.Module) -> None:
     """Give Kinformer's gpt the weights of a GPT-2: same maths, so both must then give the same logits."""
     weights = source.model.transformer.state_dict()
     names = {
-        "ln_1": "mixer_norm",
-        "ln_2": "feed_forward_norm",
+        "ln_1": "mixer_residual.norm",
+        "ln_2": "feed_forward_residual.norm",
         "attn.c_attn": "mixer.projection.qkv",
         "attn.c_proj": "mixer.out",
         "mlp.c_fc": "feed_forward.up",
         "mlp.c_proj": "feed_forward.down",
     }
-    own = {"embedding.weight": weights["wte.weight"], "position.table": weights["wpe.weight"]}
+    own = {"input.embedding.weight": weights["wte.weight"], "position.table": weights["wpe.weight"]}
     own |= {f"norm.{kind}": weights[f"ln_f.{kind}"] for kind in ("weight", "bias")}
     for layer in range(len(target.layers)):
         for theirs, ours in names.items():
             for kind in ("weight", "bias"):
                 value = weights[f"h.{layer}.{theirs}.{kind}"]
                 transposed = kind == "weight" and value.dim() == 2
-                own[f"layers.{layer}.{ours}.{kind}"] = value.T if transposed else value
+                own[f"stack.layers.{layer}.{ours}.{kind}"] = value.T if transposed else value
     with torch.no_grad():
         target.load_state_dict(own)

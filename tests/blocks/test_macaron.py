@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.macaron import MacaronLayer
-from kinformer.blocks.residual import ResidualLayer
+from kinformer.blocks.residual import PostNorm, PreNorm
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.parts import merge_heads
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -69,25 +70,27 @@ def load_feed_forward(layer, name, first, second):
         module.down.weight[:, :units], module.down.bias[:] = second
 
 
-def built(wiring, hidden, weights, norms):
+def built(residual, hidden, weights, norms):
     """A layer with the feed-forwards and norms of the authors' layer."""
     config = MacaronLayer.Config(
         mixer=SoftmaxAttention.Config(num_heads=HEADS),
         feed_forward=MLP.Config(hidden=hidden, activation="relu"),
-        wiring=wiring,
+        residual=residual,
     )
     layer = config.build(DIM).double()
     for name, prefix in (("first_feed_forward", "macaron_"), ("feed_forward", "")):
         pairs = ((weights[f"{prefix}{each}.weight"], weights[f"{prefix}{each}.bias"]) for each in ("fc1", "fc2"))
         load_feed_forward(layer, name, *pairs)
-    for name, theirs in zip(("first_norm", "mixer_norm", "feed_forward_norm"), norms, strict=True):
-        getattr(layer, name).load_state_dict({kind: weights[f"{theirs}.{kind}"] for kind in ("weight", "bias")})
+    for name, theirs in zip(
+        ("first_residual.norm", "mixer_residual.norm", "feed_forward_residual.norm"), norms, strict=True
+    ):
+        layer.get_submodule(name).load_state_dict({kind: weights[f"{theirs}.{kind}"] for kind in ("weight", "bias")})
     return layer
 
 
 def test_post_norm_is_the_authors_encoder_layer(golden):
     weights = part(golden, "enc.")
-    layer = built("post", 16, weights, ("layer_norms.2", "layer_norms.0", "layer_norms.1"))
+    layer = built(PostNorm.Config(), 16, weights, ("layer_norms.2", "layer_norms.0", "layer_norms.1"))
     layer.mixer = StandIn(lambda x: attend(part(weights, "self_attn."), x, x))
     y, _ = layer(Chunk(golden["src"].transpose(0, 1)), ((),))
     assert (y - golden["enc_out_nopad"].transpose(0, 1)).abs().max() < LIMIT
@@ -96,7 +99,7 @@ def test_post_norm_is_the_authors_encoder_layer(golden):
 def test_pre_norm_is_the_authors_decoder_layer(golden):
     """Self-attention is our mixer; attention to the source follows it inside the stand-in."""
     weights = part(golden, "dec.")
-    layer = built("pre", 19, weights, ("macaron_layer_norm", "self_attn_layer_norm", "final_layer_norm"))
+    layer = built(PreNorm.Config(), 19, weights, ("macaron_layer_norm", "self_attn_layer_norm", "final_layer_norm"))
     own = layer.mixer
     own.projection.qkv.load_state_dict({kind: weights[f"self_attn.in_proj_{kind}"] for kind in ("weight", "bias")})
     own.out.load_state_dict({kind: weights[f"self_attn.out_proj.{kind}"] for kind in ("weight", "bias")})
@@ -108,26 +111,26 @@ def test_pre_norm_is_the_authors_decoder_layer(golden):
         y, _ = own(Chunk(x), own.initial_state(x.shape[0]))
         return y + attend(part(weights, "encoder_attn."), norm(entered[-1] + y), source, ~golden["src_padding"])
 
-    layer.mixer_norm.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+    layer.mixer_residual.norm.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
     layer.mixer = StandIn(both)
     y, _ = layer(Chunk(golden["tgt"].transpose(0, 1)), ((),))
     assert len(entered) == 1
     assert (y - golden["dec_out"].transpose(0, 1)).abs().max() < LIMIT
 
 
-@pytest.mark.parametrize("wiring", ["pre", "post"])
-def test_without_its_first_half_and_with_its_second_doubled_it_is_the_standard_layer(wiring):
+@pytest.mark.parametrize("residual", [PreNorm.Config(), PostNorm.Config()])
+def test_without_its_first_half_and_with_its_second_doubled_it_is_the_standard_layer(residual):
     """In post-norm the first norm still acts, so the input is normed as it would be between layers."""
     torch.manual_seed(0)
-    options = {"mixer": SoftmaxAttention.Config(num_heads=2), "wiring": wiring}
+    options = {"mixer": SoftmaxAttention.Config(num_heads=2), "residual": residual}
     standard, layer = (
-        ResidualLayer.Config(**options).build(16).double(),
+        DecoderLayer.Config(**options).build(16).double(),
         MacaronLayer.Config(**options).build(16).double(),
     )
     layer.load_state_dict(standard.state_dict(), strict=False)
     x = torch.randn(2, 9, 16, dtype=torch.float64)
-    x = x if wiring == "pre" else nn.functional.layer_norm(x, (16,), eps=0.0)
-    layer.first_norm.eps = 0.0
+    x = x if residual.kind == "pre" else nn.functional.layer_norm(x, (16,), eps=0.0)
+    layer.first_residual.norm.eps = 0.0
     state = standard.initial_state(2)
     with torch.no_grad():
         want, _ = standard(Chunk(x), state)
@@ -144,4 +147,4 @@ def test_without_its_first_half_and_with_its_second_doubled_it_is_the_standard_l
 def test_the_half_step_comes_after_dropout():
     layer = MacaronLayer.Config(mixer=SoftmaxAttention.Config(num_heads=2), dropout=0.5).build(16)
     x, y = torch.zeros(1, 4, 16), torch.ones(1, 4, 16)
-    assert set(layer._added(x, y, layer.first_norm, 0.5).unique().tolist()) == {0.0, 1.0}
+    assert set(layer.first_residual.leave(x, y, 0.5).unique().tolist()) == {0.0, 1.0}

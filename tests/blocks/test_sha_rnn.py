@@ -39,11 +39,11 @@ def official():
         golden = {key: torch.from_numpy(arrays[key]) for key in arrays}
     set = {"dim": 12, "layers.*.feed_forward.hidden": 48, "layers.0.attention.memory": 12}
     model = kinformer.build("sha-rnn", recipe="tiny", vocab_size=15, set=set).double().eval()
-    weights = {"embedding.weight": golden["w.encoder.weight"], "head.bias": golden["w.decoder.bias"]}
+    weights = {"input.embedding.weight": golden["w.encoder.weight"], "head.bias": golden["w.decoder.bias"]}
     for key in model.state_dict():
-        if not key.startswith("layers."):
+        if not key.startswith("stack.layers."):
             continue
-        _, block, rest = key.split(".", 2)
+        _, _, block, rest = key.split(".", 3)
         for theirs, ours in NAMES.items():
             if rest.startswith(f"{ours}."):
                 weights[key] = golden[f"w.blocks.{block}.{theirs}.{rest.removeprefix(f'{ours}.')}"]

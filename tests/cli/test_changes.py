@@ -30,7 +30,7 @@ def test_a_context_is_extended_at_evaluation(cli, rope_run, text_file):
         told[name] = json.loads(out)
     assert told["plain"]["set"] == [] and told["yarn"]["set"] == FLAGS[1::2]
     model = kinformer.load(rope_run, set=YARN)
-    assert model.layers[0].mixer.position.magnitude == 1 + 0.1 * math.log(4)
+    assert model.stack.layers[0].mixer.position.magnitude == 1 + 0.1 * math.log(4)
     expected = measure(model, open_corpus(str(text_file)).splits["test"], Windows(context=128))
     assert told["yarn"]["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
     assert abs(told["yarn"]["bits_per_byte"] - told["plain"]["bits_per_byte"]) > 1e-4

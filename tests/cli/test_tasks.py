@@ -194,8 +194,11 @@ def test_pieces_of_a_tokenizer(cli, text_file, tmp_path):
         (["bert", "--task", "listops", "--example-tokens", "5"], "--example-tokens 5: is no range"),
         (["bert", "--task", "classify"], "needs labelled examples"),
         (["bert", "--task", "classify", "--data", "/no/such"], "does not exist"),
-        (["bert", "--length", "64", "--set", "mask_token=none"], "no token that stands for a mask"),
-        (["bert", "--length", "64", "--set", "mask_token=65"], "mask_token is 65, but the data has 256 ids of its own"),
+        (["bert", "--length", "64", "--set", "input.mask_token=none"], "no token that stands for a mask"),
+        (
+            ["bert", "--length", "64", "--set", "input.mask_token=65"],
+            "mask_token is 65, but the data has 256 ids of its own",
+        ),
         (["bert", "--length", "4096"], "positions end at 128"),
         (["bert", "--length", "2"], "--length 2: leaves no room"),
         (["bert", "--mask-share", "1.5"], "--mask-share is 1.5"),

@@ -88,7 +88,7 @@ def test_the_denominator_is_bytes_also_with_a_tokenizer(text_file, corpus, tmp_p
     tokenizer = train_tokenizer(corpus.splits["train"], 300, tmp_path / "tokenizer.json")
     split = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path).splits["test"]
     assert len(split) < split.bytes == corpus.splits["test"].bytes
-    model = tiny("linear-transformer", vocab_size=300)
+    model = tiny("linear-transformer", **{"input.vocab_size": 300})
     nats = nats_of(model, tokens_of(split))
     told = measure(model, split, chunk=50)
     assert told.bits_per_byte == pytest.approx((nats / log(2) + log2(tokenizer.vocab_size)) / split.bytes, rel=1e-10)

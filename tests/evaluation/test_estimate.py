@@ -278,7 +278,7 @@ def test_long_texts_cost_what_their_pattern_says():
 def test_command_prints_tables(capsys):
     assert run(Options(member="linear-transformer", recipe="tiny", set=("layers=3",))) == 0
     text = capsys.readouterr().out
-    assert "layers.0-2.feed_forward_norm" in text
+    assert "layers.0-2.feed_forward_residual" in text
     assert "rules of thumb" in text
 
 

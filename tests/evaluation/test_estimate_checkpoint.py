@@ -13,7 +13,7 @@ from kinformer.family.build import configure
 
 WINDOW = '{"kind": "local", "window": 40}'
 CONFIGS = {
-    name: configure(name.split(",")[0], "tiny", 64, {"checkpoint": True, **changes})
+    name: configure(name.split(",")[0], "tiny", 64, {"stack.checkpoint": True, **changes})
     for name, changes in {
         "gpt": {"layers": 5},
         "gpt, window": {"layers": 12, "layers.*.mixer.pattern": WINDOW},
@@ -83,7 +83,10 @@ def test_flops_are_those_of_the_counter(config):
     with FlopCounterMode(display=False) as counter:
         outputs(model, tokens)[0].sum().backward()
     assert result.flops_step == counter.get_total_flops()
-    assert result.flops_step > estimate(config.replace(checkpoint=False), length=100, batch=2).flops_step
+    assert (
+        result.flops_step
+        > estimate(config.replace(stack=config.stack.replace(checkpoint=False)), length=100, batch=2).flops_step
+    )
 
 
 def test_long_lengths_are_continued_exactly():
@@ -94,7 +97,7 @@ def test_long_lengths_are_continued_exactly():
 
 
 def test_command_shows_the_row(capsys):
-    assert run(Options(member="rope", recipe="tiny", set=("checkpoint=true", "layers=8"), batch=4)) == 0
+    assert run(Options(member="rope", recipe="tiny", set=("stack.checkpoint=true", "layers=8"), batch=4)) == 0
     assert "checkpoints" in capsys.readouterr().out
-    fewer, more = (configure("rope", "tiny", set={"layers": 8, "checkpoint": on}) for on in (True, False))
+    fewer, more = (configure("rope", "tiny", set={"layers": 8, "stack.checkpoint": on}) for on in (True, False))
     assert activations(fewer, length=512) < activations(more, length=512) / 3

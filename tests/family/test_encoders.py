@@ -14,6 +14,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
 from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
 from kinformer.models.encoder import Encoder
+from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
@@ -68,7 +69,7 @@ def test_checkpointing_changes_nothing(name):
     gradients = []
     for checkpoint in (False, True):
         torch.manual_seed(3)
-        model = build(name, checkpoint=checkpoint, dropout=0.1).train()
+        model = build(name, stack=Sequential.Config(checkpoint=checkpoint), dropout=0.1).train()
         torch.manual_seed(4)
         model(tokens).square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
@@ -111,6 +112,6 @@ def test_refusals():
     with pytest.raises(KinformerError, match="positions end at max_length = 128"):
         kinformer.build("bert", recipe="tiny")(torch.zeros(1, 129, dtype=torch.int64))
     with pytest.raises(KinformerError, match="mask_token must be an id below"):
-        configure("bert", "tiny", 61).replace(mask_token=61)
+        configure("bert", "tiny", 61).input.replace(mask_token=61)
     with pytest.raises(KinformerError, match="tokens must be"):
         build("bert")(torch.zeros(3, dtype=torch.int64))

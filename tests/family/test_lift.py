@@ -40,7 +40,7 @@ def bert(tmp_path_factory):
     """512 tokens, 3 layers, an epsilon of its own."""
     folder = tmp_path_factory.mktemp("runs") / "bert"
     layer = to_dict(configure("bert", "tiny").layers[0])
-    return save_run(folder, "bert", **{"position.max_length": LENGTH, "layers": [layer] * DEPTH, "token_types": 2})
+    return save_run(folder, "bert", **{"position.max_length": LENGTH, "layers": [layer] * DEPTH, "input.types": 2})
 
 
 def tokens_of(length):
@@ -103,7 +103,7 @@ def test_etc_begins_with_copies(bert, sharing):
     for layer in range(DEPTH):
         for name, (source, first) in copies.items():
             for kind in ("weight", "bias"):
-                mixer = f"layers.{layer}.mixer"
+                mixer = f"stack.layers.{layer}.mixer"
                 assert torch.equal(after.pop(f"{mixer}.{name}.{kind}"), before[f"{mixer}.{source}.{kind}"][first:])
     new = {name for name in after.keys() - same if name != "side.table.weight"}
     assert len(new) == 4 * DEPTH and all("relations." in name for name in new)
@@ -136,7 +136,7 @@ def test_lifted_roberta_is_the_longformer_that_its_authors_make_of_it(tmp_path):
         got = model(tokens, valid=valid, types=types)
     inputs = {"input_ids": tokens, "attention_mask": valid.long(), "token_type_ids": types}
     assert_close(got[valid], long(**inputs, global_attention_mask=marked).logits[valid], 1e-6)
-    assert model.config.vocab_size == SIZES["vocab_size"]
+    assert model.config.input.vocab_size == SIZES["vocab_size"]
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_lifted_roberta_is_the_longformer_that_its_authors_make_of_it(tmp_path):
     [
         (
             {"dim": 64},
-            r"embedding.weight is \(259, 32\), but embedding.weight of the model to be trained is \(259, 64\)",
+            r"input.embedding.weight is \(259, 32\), but .* of the model to be trained is \(259, 64\)",
         ),
-        ({"vocab_size": 300}, r"keeps its width and its vocabulary, so leave such a --set out"),
-        ({"token_types": 0}, r"has types.weight, which the model to be trained has not"),
-        ({"layers.*.mixer.bias": False}, r"has layers.0.mixer.out.bias, which"),
-        ({"layers.*.feed_forward": {"kind": "swiglu"}}, r"has no layers.0.feed_forward.gate_up.weight"),
+        ({"input.vocab_size": 300}, r"keeps its width and its vocabulary, so leave such a --set out"),
+        ({"input.types": 0}, r"has input.types.weight, which the model to be trained has not"),
+        ({"layers.*.mixer.bias": False}, r"has stack.layers.0.mixer.out.bias, which"),
+        ({"layers.*.feed_forward": {"kind": "swiglu"}}, r"has no stack.layers.0.feed_forward.gate_up.weight"),
     ],
 )
 def test_a_model_of_another_shape_is_refused(bert, changes, message):
@@ -159,7 +159,7 @@ def test_a_model_of_another_shape_is_refused(bert, changes, message):
 
 def test_a_run_of_another_kind_is_refused(bert, tmp_path):
     longformer = save_run(tmp_path / "longformer", "longformer")
-    with pytest.raises(KinformerError, match=r"has layers.0.mixer.projection.apart.key.bias, which .* a run of 'bert'"):
+    with pytest.raises(KinformerError, match=r"has stack.layers.0.mixer.projection.apart.key.bias, .* of 'bert'"):
         lift(longformer, "big-bird", "tiny")
     etc = save_run(tmp_path / "etc", "etc")
     with pytest.raises(KinformerError, match="has the mixer 'etc', whose weights 'bidirectional' cannot take over"):
@@ -179,7 +179,12 @@ def test_training_begins_with_the_weights_of_a_run(bert, tmp_path, text_file, na
     run = open_run(tmp_path / "run")
     assert (run.member, run.recipe, len(run.config.layers)) == (name, "tiny", DEPTH)
     got, own = load_tensors(run.folder / "model.safetensors")[0], kinformer.load(bert).state_dict()
-    for each in ("embedding.weight", "layers.2.mixer.projection.qkv.weight", "head.dense.weight", "types.weight"):
+    for each in (
+        "input.embedding.weight",
+        "stack.layers.2.mixer.projection.qkv.weight",
+        "head.dense.weight",
+        "input.types.weight",
+    ):
         assert (got[each] - own[each]).abs().max() < 1e-6
     if name == "longformer":
         assert (got["position.table"] - own["position.table"].repeat(2, 1)).abs().max() < 1e-6

@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import ModelConfig
+from kinformer.core.model import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
@@ -408,7 +408,7 @@ def test_dropout_is_decided_by_the_seed(member):
         logits = model(tokens)[0] if MEMBERS[member].causal else model(tokens)
         model.zero_grad()
         logits.square().sum().backward()
-        return logits.detach(), model.embedding.weight.grad.clone()
+        return logits.detach(), model.input.embedding.weight.grad.clone()
 
     first, again, other = sample(1), sample(1), sample(2)
     assert torch.equal(first[0], again[0])

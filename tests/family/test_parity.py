@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from kinformer.blocks.residual import ResidualLayer
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.residual import PostNorm
 from kinformer.core.contract import Chunk
 from kinformer.family.build import model_config
 from kinformer.features.dpfp import Dpfp
@@ -116,15 +117,15 @@ LAYERS = {
 def test_fast_weight_layer_is_that_of_its_authors(name):
     """Mixer, residual sum and the norm after it; the feed-forward is left out by asking the layer's own parts."""
     arrays = golden("fast_weight_layers.npz")
-    layer = ResidualLayer.Config(mixer=LAYERS[name], wiring="post").build(16)
+    layer = DecoderLayer.Config(mixer=LAYERS[name], residual=PostNorm.Config()).build(16)
     weights = {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
     with torch.no_grad():
         layer.mixer.qkvb.weight.copy_(weights["qkvb_net.weight" if "qkvb_net.weight" in weights else "qkv_net.weight"])
         layer.mixer.out.weight.copy_(weights["o_net.weight"])
-        layer.mixer_norm.load_state_dict({kind: weights[f"layer_norm.{kind}"] for kind in ("weight", "bias")})
+        layer.mixer_residual.norm.load_state_dict({kind: weights[f"layer_norm.{kind}"] for kind in ("weight", "bias")})
         x = arrays["h"].transpose(0, 1)
         y, state = layer.mixer(Chunk(x), layer.mixer.initial_state(2))
-        got = layer.mixer_norm(x + y)
+        got = layer.mixer_residual.norm(x + y)
     close(got, weights["out"].transpose(0, 1), 5e-6)
     close(state[0], weights["W_last"], 1e-5)
 

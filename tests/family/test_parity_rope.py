@@ -18,8 +18,8 @@ LAYER = {
     "attention.dense": "mixer.out",
     "mlp.dense_h_to_4h": "feed_forward.up",
     "mlp.dense_4h_to_h": "feed_forward.down",
-    "input_layernorm": "mixer_norm",
-    "post_attention_layernorm": "feed_forward_norm",
+    "input_layernorm": "mixer_residual.norm",
+    "post_attention_layernorm": "feed_forward_residual.norm",
 }
 
 
@@ -50,7 +50,7 @@ def neox(scaling):
 def converted(theirs):
     """GPT-NeoX's weights under our names."""
     weights = {
-        "embedding.weight": theirs.gpt_neox.embed_in.weight,
+        "input.embedding.weight": theirs.gpt_neox.embed_in.weight,
         "head.output.weight": theirs.get_output_embeddings().weight,
         "norm.weight": theirs.gpt_neox.final_layer_norm.weight,
         "norm.bias": theirs.gpt_neox.final_layer_norm.bias,
@@ -58,9 +58,9 @@ def converted(theirs):
     for index, layer in enumerate(theirs.gpt_neox.layers):
         for kind in ("weight", "bias"):
             fused = getattr(layer.attention.query_key_value, kind)
-            weights[f"layers.{index}.mixer.projection.qkv.{kind}"] = by_kind(fused)
+            weights[f"stack.layers.{index}.mixer.projection.qkv.{kind}"] = by_kind(fused)
             for name, own in LAYER.items():
-                weights[f"layers.{index}.{own}.{kind}"] = layer.get_submodule(name).get_parameter(kind)
+                weights[f"stack.layers.{index}.{own}.{kind}"] = layer.get_submodule(name).get_parameter(kind)
     return weights
 
 
@@ -99,17 +99,17 @@ def test_a_roformer_layer():
     )
     torch.manual_seed(0)
     theirs = transformers.RoFormerModel(config).double().eval().encoder
-    ours = build("rope", "tiny", VOCAB, {"layers.*.wiring": "post"}).double().eval()
-    for mine, other in zip(ours.layers, theirs.layer, strict=True):
+    ours = build("rope", "tiny", VOCAB, {"layers.*.residual": "post"}).double().eval()
+    for mine, other in zip(ours.stack.layers, theirs.layer, strict=True):
         self, out = other.attention.self, other.attention.output
         for kind in ("weight", "bias"):
             parts = {
                 "mixer.projection.qkv": torch.cat([getattr(each, kind) for each in (self.query, self.key, self.value)]),
                 "mixer.out": getattr(out.dense, kind),
-                "mixer_norm": getattr(out.LayerNorm, kind),
+                "mixer_residual.norm": getattr(out.LayerNorm, kind),
                 "feed_forward.up": getattr(other.intermediate.dense, kind),
                 "feed_forward.down": getattr(other.output.dense, kind),
-                "feed_forward_norm": getattr(other.output.LayerNorm, kind),
+                "feed_forward_residual.norm": getattr(other.output.LayerNorm, kind),
             }
             with torch.no_grad():
                 for name, weight in parts.items():
@@ -119,6 +119,6 @@ def test_a_roformer_layer():
     with torch.no_grad():
         want = theirs(x, attention_mask=mask).last_hidden_state
         got = x
-        for layer in ours.layers:
+        for layer in ours.stack.layers:
             got, _ = layer(Chunk(got), layer.initial_state(2, dtype=torch.float64))
     assert (got - want).abs().max() < 2e-6

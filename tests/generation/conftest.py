@@ -15,7 +15,7 @@ def model(request):
 
 def tiny(name, **changes):
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny", set={"vocab_size": 17} | changes).double().eval()
+    model = kinformer.build(name, recipe="tiny", set={"input.vocab_size": 17} | changes).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)

@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.blocks.embedding_adaptive import AdaptiveEmbedding
 from kinformer.core.errors import KinformerError
 from kinformer.generation.packed import pack
 from kinformer.heads.adaptive import AdaptiveSoftmax
+from kinformer.inputs.adaptive import AdaptiveEmbedding
+from tests.heads.table import Table
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adaptive_softmax.npz"
 CUTOFFS, VOCAB, DIM, WIDTH = (7, 12), 20, 12, 8
@@ -54,25 +55,25 @@ def test_softmax_is_that_of_its_authors(divisor):
     """All log-probabilities, and the losses of a cross-entropy that takes them for logits."""
     arrays = golden()
     config = AdaptiveSoftmax.Config(cutoffs=CUTOFFS, divisor=divisor, width=WIDTH, tied=False)
-    head = config.build(DIM, VOCAB).double()
+    head = config.build(DIM, Table(vocab_size=VOCAB)).double()
     load(head.tables, published(arrays, divisor, "softmax", "out_layers.{}.weight"))
     load(head.projections, published(arrays, divisor, "softmax", "out_projs.{}"))
     with torch.no_grad():
         head.bias.copy_(torch.cat(published(arrays, divisor, "softmax", "out_layers.{}.bias")))
         head.columns.copy_(arrays[f"w.div{divisor}.softmax.cluster_weight"])
         head.column_bias.copy_(arrays[f"w.div{divisor}.softmax.cluster_bias"])
-    got = head(arrays["in.hidden"], None)
+    got = head(arrays["in.hidden"], Table())
     want = arrays[f"out.div{divisor}.log_probs"]
     assert (got - want).abs().max() < 1e-12
     nats = cross_entropy(got, arrays["in.target"], reduction="none")
     assert (nats - arrays[f"out.div{divisor}.nll_keep_order"]).abs().max() < 1e-12
     head.column_bias.data = head.column_bias.data.flip(0)  # the trap: columns in the other order
-    assert (head(arrays["in.hidden"], None) - want).abs().max() > 1e-3
+    assert (head(arrays["in.hidden"], Table()) - want).abs().max() > 1e-3
 
 
 def model(vocab=VOCAB, **changes):
     sizes = {"cutoffs": CUTOFFS, "divisor": changes.pop("divisor", 2), "width": changes.pop("width", None)}
-    parts = {"embedding": AdaptiveEmbedding.Config(**sizes), "head": AdaptiveSoftmax.Config(**sizes)}
+    parts = {"input.embedding": AdaptiveEmbedding.Config(**sizes), "head": AdaptiveSoftmax.Config(**sizes)}
     return kinformer.build("transformer-xl", recipe="tiny", vocab_size=vocab, set=parts | changes)
 
 
@@ -95,21 +96,21 @@ def test_plain_table_is_read_by_a_tied_head():
     """One width for all: the usual embedding, with clusters in the softmax alone."""
     head = AdaptiveSoftmax.Config(cutoffs=CUTOFFS, divisor=1)
     plain = kinformer.build("transformer-xl", recipe="tiny", vocab_size=VOCAB, set={"head": head})
-    parts = {"embedding": AdaptiveEmbedding.Config(cutoffs=CUTOFFS, divisor=1), "head": head}
+    parts = {"input.embedding": AdaptiveEmbedding.Config(cutoffs=CUTOFFS, divisor=1), "head": head}
     clusters = kinformer.build("transformer-xl", recipe="tiny", vocab_size=VOCAB, set=parts)
     weights = plain.state_dict()
-    table = weights.pop("embedding.weight")
+    table = weights.pop("input.embedding.weight")
     for index, part in enumerate(table.split([7, 5, 8])):
-        weights[f"embedding.tables.{index}.weight"] = part
+        weights[f"input.embedding.tables.{index}.weight"] = part
     clusters.load_state_dict(weights)
     tokens = torch.randint(VOCAB, (2, 20))
     assert torch.allclose(plain(tokens)[0], clusters(tokens)[0], atol=1e-6)
 
 
 def test_one_cluster_is_the_softmax():
-    head = AdaptiveSoftmax.Config(cutoffs=(), divisor=1).build(DIM, VOCAB)
+    head = AdaptiveSoftmax.Config(cutoffs=(), divisor=1).build(DIM, Table(vocab_size=VOCAB))
     hidden, table = torch.randn(3, DIM), torch.randn(VOCAB, DIM)
-    assert torch.allclose(head(hidden, table), (hidden @ table.T).log_softmax(-1), atol=1e-5)
+    assert torch.allclose(head(hidden, Table(table)), (hidden @ table.T).log_softmax(-1), atol=1e-5)
 
 
 def test_recipe_of_words_has_its_published_size():
@@ -146,4 +147,4 @@ def test_refuses_clusters_that_do_not_fit():
     with pytest.raises(KinformerError, match="cutoffs end at 30, but there are 20 tokens"):
         AdaptiveEmbedding.Config(cutoffs=(30,)).build(20, DIM)
     with pytest.raises(KinformerError, match="leaves nothing"):
-        AdaptiveSoftmax.Config(cutoffs=(5, 10), divisor=4).build(DIM, 20)
+        AdaptiveSoftmax.Config(cutoffs=(5, 10), divisor=4).build(DIM, Table(vocab_size=20))

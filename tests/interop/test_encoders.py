@@ -212,7 +212,7 @@ def tokenizer_files(folder, tokens, **roles):
 
 def special_of(folder):
     model = read_checkpoint(folder).model
-    return tuple(model.get(name) for name in ("mask_token", "first_token", "last_token"))
+    return tuple(model["input"].get(name) for name in ("mask_token", "bos_token", "eos_token"))
 
 
 def test_special_tokens_are_those_of_the_tokenizer(peers, folder):
@@ -233,7 +233,7 @@ def test_special_tokens_of_a_list_of_pieces(folder):
 def test_a_missing_mask_is_told(peers, tmp_path, capsys):
     imported(peers["roberta"].folder, tmp_path / "run")
     told = capsys.readouterr().err
-    assert "give --set mask_token=ID" in told and "takes token ids only (kinformer.load);" in told
+    assert "give --set input.mask_token=ID" in told and "takes token ids only (kinformer.load);" in told
 
 
 def test_works_without_transformers(folder, tmp_path):
@@ -261,7 +261,7 @@ REFUSED = {
     "depth": ({"num_hidden_layers": 4}, "layers.3"),
     "fewer layers": ({"num_hidden_layers": 2}, "layers.2"),
     "huge": ({"num_hidden_layers": 10**9}, "from 1 to 10000"),
-    "types": ({"type_vocab_size": 3}, "types.weight"),
+    "types": ({"type_vocab_size": 3}, "input.types.weight"),
     "positions": ({"max_position_embeddings": 41}, "position.table"),
     "vocabulary": ({"vocab_size": 60}, "belongs to another model"),
     "no number": ({"intermediate_size": "24"}, "intermediate_size is '24'"),
@@ -311,5 +311,5 @@ def test_a_missing_projection_is_named(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(KinformerError, match=r"lacks the key of layers.1.mixer.projection.qkv.bias"):
+    with pytest.raises(KinformerError, match="lacks the key of stack.layers.1.mixer.projection.qkv.bias"):
         read_checkpoint(folder)

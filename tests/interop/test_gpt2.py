@@ -108,7 +108,7 @@ def test_half_precision_weights_become_float32(peer, folder, tmp_path):
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
     model = imported(folder, tmp_path / "run")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert torch.equal(model.embedding.weight, tensors["transformer.wte.weight"].half().float())
+    assert torch.equal(model.input.embedding.weight, tensors["transformer.wte.weight"].half().float())
 
 
 def test_the_run_is_a_gpt_that_trains_and_generates(folder, tmp_path):

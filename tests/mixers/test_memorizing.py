@@ -263,7 +263,7 @@ def test_a_trained_model_gets_a_larger_memory(tmp_path, capsys):
     assert main(["evaluate", last, "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["carried"]
     model = kinformer.load(last).double()
-    assert model.layers[1].mixer.config.memory_size == 512
+    assert model.stack.layers[1].mixer.config.memory_size == 512
     more = kinformer.load(last, set={"layers.1.mixer.memory_size": 1024}).double()
     with torch.no_grad():
         tokens = torch.randint(128, (1, 900))

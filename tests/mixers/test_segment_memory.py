@@ -39,26 +39,28 @@ def outputs(mixer, x, sizes=None):
 def published_weights(arrays):
     """The weights of the authors' model under our names."""
     weights = {
-        "embedding.weight": arrays["w.word_emb.emb_layers.0.weight"],
+        "input.embedding.weight": arrays["w.word_emb.emb_layers.0.weight"],
         "head.bias": arrays["w.crit.out_layers.0.bias"],
-        "shared.0.content": arrays["w.r_w_bias"],
-        "shared.0.position": arrays["w.r_r_bias"],
+        "stack.shared.0.content": arrays["w.r_w_bias"],
+        "stack.shared.0.position": arrays["w.r_r_bias"],
     }
     names = {
         "mixer.projection.qkv.weight": "dec_attn.qkv_net.weight",
         "mixer.position.projection.weight": "dec_attn.r_net.weight",
         "mixer.out.weight": "dec_attn.o_net.weight",
-        "mixer_norm.weight": "dec_attn.layer_norm.weight",
-        "mixer_norm.bias": "dec_attn.layer_norm.bias",
-        "feed_forward_norm.weight": "pos_ff.layer_norm.weight",
-        "feed_forward_norm.bias": "pos_ff.layer_norm.bias",
+        "mixer_residual.norm.weight": "dec_attn.layer_norm.weight",
+        "mixer_residual.norm.bias": "dec_attn.layer_norm.bias",
+        "feed_forward_residual.norm.weight": "pos_ff.layer_norm.weight",
+        "feed_forward_residual.norm.bias": "pos_ff.layer_norm.bias",
         "feed_forward.up.weight": "pos_ff.CoreNet.0.weight",
         "feed_forward.up.bias": "pos_ff.CoreNet.0.bias",
         "feed_forward.down.weight": "pos_ff.CoreNet.3.weight",
         "feed_forward.down.bias": "pos_ff.CoreNet.3.bias",
     }
     for layer in (0, 1):
-        weights |= {f"layers.{layer}.{ours}": arrays[f"w.layers.{layer}.{theirs}"] for ours, theirs in names.items()}
+        weights |= {
+            f"stack.layers.{layer}.{ours}": arrays[f"w.layers.{layer}.{theirs}"] for ours, theirs in names.items()
+        }
     return weights
 
 
@@ -80,7 +82,7 @@ def test_model_is_that_of_its_authors(cut):
     for index in range(3):
         assert (logits[index].transpose(0, 1) - arrays[f"out.seg{index}.logits"]).abs().max() < 1e-12
     cross_entropy(logits[2].flatten(0, 1), targets[2].flatten(), reduction="sum").backward()
-    biases, layer = model.shared[0], model.layers[0].mixer
+    biases, layer = model.stack.shared[0], model.stack.layers[0].mixer
     for parameter, name in (
         (biases.content, "r_w_bias"),
         (biases.position, "r_r_bias"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.blocks.residual import PreNorm
 from kinformer.core import state as states
 from kinformer.core.neighbours import Neighbours
 from kinformer.generation.packed import pack
@@ -51,24 +52,26 @@ def test_the_key_is_what_enters_the_last_feed_forward(member):
     keyed = KeyedDecoder(model)
     assert (keyed.representation, keyed.width) == (FEED_FORWARD, 32)
     hidden, keys, _ = keyed(TOKENS)
-    last = model.layers[-1]
-    _, _, (before,) = model.hidden(TOKENS, taps=(len(model.layers) - 1,))
+    last = model.stack.layers[-1]
+    _, _, (before,) = model.hidden(TOKENS, taps=(len(model.stack.layers) - 1,))
     with torch.no_grad():
-        if last.pre:  # the layer's output less what the feed-forward adds must be what the norm was given
+        if isinstance(
+            last.feed_forward_residual, PreNorm
+        ):  # the layer's output less what the feed-forward adds must be what the norm was given
             share = 0.5 if member == "macaron" else 1.0
             residual = before - share * last.feed_forward(keys)
-            wanted = last.feed_forward_norm(residual)
+            wanted = last.feed_forward_residual.norm(residual)
         else:
             wanted = keys
-            assert (last.feed_forward_norm(keys + last.feed_forward(keys)) - before).abs().max() < 1e-12
+            assert (last.feed_forward_residual.norm(keys + last.feed_forward(keys)) - before).abs().max() < 1e-12
     assert (keys - wanted).abs().max() < 1e-12
     assert torch.equal(hidden, model.hidden(TOKENS)[0])
 
 
 def test_without_a_feed_forward_it_is_the_final_hidden_state():
     model = build("gpt")
-    del model.layers[-1].feed_forward
-    model.layers[-1].feed_forward = lambda x: x  # a function, no module
+    del model.stack.layers[-1].feed_forward
+    model.stack.layers[-1].feed_forward = lambda x: x  # a function, no module
     keyed = KeyedDecoder(model)
     hidden, keys, _ = keyed(TOKENS)
     assert (keyed.representation, keyed.width) == (HIDDEN, 32)

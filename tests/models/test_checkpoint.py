@@ -19,13 +19,13 @@ def pair(member, **changes):
     models = []
     for checkpoint in (False, True):
         torch.manual_seed(0)
-        changed = changes | {"checkpoint": checkpoint}
+        changed = changes | {"stack.checkpoint": checkpoint}
         models.append(kinformer.build(member, recipe="tiny", vocab_size=23, set=changed))
     return models
 
 
 def dropping(member):
-    layers = kinformer.build(member, recipe="tiny").layers
+    layers = kinformer.build(member, recipe="tiny").stack.layers
     softmax = all(isinstance(layer.mixer, SoftmaxAttention) for layer in layers)
     return DROPOUT | ({"layers.*.mixer.dropout": 0.2} if softmax else {})
 
@@ -97,7 +97,7 @@ def test_less_is_kept_and_more_is_computed():
 @pytest.mark.parametrize("quiet", ["eval", "no_grad"])
 def test_only_in_training_with_gradients(quiet, monkeypatch):
     _, model = pair("gpt")
-    monkeypatch.setattr("kinformer.models.decoder.checkpoint", None)
+    monkeypatch.setattr("kinformer.core.stack.checkpoint", None)
     tokens = torch.randint(23, (1, 5))
     with pytest.raises(TypeError):
         model(tokens)
@@ -136,7 +136,7 @@ def test_a_run_ends_with_the_same_weights(settings, tmp_path, text_file):
     corpus = open_corpus(str(text_file))
     changes = {"member": "linear-transformer", **DROPOUT}
     for name, checkpoint in (("without", False), ("with", True)):
-        train(corpus, tmp_path / name, model=changes | {"checkpoint": checkpoint}, steps=4, **settings)
+        train(corpus, tmp_path / name, model=changes | {"stack.checkpoint": checkpoint}, steps=4, **settings)
     assert gap(tmp_path / "without", tmp_path / "with") == 0
 
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, text_file):
     from tests.training.tiny import rewound
 
     corpus = open_corpus(str(text_file))
-    options = {"model": {"member": "rope", "checkpoint": True, **dropping("rope")}}
+    options = {"model": {"member": "rope", "stack.checkpoint": True, **dropping("rope")}}
     train(corpus, tmp_path / "once", **options)
     rewound(tmp_path / "once", tmp_path / "twice")
     train(corpus, tmp_path / "twice", **options)

@@ -11,10 +11,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.residual import ResidualLayer
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.residual import PostNorm
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.heads.language import LanguageModelHead
+from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.positions.learned_per_layer import LearnedPerLayer
@@ -23,10 +25,10 @@ from kinformer.projections.shared import Shared
 
 RENAMED = {
     "dec_attn.o_net": "mixer.out",
-    "dec_attn.layer_norm": "mixer_norm",
+    "dec_attn.layer_norm": "mixer_residual.norm",
     "pos_ff.CoreNet.0": "feed_forward.up",
     "pos_ff.CoreNet.3": "feed_forward.down",
-    "pos_ff.layer_norm": "feed_forward_norm",
+    "pos_ff.layer_norm": "feed_forward_residual.norm",
 }
 
 
@@ -44,33 +46,32 @@ def close(got, want, limit=1e-12):
 def pair():
     """The authors' arrays, and our model with its weights in float64."""
     arrays = golden()
-    layer = ResidualLayer.Config(
+    layer = DecoderLayer.Config(
         mixer=SoftmaxAttention.Config(num_heads=2, projection=Shared.Config(bias=False), bias=False),
         feed_forward=MLP.Config(hidden=24, activation="relu"),
-        wiring="post",
+        residual=PostNorm.Config(),
     )
     model = Decoder.Config(
-        vocab_size=17,
+        input=Tokens.Config(vocab_size=17, scale=True),
         dim=16,
         layers=(layer,) * 3,
         position=LearnedPerLayer.Config(max_length=6),
         head=LanguageModelHead.Config(bias=True),
         norm=None,
-        scale_embedding=True,
     ).build()
     weights = {
-        "embedding.weight": arrays["w.word_emb.emb_layers.0.weight"],
+        "input.embedding.weight": arrays["w.word_emb.emb_layers.0.weight"],
         "head.bias": arrays["w.crit.out_layers.0.bias"],
     }
     for index in range(3):
         place = f"w.layers.{index}"
         weights[f"position.tables.{index}"] = arrays["w.r_emb"][index].flatten(1)
         parts = [arrays[f"{place}.dec_attn.{name}_net.weight"] for name in ("q", "kv")]
-        weights[f"layers.{index}.mixer.projection.qkv.weight"] = torch.cat(parts)
+        weights[f"stack.layers.{index}.mixer.projection.qkv.weight"] = torch.cat(parts)
         for theirs, ours in RENAMED.items():
             for kind in ("weight", "bias"):
                 if (name := f"{place}.{theirs}.{kind}") in arrays:
-                    weights[f"layers.{index}.{ours}.{kind}"] = arrays[name]
+                    weights[f"stack.layers.{index}.{ours}.{kind}"] = arrays[name]
     model.double().load_state_dict(weights)
     return arrays, model
 

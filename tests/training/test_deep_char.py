@@ -37,7 +37,7 @@ def test_layer_l_of_n_stops_at_l_of_2n(depth: int) -> None:
 
 def pieces(model: Any, objective: DeepSupervision, tokens: Tensor) -> list[tuple[float, float]]:
     """For every layer, the mean cross-entropy of the next token and of the one after it."""
-    depth = len(model.layers)
+    depth = len(model.stack.layers)
     hidden, _, tapped = model.hidden(tokens[:, :-1], taps=tuple(range(depth - 1)))
     found = []
     for layer in range(depth):

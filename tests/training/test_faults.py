@@ -55,7 +55,7 @@ def run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("gpt", ["--set", "layers.*.mixer.num_head=2"], "'num_heads'"),
         ("gpt", ["--set", "layers.*.mixer.num_heads=two"], "whole number"),
         ("gpt", ["--set", "layers"], "path=value"),
-        ("gpt", ["--set", "vocab_size=100"], "256 tokens"),
+        ("gpt", ["--set", "input.vocab_size=100"], "256 tokens"),
         ("gpt", ["--lr", "fast"], "--lr"),
         ("gpt", ["--lerning-rate", "1"], "--help"),
         ("gpt", ["--length", "4096"], "positions end at 128"),
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_at_the_flush(corpus: Corpus, tmp_path: Path, monkey
 
 def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
     run = trainer(corpus, tmp_path, checkpoint_every=2, log_every=5)
-    weight = run.model.embedding.weight
+    weight = run.model.input.embedding.weight
     update, poisoned_before = run.update, 4
 
     def poison(step: int, rate: float, progress: float) -> tuple[torch.Tensor, torch.Tensor]:

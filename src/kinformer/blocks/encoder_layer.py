@@ -1,15 +1,15 @@
-"""The layer of an encoder: a mixer over the whole text and a feed-forward (see ``blocks.sublayers``)."""
+"""The layer of an encoder: a mixer over the whole text and a feed-forward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sublayers import Sublayers, check_dropout
+from kinformer.blocks.residual import PostNorm, ResidualConfig, check_dropout
+from kinformer.blocks.sublayers import Sublayers, fed
 from kinformer.core.config import Config
 from kinformer.core.encoder import EncoderMixerConfig, Text
 from kinformer.core.parts import FeedForwardConfig
@@ -33,7 +33,7 @@ class EncoderLayer(Sublayers):
         mixer: EncoderMixerConfig
         feed_forward: FeedForwardConfig = MLP.Config()
         norm: NormConfig = LayerNorm()
-        wiring: Literal["pre", "post"] = "post"
+        residual: ResidualConfig = PostNorm.Config()
         dropout: float = 0.0
 
         def __post_init__(self) -> None:
@@ -46,5 +46,5 @@ class EncoderLayer(Sublayers):
         super().__init__(config, config.mixer.build(dim), dim)
 
     def forward(self, x: Tensor, text: Text) -> Tensor:
-        x = self._added(x, self.mixer(self.mixer_norm(x) if self.pre else x, text), self.mixer_norm)
-        return self._fed(x, text.valid, self.feed_forward, self.feed_forward_norm)
+        x = self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
+        return fed(self.feed_forward_residual, self.feed_forward, x, text.valid)

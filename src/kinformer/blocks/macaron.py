@@ -14,19 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from kinformer.blocks.residual import ResidualLayer
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.sublayers import fed
 from kinformer.core.contract import Chunk
 
 HALF = 0.5
 
 
-class MacaronLayer(ResidualLayer):
+class MacaronLayer(DecoderLayer):
     """Feed-forward, mixer, feed-forward. ``feed_forward`` describes each of the two: at half the usual ``hidden`` the
-    layer has as many weights as the standard one. Its state is the tuple ``(mixer state,)``.
+    layer has as many weights as the standard one.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ResidualLayer.Config):
+    class Config(DecoderLayer.Config):
         kind = "macaron"
 
         def build(self, dim: int) -> MacaronLayer:
@@ -35,9 +36,9 @@ class MacaronLayer(ResidualLayer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = config.feed_forward.build(dim)
-        self.first_norm = config.norm.build(dim)
+        self.first_residual = config.residual.build(dim, config.norm, config.dropout)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        x = self._feed(chunk, self.first_feed_forward, self.first_norm, HALF)
-        x, mixed = self._mix(chunk._replace(x=x), state[0])
-        return self._feed(chunk._replace(x=x), self.feed_forward, self.feed_forward_norm, HALF), (mixed,)
+        x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
+        x, after = self._mixed(chunk._replace(x=x), state)
+        return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF), after

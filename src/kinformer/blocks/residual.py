@@ -1,73 +1,88 @@
-"""The standard layer of a decoder: a sequence mixer and a feed-forward sublayer (see ``blocks.sublayers``)."""
+"""How a sublayer meets the residual stream: where its norm stands, and what is added to what.
+
+    pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
+    post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
+
+Dropout falls on F's output, before the residual sum.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sublayers import Sublayers, check_dropout
+from kinformer.blocks.norms import NormConfig
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import FeedForwardConfig
 
 
-class LayerConfig(Config):
-    """``build(dim)``: a layer (chunk, state) -> (y, state); its state is a tuple of those of its sublayers."""
+class Residual(nn.Module):
+    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``."""
 
-    slot = "layer"
+    def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
+        super().__init__()
+        self.norm = norm.build(dim)
+        self.dropout = nn.Dropout(dropout) if dropout else None
 
-    def build(self, dim: int) -> nn.Module:
+    def enter(self, x: Tensor) -> Tensor:
+        """What the sublayer reads of the stream x [batch, time, dim]."""
+        raise NotImplementedError
+
+    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+        """The stream after the sublayer gave ``y``, of which ``share`` is added."""
+        raise NotImplementedError
+
+    def _sum(self, x: Tensor, y: Tensor, share: float) -> Tensor:
+        y = y if self.dropout is None else self.dropout(y)
+        return x + y if share == 1 else torch.add(x, y, alpha=share)
+
+
+class ResidualConfig(Config):
+    """``build(dim, norm, dropout)``: the residual of one sublayer."""
+
+    slot = "residual"
+
+    def build(self, dim: int, norm: NormConfig, dropout: float) -> Residual:
         raise NotImplementedError
 
 
-class ResidualLayer(Sublayers):
-    """Mixer, then feed-forward. Its state is the tuple ``(mixer state,)``."""
-
-    mixer: CausalMixer
+class PreNorm(Residual):
+    """x + F(norm(x))"""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(LayerConfig):
-        kind = "residual"
-        mixer: MixerConfig
-        feed_forward: FeedForwardConfig = MLP.Config()
-        norm: NormConfig = LayerNorm()
-        wiring: Literal["pre", "post"] = "pre"
-        dropout: float = 0.0
+    class Config(ResidualConfig):
+        kind = "pre"
 
-        def __post_init__(self) -> None:
-            check_dropout(self.dropout)
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> PreNorm:
+            return PreNorm(dim, norm, dropout)
 
-        def build(self, dim: int) -> ResidualLayer:
-            return ResidualLayer(self, dim)
+    def enter(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
-    def __init__(self, config: Config, dim: int) -> None:
-        mixer = config.mixer.build(dim)
-        if not isinstance(mixer, CausalMixer):
-            raise KinformerError(
-                f"the mixer {config.mixer.kind!r} reads the whole sequence at once, but a decoder's layer needs a "
-                "causal one; use it in an encoder."
-            )
-        super().__init__(config, mixer, dim)
+    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+        return self._sum(x, y, share)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[Any, ...]:
-        return (self.mixer.initial_state(batch, device=device, dtype=dtype),)
 
-    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        x, mixed = self._mix(chunk, state[0])
-        return self._feed(chunk._replace(x=x), self.feed_forward, self.feed_forward_norm), (mixed,)
+class PostNorm(Residual):
+    """norm(x + F(x))"""
 
-    def _mix(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
-        x = chunk.x
-        y, state = self.mixer(Chunk(self.mixer_norm(x) if self.pre else x, chunk.valid, chunk.reset), state)
-        return self._added(x, y, self.mixer_norm), state
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualConfig):
+        kind = "post"
 
-    def _feed(self, chunk: Chunk, feed_forward: nn.Module, norm: nn.Module, share: float = 1.0) -> Tensor:
-        return self._fed(chunk.x, chunk.valid, feed_forward, norm, share)
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> PostNorm:
+            return PostNorm(dim, norm, dropout)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+        return self.norm(self._sum(x, y, share))
+
+
+def check_dropout(dropout: float) -> None:
+    """Refuse a share of dropped numbers that is none."""
+    if not 0.0 <= dropout < 1.0:
+        raise KinformerError(f"dropout must be at least 0 and below 1, but is {dropout}.")

@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import Boom
+from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import LayerConfig
-from kinformer.blocks.sublayers import check_dropout
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig
+from kinformer.blocks.residual import check_dropout
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.parts import FeedForwardConfig
 
 
@@ -52,10 +51,9 @@ class ShaRnnLayer(nn.Module):
     def mixers(self) -> tuple[CausalMixer, ...]:
         return (self.mixer,) if self.attention is None else (self.mixer, self.attention)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[Any, ...]:
-        return tuple(mixer.initial_state(batch, device=device, dtype=dtype) for mixer in self.mixers)
+    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+        """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        return initial_states(self.mixers, batch, **options)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         h, recurrent = self.mixer(chunk._replace(x=self.mixer_norm(chunk.x)), state[0])

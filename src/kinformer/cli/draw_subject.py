@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.cli.draw_options import Options
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
 
 TITLE = 36
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
@@ -189,7 +189,7 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Opti
         if placed.part.kind != "none":
             subject.encodings.append(_encoding(placed, config, model))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
-        embedding = placed.part.build(config.vocab_size, config.dim) if model is None else model.embedding
+        embedding = placed.part.build(placed.owner.vocab_size, config.dim) if model is None else model.input.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_chosen(mixers, options), model):

@@ -67,12 +67,13 @@ def run(options: Options) -> int:
 
 def _parameters(model: Decoder | Encoder) -> dict[str, int]:
     """Parameters of each part, like parts of all layers together."""
-    from torch import nn
-
     parts: dict[str, int] = {}
     for name, child in model.named_children():
-        inner = [pair for layer in child for pair in layer.named_children()] if isinstance(child, nn.ModuleList) else []
-        for part, module in [(f"{name}.*.{part}", module) for part, module in inner] or [(name, child)]:
+        inner = [(name, child)]
+        if child is model.stack:
+            inner = [(f"layers.*.{part}", each) for unit in child.units for part, each in unit.named_children()]
+            inner.append(("shared", child.shared))
+        for part, module in inner:
             parts[part] = parts.get(part, 0) + sum(each.numel() for each in module.parameters())
     return {part: count for part, count in parts.items() if count}
 

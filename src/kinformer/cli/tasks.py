@@ -13,7 +13,7 @@ from kinformer.core.errors import KinformerError, choose
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
     from kinformer.data import Corpus, Edges, Labelled, Tokenizer
     from kinformer.family.record import Member
     from kinformer.family.runs import Run
@@ -94,16 +94,18 @@ def edges_of(config: ModelConfig) -> Edges:
     """What an encoder expects before and behind a text."""
     from kinformer.data import Edges
 
-    return Edges(getattr(config, "first_token", None), getattr(config, "last_token", None))
+    return Edges(getattr(config.input, "bos_token", None), getattr(config.input, "eos_token", None))
 
 
 def masking_of(config: ModelConfig, tokenizer: Tokenizer, share: float, whole_words: bool) -> Masking:
     """How tokens are hidden from an encoder."""
     from kinformer.tasks.masking import Masking, Words, ordinary
 
-    mask: int | None = getattr(config, "mask_token", None)
+    mask: int | None = getattr(config.input, "mask_token", None)
     if mask is None:
-        raise KinformerError("this model has no token that stands for a mask; give one, as in --set mask_token=103.")
+        raise KinformerError(
+            "this model has no token that stands for a mask; give one, as in --set input.mask_token=103."
+        )
     special = {token for token in (mask, *edges_of(config)) if token is not None}
     usual = ordinary(tokenizer.vocab_size, special)
     return Masking(mask, usual, share, Words.of(tokenizer) if whole_words else None)

@@ -22,7 +22,7 @@ from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
     from kinformer.cli.train_options import Options
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
 
 FIRST_CLASSES = 2
 _HEAD = "head."
@@ -99,7 +99,11 @@ def planned(
     else:
         config = model_config(base.model, f"{base.folder}: model")
         if base.member != options.member:
-            config = lift_config(config, configure(options.member, options.recipe, config.vocab_size), base.folder)
+            config = lift_config(
+                config,
+                configure(options.member, options.recipe, getattr(config.input, "vocab_size", None)),
+                base.folder,
+            )
     config = override(_with_head(config, task, classes), overrides(options.set), kinds())
     if base is not None and not TASKS[task].causal:
         check_lift(base.config, config, base.folder)

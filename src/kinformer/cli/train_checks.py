@@ -15,14 +15,14 @@ from kinformer.training.objectives import objective_of
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
-    from kinformer.core.parts import ModelConfig
+    pass
 
 
-def check_model(config: ModelConfig, ids: int, settings: Settings, group: Group) -> None:
+def check_model(config: Any, ids: int, settings: Settings, group: Group) -> None:
     """Refuse a model that cannot take the ids, the length or the kind of the data, the objective, several processes."""
-    if config.vocab_size < ids:
+    if config.input.vocab_size < ids:
         raise KinformerError(
-            f"--set vocab_size={config.vocab_size}: the tokenizer has {ids} tokens, and the model "
+            f"--set input.vocab_size={config.input.vocab_size}: the tokenizer has {ids} tokens, and the model "
             "needs as many; leave it out, or choose another tokenizer."
         )
     with torch.device("meta"):
@@ -42,12 +42,12 @@ def check_model(config: ModelConfig, ids: int, settings: Settings, group: Group)
 
 def check_special(config: Any, ids: int) -> None:
     """Refuse an encoder whose special tokens stand for something else in data that has no such tokens itself."""
-    for name in ("mask_token", "first_token", "last_token"):
-        token = getattr(config, name, None)
+    for name in ("mask_token", "bos_token", "eos_token"):
+        token = getattr(config.input, name, None)
         if token is not None and token < ids:
             raise KinformerError(
                 f"{name} is {token}, but the data has {ids} ids of its own below that; begin with another run, or give "
-                f"--set {name}={ids} or higher, below vocab_size."
+                f"--set input.{name}={ids} or higher, below vocab_size."
             )
 
 

@@ -20,7 +20,7 @@ from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
     from kinformer.cli.train_options import Options
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",

@@ -18,6 +18,7 @@ Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,13 @@ class Chunk(NamedTuple):
     ``valid``  [batch, time] bool or None (all valid): False marks padding. Inside the model the valid tokens of a
                row are a prefix of the chunk; :func:`left_align` makes them so at the model's edge.
     ``reset``  [batch, time] bool or None (never): this token begins a new sequence in its row.
+    ``positions``  [batch, time] int64 or None: what :func:`positions_of` gives, where the model knows it already.
     """
 
     x: Tensor
     valid: Tensor | None = None
     reset: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class CausalMixer(nn.Module):
@@ -58,6 +61,8 @@ class CausalMixer(nn.Module):
     growth: str = "constant"
     even_costs: bool = True
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
+    reads_source: bool = False
+    """``initial_state`` also takes ``source`` and ``source_valid``, the sequence that all queries look at."""
 
     @property
     def retained(self) -> int | None:
@@ -84,6 +89,23 @@ class MixerConfig(Config):
 
     def build(self, dim: int) -> CausalMixer:
         raise NotImplementedError
+
+
+def initial_states(
+    mixers: Iterable[CausalMixer],
+    batch: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    source: Tensor | None = None,
+    source_valid: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The states of ``batch`` new sequences, one per mixer; those that read a source get it, [batch, length, width]."""
+    given = {"source": source, "source_valid": source_valid}
+    return tuple(
+        mixer.initial_state(batch, device=device, dtype=dtype, **given if mixer.reads_source else {})
+        for mixer in mixers
+    )
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -115,8 +137,11 @@ def real_resets(chunk: Chunk) -> Tensor | None:
 def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
     """Position of every token of the chunk within its own sequence, [batch, time] int64.
 
-    ``seen`` [batch] counts the tokens that the row's current sequence had before this chunk.
+    ``seen`` [batch] counts the tokens that the row's current sequence had before this chunk. A model computes them once
+    for all its layers and hands them on in the chunk.
     """
+    if chunk.positions is not None:
+        return chunk.positions
     time = chunk.x.shape[1]
     index = torch.arange(time, device=seen.device)
     reset = real_resets(chunk)
@@ -141,6 +166,19 @@ class Alignment(NamedTuple):
     order: Tensor
     inverse: Tensor
     valid: Tensor
+
+    def align(self, x: Tensor) -> Tensor:
+        """``x`` [batch, time, ...] in the aligned order."""
+        return _gathered(x, self.order)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """``x`` [batch, time, ...] in the caller's order, zero where it is not valid."""
+        return _gathered(select_valid(x, self.valid), self.inverse)
+
+
+def _gathered(x: Tensor, order: Tensor) -> Tensor:
+    """Rows of ``x`` [batch, time, ...] gathered by ``order`` [batch, time]."""
+    return x.gather(1, order.reshape(*order.shape, *([1] * (x.dim() - 2))).expand(-1, -1, *x.shape[2:]))
 
 
 def left_align(valid: Tensor) -> Alignment:

@@ -6,12 +6,13 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input
 from kinformer.core.pattern import Pattern
 
 
@@ -237,37 +238,28 @@ class EmbeddingConfig(Config):
         raise NotImplementedError
 
 
-class ModelConfig(Config):
-    """``build()``: a whole model. Each of ``layers`` is a config too."""
-
-    slot = "model"
-
-    if TYPE_CHECKING:
-        vocab_size: int
-        dim: int
-        layers: tuple[Config, ...]
-
-    def build(self) -> Any:
-        raise NotImplementedError
-
-
 class HeadConfig(Config):
-    """``build(dim, vocab_size)``: a module (hidden [batch, time, dim], embedding weight [vocab, dim]) -> logits."""
+    """``build(dim, input)``: a module (hidden_states [batch, time, dim], input, valid or None) -> logits.
+
+    ``input`` is the model's ``core.input.Input``; a tied head reads its table. Logits are of positions [batch, time,
+    ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
+    """
 
     slot = "head"
+    per_position: ClassVar[bool] = True
 
-    def build(self, dim: int, vocab_size: int) -> nn.Module:
+    def build(self, dim: int, input: Input) -> nn.Module:
         raise NotImplementedError
 
 
-class EncoderHeadConfig(Config):
-    """``build(dim, vocab_size)``: a module (hidden [batch, time, dim], embedding weight [vocab, dim], valid or None) ->
-    logits, of tokens [batch, time, ...] or of texts [batch, ...]."""
-
-    slot = "encoder_head"
-
-    def build(self, dim: int, vocab_size: int) -> nn.Module:
-        raise NotImplementedError
+def vocab_size_of(input: Input, head: HeadConfig) -> int:
+    """How many token ids ``input`` knows, for a ``head`` that predicts them; one that knows none is refused."""
+    if input.vocab_size is None:
+        raise KinformerError(
+            f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "
+            "tokens, or another head."
+        )
+    return input.vocab_size
 
 
 def head_width(dim: int, num_heads: int) -> int:

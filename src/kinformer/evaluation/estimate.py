@@ -18,10 +18,11 @@ import torch
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
+from kinformer.core.model import units_of
 from kinformer.core.pattern import Pattern
 from kinformer.evaluation.estimate_checkpoint import held_bytes, is_checkpointed, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
-from kinformer.evaluation.estimate_parts import Costs, measure, measure_state
+from kinformer.evaluation.estimate_parts import Costs, distinct, measure, measure_state
 from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
@@ -78,7 +79,7 @@ def estimate(
     if is_checkpointed(config):
         handed = _handed_on(config, model, batch, length, precision)
         held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
-        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, handed), len(config.layers))
+        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, handed), len(config.uses))
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -110,13 +111,14 @@ def optimizer_bytes(model: Any, optimizer: str) -> int:
     Tables with sparse gradients have an Adam of their own.
     """
     total, tables = 0, sparse_tables(model)
-    for name, parameter in model.named_parameters():
+    inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
+    for parameter in model.parameters():
         matrix = parameter.dim() >= 2
         if parameter in tables:
             numbers = 2 * parameter.numel()
         elif optimizer == "adafactor" and matrix:
             numbers = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
-        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and name.startswith("layers."))):
+        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and parameter in inner)):
             numbers = 2 * parameter.numel()
         else:
             numbers = parameter.numel()
@@ -155,7 +157,7 @@ def _window(module: Any) -> int:
 
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
     """The costs of the model of distinct layers."""
-    single = config.replace(layers=tuple(dict.fromkeys(config.layers)))
+    single = distinct(config)
     measures = [measure, measure_held] if is_checkpointed(config) else [measure]
     costs: Costs = {}
     for one in measures:
@@ -177,10 +179,9 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
 
 def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of the state, like layers multiplied."""
-    layers = Counter(config.layers)
-    single = config.replace(layers=tuple(layers))
+    layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, _horizon(model))
-    times = {f"layers.{index}": count for index, count in enumerate(layers.values())}
+    times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
     return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
 
 
@@ -190,7 +191,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
     for index, layer in enumerate(config.layers):
         alike.setdefault(layer, []).append(index)
     groups = list(alike.values())
-    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    group_of, uses = {index: number for number, group in enumerate(groups) for index in group}, Counter(config.uses)
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         parameters[_part(name.split("."), group_of)] += parameter.numel()
@@ -200,7 +201,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
             group = groups[int(number)]
-            label, count = ".".join(["layers", _span(group), *rest]), len(group)
+            label, count = ".".join(["layers", _span(group), *rest]), uses[config.layers[group[0]]]
         forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
         rows.append(
             Part(
@@ -217,7 +218,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
 
 def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
     """Bytes that layers beyond the first of each kind leave until the loss is known: states, and autocast's copies."""
-    single = config.replace(layers=tuple(dict.fromkeys(config.layers)))
+    single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(each, model, batch, length, dtype) for each in (config, single))
     if precision == "fp32":
@@ -236,9 +237,9 @@ def _with_checkpoints(rows: list[Part], held: int, depth: int) -> list[Part]:
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:
     """The part that owns a parameter, in the model of distinct layers."""
-    if path[0] != "layers":
+    if path[0] != "stack":
         return path[0]
-    return ".".join(["layers", str(group_of[int(path[1])]), path[2]])
+    return ".".join(["layers", str(group_of[int(path[2])]), path[3]]) if path[1] == "layers" else path[1]
 
 
 def _span(indices: list[int]) -> str:

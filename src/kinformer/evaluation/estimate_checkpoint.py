@@ -49,7 +49,7 @@ class Live(TorchDispatchMode):
 
 def is_checkpointed(config: Any) -> bool:
     """Whether a model config asks for gradient checkpointing."""
-    return bool(getattr(config, "checkpoint", False))
+    return config.stack.checkpoint
 
 
 def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
@@ -81,5 +81,5 @@ def held_bytes(config: Any, held: Mapping[str, int], tokens: int, handed: int) -
     handed: what further layers leave until the loss is known; they keep their inputs until their backward (the residual
     stream is float32 also under autocast).
     """
-    further = FLOAT * tokens * config.dim * (len(config.layers) - len(set(config.layers)))
+    further = FLOAT * tokens * config.dim * (len(config.uses) - len(set(config.layers)))
     return further + max(held["loss"] + handed, held["backward"])

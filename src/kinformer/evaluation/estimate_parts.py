@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
+from kinformer.core.model import units_of
+from kinformer.core.stack import Stack, StackConfig
 
 Costs = dict[tuple[str, str], int]
 """Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
@@ -92,14 +94,19 @@ class _Ledger:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model by name: its children, its layers and their children."""
-    for name, child in model.named_children():
-        if not isinstance(child, nn.ModuleList):
-            yield name, child
-            continue
-        for index, layer in child.named_children():
-            yield f"{name}.{index}", layer
-            yield from ((f"{name}.{index}.{sub}", module) for sub, module in layer.named_children())
+    """The parts of a model by name: its children but the stack, and that one's layers with their children."""
+    units = units_of(model)
+    yield from ((name, child) for name, child in model.named_children() if not (units and name == "stack"))
+    for index, layer in enumerate(units):
+        yield f"layers.{index}", layer
+        yield from ((f"layers.{index}.{name}", child) for name, child in layer.named_children())
+    yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
+
+
+def distinct(config: Any) -> Any:
+    """The model config with each distinct layer once."""
+    stack = StackConfig(checkpoint=config.stack.checkpoint)
+    return config.replace(layers=tuple(dict.fromkeys(config.layers)), stack=stack)
 
 
 def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
@@ -146,20 +153,20 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
     """A model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
 
     Imitated tensors give kernels no seed, so that there only dropout modules, whose masks are saved, stay in training
-    mode, and the model itself, whose mode decides on checkpoints.
+    mode, and the stack, whose mode decides on checkpoints.
     """
-    tokens = torch.empty(batch, length, dtype=torch.int64, device=device)
+    tokens = model.input.example(batch, length, device)
     if device != "meta":
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         for module in model.modules():
-            module.training = isinstance(module, nn.Dropout) or module is model
+            module.training = isinstance(module, nn.Dropout | Stack)
     return model, tokens
 
 
 def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:
     """Bytes (``state``) of every layer's state, and of the rest, after ``length`` tokens with weights of ``dtype``."""
     model = without_data(config).to(dtype).eval()
-    tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    tokens = model.input.example(batch, length, "meta")
     with torch.no_grad():
         _, state = outputs(model, tokens)
     if state is None:

@@ -29,8 +29,8 @@ def rules_of_thumb(config: Any, *, length: int, batch: int, optimizer_bytes: int
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
     if heads is None:
         return None
-    depth, width, narrow = len(config.layers), config.dim, precision == "bf16-mixed"
-    parameters = config.vocab_size * width + 12 * depth * width**2
+    depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
+    parameters = config.input.vocab_size * width + 12 * depth * width**2
     activations = (2 if narrow else 4) * batch * length * depth * (14 * width + length * heads)
     return Rules(
         parameters=parameters,

@@ -48,7 +48,7 @@ class Usages:
                 continue
             shares = weights[weights > 0] / total
             kl = log(len(weights)) + float((shares * shares.log()).sum())
-            part = name.removesuffix(".values")
+            part = name.removesuffix(".values").removeprefix("stack.")
             found.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
         return tuple(found)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from kinformer.blocks.feed_forward import Activation
     from kinformer.blocks.initialise import Initialisation
+    from kinformer.blocks.residual import ResidualConfig
     from kinformer.core.contract import MixerConfig
     from kinformer.core.encoder import EncoderMixerConfig
     from kinformer.core.parts import HeadConfig, PositionConfig
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a recipe; ``hidden`` is the feed-forward's width, 4 * dim if not given."""
+    """Sizes of a recipe. ``hidden``: the feed-forward's width, 4 * dim if not given; ``residual``: where norms are."""
 
     dim: int
     depth: int
     num_heads: int
     hidden: int | None = None
-    wiring: Literal["pre", "post"] = "pre"
+    residual: Literal["pre", "post"] = "pre"
     activation: Activation = "gelu"
+
+
+def residual(name: Literal["pre", "post"]) -> ResidualConfig:
+    """The residual with the norm before (pre) or behind (post) every sublayer."""
+    from kinformer.blocks.residual import PostNorm, PreNorm
+
+    return PreNorm.Config() if name == "pre" else PostNorm.Config()
 
 
 def encoder(
@@ -33,31 +41,39 @@ def encoder(
     vocab_size: int,
     mixers: Sequence[EncoderMixerConfig],
     position: PositionConfig,
+    types: int = 0,
     **settings: Any,
 ) -> Encoder.Config:
     """``shape.depth`` layers, their mixers taken in turns, below a masked-language-model head.
 
-    The last three ids of the vocabulary are the mask, [CLS] and [SEP]. ``settings`` are further fields of the config.
+    The last three ids of the vocabulary are the mask, [CLS] and [SEP]; ``types``: of tokens. ``settings`` are further
+    fields of the config.
     """
     from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
     from kinformer.heads.masked_language import MaskedLanguageHead
+    from kinformer.inputs.tokens import Tokens
     from kinformer.models.encoder import Encoder
 
     feed_forward = MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation)
     layers = tuple(
-        EncoderLayer.Config(mixer=mixers[index % len(mixers)], feed_forward=feed_forward, wiring=shape.wiring)
+        EncoderLayer.Config(
+            mixer=mixers[index % len(mixers)], feed_forward=feed_forward, residual=residual(shape.residual)
+        )
         for index in range(shape.depth)
     )
     return Encoder.Config(
-        vocab_size=vocab_size,
+        input=Tokens.Config(
+            vocab_size=vocab_size,
+            types=types,
+            mask_token=vocab_size - 3,
+            bos_token=vocab_size - 2,
+            eos_token=vocab_size - 1,
+        ),
         dim=shape.dim,
         layers=layers,
         position=position,
         head=MaskedLanguageHead.Config(),
-        mask_token=vocab_size - 3,
-        first_token=vocab_size - 2,
-        last_token=vocab_size - 1,
         **settings,
     )
 
@@ -69,19 +85,21 @@ def decoder(
     position: PositionConfig,
     head: HeadConfig,
     initialisation: Initialisation,
+    scale: bool = False,
 ) -> Decoder.Config:
-    """``shape.depth`` layers of ``mixer`` and a feed-forward."""
+    """``shape.depth`` layers of ``mixer`` and a feed-forward; ``scale``: embeddings are multiplied by sqrt(dim)."""
     from kinformer.blocks.feed_forward import MLP
-    from kinformer.blocks.residual import ResidualLayer
+    from kinformer.blocks.layer import DecoderLayer
+    from kinformer.inputs.tokens import Tokens
     from kinformer.models.decoder import Decoder
 
-    layer = ResidualLayer.Config(
+    layer = DecoderLayer.Config(
         mixer=mixer,
         feed_forward=MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation),
-        wiring=shape.wiring,
+        residual=residual(shape.residual),
     )
     return Decoder.Config(
-        vocab_size=vocab_size,
+        input=Tokens.Config(vocab_size=vocab_size, scale=scale),
         dim=shape.dim,
         layers=(layer,) * shape.depth,
         position=position,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, max_length: int = 512, vocab_size: int = 259, token_types: int = 0) -> Recipe:
+def _recipe(shape: Shape, max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.positions.learned import Learned
@@ -21,14 +21,14 @@ def _recipe(shape: Shape, max_length: int = 512, vocab_size: int = 259, token_ty
             vocab or vocab_size,
             mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads)],
             position=Learned.Config(max_length=max_length),
-            token_types=token_types,
+            types=types,
         )
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post")
+    return Shape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(
@@ -50,7 +50,7 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),
         "benchmark": _recipe(_shape(256, 4, 4), max_length=4096),
-        "paper": _recipe(_shape(768, 12, 12), vocab_size=30522, token_types=2),
-        "paper-large": _recipe(_shape(1024, 24, 16), vocab_size=30522, token_types=2),
+        "paper": _recipe(_shape(768, 12, 12), vocab_size=30522, types=2),
+        "paper-large": _recipe(_shape(1024, 24, 16), vocab_size=30522, types=2),
     },
 )

@@ -18,7 +18,7 @@ def _recipe(
     max_length: int,
     extra: int = 0,
     vocab_size: int = 259,
-    token_types: int = 0,
+    types: int = 0,
 ) -> Recipe:
     """With ``extra`` global tokens on the side, or else the first and the last block for all."""
 
@@ -38,14 +38,14 @@ def _recipe(
             mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=each) for each in patterns],
             position=Learned.Config(max_length=max_length),
             side=Extra.Config(count=extra) if extra else None,
-            token_types=token_types,
+            types=types,
         )
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post")
+    return Shape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(
@@ -70,8 +70,8 @@ MEMBER = Member(
         "tiny-etc": _recipe(_shape(32, 2, 2), 4, 1, 128, extra=3),
         "small": _recipe(_shape(256, 4, 4), 16, 3, 4096),
         "benchmark": _recipe(_shape(256, 4, 4), 64, 3, 4096),
-        "paper": _recipe(_shape(768, 12, 12), 64, 3, 4096, vocab_size=50358, token_types=2),
-        "paper-etc": _recipe(_shape(768, 12, 12), 84, 0, 4096, extra=256, vocab_size=50358, token_types=2),
-        "paper-large": _recipe(_shape(1024, 24, 16), 64, 3, 4096, vocab_size=50358, token_types=2),
+        "paper": _recipe(_shape(768, 12, 12), 64, 3, 4096, vocab_size=50358, types=2),
+        "paper-etc": _recipe(_shape(768, 12, 12), 84, 0, 4096, extra=256, vocab_size=50358, types=2),
+        "paper-large": _recipe(_shape(1024, 24, 16), 64, 3, 4096, vocab_size=50358, types=2),
     },
 )

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(
-    shape: Shape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, token_types: int = 0
-) -> Recipe:
+def _recipe(shape: Shape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
     """``heads``: how many see the own block, how many the next, and so on round all blocks."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
@@ -37,14 +35,14 @@ def _recipe(
                 )
             ],
             position=Learned.Config(max_length=max_length),
-            token_types=token_types,
+            types=types,
         )
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post")
+    return Shape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(
@@ -66,7 +64,7 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2), (1, 1), max_length=128),
         "small": _recipe(_shape(256, 4, 4), (3, 1)),
         "benchmark": _recipe(_shape(256, 4, 4), (3, 1), max_length=4096),
-        "paper": _recipe(_shape(768, 12, 12), (10, 2), max_length=1024, vocab_size=30522, token_types=2),
-        "paper-three": _recipe(_shape(768, 12, 12), (8, 2, 2), max_length=1024, vocab_size=30522, token_types=2),
+        "paper": _recipe(_shape(768, 12, 12), (10, 2), max_length=1024, vocab_size=30522, types=2),
+        "paper-three": _recipe(_shape(768, 12, 12), (8, 2, 2), max_length=1024, vocab_size=30522, types=2),
     },
 )

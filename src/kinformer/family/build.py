@@ -7,7 +7,7 @@ from typing import Any
 
 from kinformer.core.config import from_dict, override
 from kinformer.core.errors import choose
-from kinformer.core.parts import ModelConfig
+from kinformer.core.model import ModelConfig
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape
+from kinformer.family.assemble import Shape, residual
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def _recipe(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.layer import DecoderLayer
         from kinformer.blocks.norms import LayerNorm
-        from kinformer.blocks.residual import ResidualLayer
         from kinformer.heads.modulus import ModulusHead
+        from kinformer.inputs.tokens import Tokens
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.models.decoder import Decoder
         from kinformer.positions.complex_order import ComplexOrder
@@ -25,22 +26,21 @@ def _recipe(shape: Shape) -> Recipe:
         from kinformer.scores.modulus import Modulus
 
         norm = LayerNorm(slices=2)
-        layer = ResidualLayer.Config(
+        layer = DecoderLayer.Config(
             mixer=SoftmaxAttention.Config(
                 num_heads=shape.num_heads, projection=Complex.Config(), score=Modulus.Config()
             ),
             feed_forward=MLP.Config(hidden=shape.hidden, activation=shape.activation, slices=2),
             norm=norm,
-            wiring=shape.wiring,
+            residual=residual(shape.residual),
         )
         return Decoder.Config(
-            vocab_size=vocab or 256,
+            input=Tokens.Config(vocab_size=vocab or 256, embedding=ComplexOrder.Config()),
             dim=shape.dim,
             layers=(layer,) * shape.depth,
             position=NoPosition.Config(),
-            embedding=ComplexOrder.Config(),
             head=ModulusHead.Config(),
-            norm=None if shape.wiring == "post" else norm,
+            norm=None if shape.residual == "post" else norm,
         )
 
     return recipe
@@ -68,6 +68,6 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2, hidden=64)),
         "small": _recipe(Shape(512, 4, 4, hidden=1024)),
         "benchmark": _recipe(Shape(256, 4, 4, hidden=1024, activation="relu")),
-        "paper": _recipe(Shape(1024, 6, 8, hidden=2048, wiring="post", activation="relu")),
+        "paper": _recipe(Shape(1024, 6, 8, hidden=2048, residual="post", activation="relu")),
     },
 )

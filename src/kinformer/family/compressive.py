@@ -36,13 +36,14 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
             position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
-        ).replace(norm=None, scale_embedding=True)
+            scale=True,
+        ).replace(norm=None)
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, wiring="post", activation="relu")
+    return Shape(dim, depth, num_heads, hidden, residual="post", activation="relu")
 
 
 MEMBER = Member(

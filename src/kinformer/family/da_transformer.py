@@ -50,6 +50,6 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(256, 1, 16, wiring="post", activation="relu")),
+        "paper": _recipe(Shape(256, 1, 16, residual="post", activation="relu")),
     },
 )

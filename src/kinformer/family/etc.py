@@ -21,7 +21,7 @@ def _recipe(
     *,
     ids: int | None = None,
     vocab_size: int = 259,
-    token_types: int = 0,
+    types: int = 0,
 ) -> Recipe:
     """``radius``: how far a token sees on either side; ``unit``: tokens that a global one stands for."""
 
@@ -43,7 +43,7 @@ def _recipe(
             position=NoPosition.Config(),
             side=Units.Config(length=unit),
             embedding_norm=LayerNorm(eps=EPS),
-            token_types=token_types,
+            types=types,
         )
         return config.replace(
             layers=tuple(layer.replace(norm=LayerNorm(eps=EPS)) for layer in config.layers),
@@ -54,7 +54,7 @@ def _recipe(
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post")
+    return Shape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(
@@ -77,7 +77,7 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2), radius=4, max_distance=3, unit=8),
         "small": _recipe(_shape(256, 4, 4), radius=64, max_distance=12, unit=64),
         "benchmark": _recipe(_shape(256, 4, 4), radius=84, max_distance=12, unit=64),
-        "paper": _recipe(_shape(768, 12, 12), 84, 12, unit=16, ids=32, vocab_size=30522, token_types=16),
-        "paper-large": _recipe(_shape(1024, 24, 16), 169, 24, unit=16, vocab_size=50265, token_types=16),
+        "paper": _recipe(_shape(768, 12, 12), 84, 12, unit=16, ids=32, vocab_size=30522, types=16),
+        "paper-large": _recipe(_shape(1024, 24, 16), 169, 24, unit=16, vocab_size=50265, types=16),
     },
 )

@@ -30,13 +30,14 @@ def _recipe(shape: Shape, **pattern: Any) -> Recipe:
             position=Sinusoidal.Config(),
             head=LanguageModelHead.Config(tied=False, bias=True),
             initialisation=Initialisation(scheme="xavier"),
-        ).replace(norm=None, scale_embedding=True)
+            scale=True,
+        ).replace(norm=None)
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post", activation="relu")
+    return Shape(dim, depth, num_heads, residual="post", activation="relu")
 
 
 def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, int]:

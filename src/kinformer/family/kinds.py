@@ -10,17 +10,24 @@ from kinformer.core.config import Config
 @cache
 def kinds() -> dict[str, dict[str, type[Config]]]:
     """Slot -> kind -> config class."""
-    from kinformer.blocks import embedding, embedding_adaptive, feed_forward, macaron, norms, residual
+    from kinformer.blocks import feed_forward, layer, macaron, norms, residual
     from kinformer.heads import adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head
+    from kinformer.inputs import adaptive as adaptive_embedding
+    from kinformer.inputs import lookup, tokens
     from kinformer.memory import compression, product_keys
     from kinformer.mixers import compressive, cross, fast_weight, linear, segment_memory, softmax
     from kinformer.models import decoder
+    from kinformer.stacks import sequential
 
     classes: list[type[Config]] = [
         decoder.Decoder.Config,
+        tokens.Tokens.Config,
+        sequential.Sequential.Config,
         *_encoders(),
-        residual.ResidualLayer.Config,
+        layer.DecoderLayer.Config,
+        residual.PreNorm.Config,
+        residual.PostNorm.Config,
         macaron.MacaronLayer.Config,
         softmax.SoftmaxAttention.Config,
         segment_memory.SegmentMemory.Config,
@@ -42,8 +49,8 @@ def kinds() -> dict[str, dict[str, type[Config]]]:
         *_positions(),
         *_patterns(),
         *_other_parts(),
-        embedding.Lookup.Config,
-        embedding_adaptive.AdaptiveEmbedding.Config,
+        lookup.Lookup.Config,
+        adaptive_embedding.AdaptiveEmbedding.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         modulus_head.ModulusHead.Config,

@@ -25,9 +25,10 @@ def _recipe(shape: Shape, vocab_size: int = 256, dropout: float = 0.0) -> Recipe
             position=Sinusoidal.Config(),
             head=LanguageModelHead.Config(tied=True),
             initialisation=Initialisation(),
+            scale=True,
         )
         layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        return config.replace(layers=layers, scale_embedding=True)
+        return config.replace(layers=layers)
 
     return recipe
 

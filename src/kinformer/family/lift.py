@@ -19,15 +19,17 @@ from kinformer.family.runs import WEIGHTS, open_run, weight_shapes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
     from kinformer.models.encoder import Encoder
 
 POSITIONS, HEAD = "position.table", "head."
-NEW = re.compile(r"side\.|layers\.\d+\.mixer\.(side_)?relations\.")
+NEW = re.compile(r"side\.|stack\.layers\.\d+\.mixer\.(side_)?relations\.")
 """Weights that no short model has anything for."""
 
 QKV = ("query", "key", "value")
-COPIES = re.compile(r"(layers\.\d+\.mixer\.)(?:(projection\.)(?:apart\.(qkv|query|key|value)|l2g|g2l)|side_out)\.(\w+)")
+COPIES = re.compile(
+    r"(stack\.layers\.\d+\.mixer\.)(?:(projection\.)(?:apart\.(qkv|query|key|value)|l2g|g2l)|side_out)\.(\w+)"
+)
 """Further projections of a layer, and further output projections."""
 
 FROM, TO = ("bidirectional",), ("bidirectional", "etc")

@@ -37,9 +37,10 @@ def _recipe(shape: Shape, window: int) -> Recipe:
 def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.blocks.feed_forward import SwiGLU
     from kinformer.blocks.initialise import Initialisation
+    from kinformer.blocks.layer import DecoderLayer
     from kinformer.blocks.norms import RMSNorm
-    from kinformer.blocks.residual import ResidualLayer
     from kinformer.heads.language import LanguageModelHead
+    from kinformer.inputs.tokens import Tokens
     from kinformer.mixers.softmax import SoftmaxAttention
     from kinformer.models.decoder import Decoder
     from kinformer.patterns.local import Local
@@ -55,9 +56,9 @@ def _paper(vocab: int | None) -> Decoder.Config:
         pattern=Local.Config(window=4096),
         bias=False,
     )
-    layer = ResidualLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden=14336), norm=norm)
+    layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden=14336), norm=norm)
     return Decoder.Config(
-        vocab_size=vocab or 32000,
+        input=Tokens.Config(vocab_size=vocab or 32000),
         dim=4096,
         layers=(layer,) * 32,
         position=NoPosition.Config(),

@@ -42,7 +42,7 @@ def _recipe(
 
 
 def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, wiring="post")
+    return Shape(dim, depth, num_heads, hidden, residual="post")
 
 
 MEMBER = Member(

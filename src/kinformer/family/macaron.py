@@ -16,6 +16,7 @@ def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> Reci
         from kinformer.blocks.initialise import Initialisation
         from kinformer.blocks.macaron import MacaronLayer
         from kinformer.heads.language import LanguageModelHead
+        from kinformer.inputs.tokens import Tokens
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.models.decoder import Decoder
         from kinformer.positions.sinusoidal import Sinusoidal
@@ -25,13 +26,12 @@ def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> Reci
             feed_forward=MLP.Config(hidden=2 * dim, activation="relu"),
         )
         return Decoder.Config(
-            vocab_size=vocab or vocab_size,
+            input=Tokens.Config(vocab_size=vocab or vocab_size, scale=True),
             dim=dim,
             layers=(layer,) * depth,
             position=Sinusoidal.Config(),
             head=LanguageModelHead.Config(tied=True),
             initialisation=Initialisation(scheme="xavier"),
-            scale_embedding=True,
         )
 
     return recipe

@@ -27,7 +27,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.memory.product_keys import ProductKeys
 
     memory = ProductKeys.Config(num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch")
-    return _with_memories(Shape(1024, 12, 16, wiring="post"), vocab or 60_000, (4,), memory, max_length=512)
+    return _with_memories(Shape(1024, 12, 16, residual="post"), vocab or 60_000, (4,), memory, max_length=512)
 
 
 def _with_memories(
@@ -40,7 +40,7 @@ def _with_memories(
     from kinformer.positions.none import NoPosition
     from kinformer.positions.rope import Rope
 
-    published = shape.wiring == "post"
+    published = shape.residual == "post"
     config = decoder(
         shape,
         vocab,

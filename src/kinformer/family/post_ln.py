@@ -25,13 +25,14 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
             position=Sinusoidal.Config(),
             head=LanguageModelHead.Config(tied=True),
             initialisation=Initialisation(scheme="xavier"),
-        ).replace(norm=None, scale_embedding=True)
+            scale=True,
+        ).replace(norm=None)
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, wiring="post", activation="relu")
+    return Shape(dim, depth, num_heads, residual="post", activation="relu")
 
 
 MEMBER = Member(

@@ -25,9 +25,9 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
             position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(scale_residual=shape.wiring == "pre"),
+            initialisation=Initialisation(scale_residual=shape.residual == "pre"),
         )
-        return config if shape.wiring == "pre" else config.replace(norm=None)
+        return config if shape.residual == "pre" else config.replace(norm=None)
 
     return recipe
 
@@ -50,6 +50,6 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(768, 12, 12, wiring="post"), vocab_size=50000),
+        "paper": _recipe(Shape(768, 12, 12, residual="post"), vocab_size=50000),
     },
 )

@@ -17,7 +17,7 @@ from kinformer.core.files import DIGEST, digest, load_tensors, load_weights, rea
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -18,6 +18,7 @@ def _recipe(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.blocks.sha_rnn import ShaRnnLayer
         from kinformer.heads.language import LanguageModelHead
+        from kinformer.inputs.tokens import Tokens
         from kinformer.mixers.lstm import LSTM
         from kinformer.mixers.single_head import SingleHead
         from kinformer.models.decoder import Decoder
@@ -28,7 +29,7 @@ def _recipe(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size:
         layers = [layer] * depth
         layers[-2] = layer.replace(attention=SingleHead.Config(memory=memory, dropout=dropout))
         return Decoder.Config(
-            vocab_size=vocab or vocab_size,
+            input=Tokens.Config(vocab_size=vocab or vocab_size),
             dim=dim,
             layers=tuple(layers),
             position=NoPosition.Config(),

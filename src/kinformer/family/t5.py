@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
+        from kinformer.blocks.layer import DecoderLayer
         from kinformer.blocks.norms import RMSNorm
-        from kinformer.blocks.residual import ResidualLayer
         from kinformer.heads.language import LanguageModelHead
+        from kinformer.inputs.tokens import Tokens
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.models.decoder import Decoder
         from kinformer.positions.none import NoPosition
@@ -32,9 +33,9 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
             bias=False,
         )
         feed_forward = MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation, bias=False)
-        layer = ResidualLayer.Config(mixer=attention, feed_forward=feed_forward, norm=RMSNorm(), wiring=shape.wiring)
+        layer = DecoderLayer.Config(mixer=attention, feed_forward=feed_forward, norm=RMSNorm())
         return Decoder.Config(
-            vocab_size=vocab or vocab_size,
+            input=Tokens.Config(vocab_size=vocab or vocab_size),
             dim=shape.dim,
             layers=(layer,) * shape.depth,
             position=NoPosition.Config(),

@@ -8,7 +8,7 @@ from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
-    from kinformer.core.parts import ModelConfig
+    from kinformer.core.model import ModelConfig
     from kinformer.models.decoder import Decoder
 
 
@@ -31,7 +31,8 @@ def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int
             position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
-        ).replace(norm=None, scale_embedding=True)
+            scale=True,
+        ).replace(norm=None)
 
     return recipe
 
@@ -44,21 +45,23 @@ def _words(shape: Shape, segment: int, head_dim: int, divisor: int) -> Recipe:
     letters = _recipe(shape, segment, head_dim=head_dim)
 
     def recipe(vocab: int | None) -> ModelConfig:
-        from kinformer.blocks.embedding import Lookup
-        from kinformer.blocks.embedding_adaptive import AdaptiveEmbedding
         from kinformer.heads.adaptive import AdaptiveSoftmax
+        from kinformer.inputs.adaptive import AdaptiveEmbedding
+        from kinformer.inputs.lookup import Lookup
 
         size = vocab or 267735
         cutoffs = tuple(cutoff for cutoff in WORD_CUTOFFS if cutoff < size)
         table = Lookup.Config() if divisor == 1 else AdaptiveEmbedding.Config(cutoffs=cutoffs, divisor=divisor)
         config: Any = letters(size)
-        return config.replace(embedding=table, head=AdaptiveSoftmax.Config(cutoffs=cutoffs, divisor=divisor))
+        return config.replace(
+            input=config.input.replace(embedding=table), head=AdaptiveSoftmax.Config(cutoffs=cutoffs, divisor=divisor)
+        )
 
     return recipe
 
 
 def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, wiring="post", activation="relu")
+    return Shape(dim, depth, num_heads, hidden, residual="post", activation="relu")
 
 
 MEMBER = Member(

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax
 
 from kinformer.core.clusters import Clusters, Tables, check_clusters
-from kinformer.core.parts import HeadConfig
+from kinformer.core.input import Input
+from kinformer.core.parts import HeadConfig, vocab_size_of
 
 STD, PROJECTION_STD = 0.02, 0.01
 """Of the weights' first values, as the authors'."""
 
 
 class AdaptiveSoftmax(nn.Module):
-    """hidden [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
+    """hidden_states [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
 
     ``tied``: tables, and the projections of all clusters but the first, are those of the token embedding: an
     ``adaptive`` one with the same clusters, or (``divisor = 1``) one table of the model's width.
@@ -40,8 +41,8 @@ class AdaptiveSoftmax(nn.Module):
         def __post_init__(self) -> None:
             check_clusters(self.cutoffs, self.divisor, self.width)
 
-        def build(self, dim: int, vocab_size: int) -> AdaptiveSoftmax:
-            return AdaptiveSoftmax(self, dim, vocab_size)
+        def build(self, dim: int, input: Input) -> AdaptiveSoftmax:
+            return AdaptiveSoftmax(self, dim, vocab_size_of(input, self))
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
@@ -56,12 +57,12 @@ class AdaptiveSoftmax(nn.Module):
         self.column_bias = nn.Parameter(torch.zeros(len(config.cutoffs)))
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
-    def forward(self, hidden: Tensor, embedding: Tensor | Tables) -> Tensor:
-        tables, projections = self._weights(embedding)
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        tables, projections = self._weights(input.table)
         biases = self.bias.split(list(self.clusters.sizes))
         found = []
         for index, (table, projection, bias) in enumerate(zip(tables, projections, biases, strict=True)):
-            x = hidden if projection is None else hidden @ projection.to(hidden.dtype)
+            x = hidden_states if projection is None else hidden_states @ projection.to(hidden_states.dtype)
             if index == 0:
                 table, bias = torch.cat([table, self.columns]), torch.cat([bias, self.column_bias])
             found.append(log_softmax(linear(x, table, bias), dim=-1))

@@ -11,19 +11,21 @@ from torch.nn import functional
 
 from kinformer.core.contract import select_valid
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import EncoderHeadConfig
+from kinformer.core.input import Input
+from kinformer.core.parts import HeadConfig
 
 
 class ClassificationHead(nn.Module):
-    """hidden [batch, time, dim] -> logits [batch, classes].
+    """hidden_states [batch, time, dim] -> logits [batch, classes].
 
     ``pooling``: ``first`` takes the first valid token ([CLS]), ``mean`` the mean of all valid ones; then
     output(dropout(activation(dense(pooled)))).
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderHeadConfig):
+    class Config(HeadConfig):
         kind = "classification"
+        per_position = False
         classes: int
         pooling: Literal["first", "mean"] = "first"
         activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
@@ -32,7 +34,7 @@ class ClassificationHead(nn.Module):
         def __post_init__(self) -> None:
             check_classes(self.classes)
 
-        def build(self, dim: int, vocab_size: int) -> ClassificationHead:
+        def build(self, dim: int, input: Input) -> ClassificationHead:
             return ClassificationHead(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -42,22 +44,24 @@ class ClassificationHead(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.output = nn.Linear(dim, config.classes)
 
-    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         if self.pooling == "first":
-            pooled = hidden[:, 0] if valid is None else hidden[_rows(hidden), valid.int().argmax(1)]
+            first = 0 if valid is None else valid.int().argmax(1)
+            pooled = hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
         elif valid is None:
-            pooled = hidden.mean(1)
+            pooled = hidden_states.mean(1)
         else:
-            pooled = select_valid(hidden, valid).sum(1) / valid.sum(1, keepdim=True).clamp_min(1).to(hidden.dtype)
+            count = valid.sum(1, keepdim=True).clamp_min(1).to(hidden_states.dtype)
+            pooled = select_valid(hidden_states, valid).sum(1) / count
         x = _activate(self.dense(pooled), self.activation)
         return self.output(x if self.dropout is None else self.dropout(x))
 
 
 class TokenClassificationHead(nn.Module):
-    """hidden [batch, time, dim] -> logits [batch, time, classes]."""
+    """hidden_states [batch, time, dim] -> logits [batch, time, classes]."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderHeadConfig):
+    class Config(HeadConfig):
         kind = "token_classification"
         classes: int
         dropout: float = 0.0
@@ -65,7 +69,7 @@ class TokenClassificationHead(nn.Module):
         def __post_init__(self) -> None:
             check_classes(self.classes)
 
-        def build(self, dim: int, vocab_size: int) -> TokenClassificationHead:
+        def build(self, dim: int, input: Input) -> TokenClassificationHead:
             return TokenClassificationHead(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -73,12 +77,8 @@ class TokenClassificationHead(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.output = nn.Linear(dim, config.classes)
 
-    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
-        return self.output(hidden if self.dropout is None else self.dropout(hidden))
-
-
-def _rows(hidden: Tensor) -> Tensor:
-    return torch.arange(len(hidden), device=hidden.device)
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

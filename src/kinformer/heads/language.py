@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.parts import HeadConfig
+from kinformer.core.input import Input
+from kinformer.core.parts import HeadConfig, vocab_size_of
 
 
 class LanguageModelHead(nn.Module):
-    """hidden [batch, time, dim] -> logits [batch, time, vocab].
+    """hidden_states [batch, time, dim] -> logits [batch, time, vocab].
 
     ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
     """
@@ -23,15 +24,15 @@ class LanguageModelHead(nn.Module):
         tied: bool = True
         bias: bool = False
 
-        def build(self, dim: int, vocab_size: int) -> LanguageModelHead:
-            return LanguageModelHead(self, dim, vocab_size)
+        def build(self, dim: int, input: Input) -> LanguageModelHead:
+            return LanguageModelHead(self, dim, vocab_size_of(input, self))
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
         self.output = None if config.tied else nn.Linear(dim, vocab_size, bias=config.bias)
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.tied and config.bias else None
 
-    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         if self.output is not None:
-            return self.output(hidden)
-        return functional.linear(hidden, embedding, self.bias)
+            return self.output(hidden_states)
+        return functional.linear(hidden_states, input.table, self.bias)

@@ -8,21 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.parts import EncoderHeadConfig
+from kinformer.core.input import Input
+from kinformer.core.parts import HeadConfig, vocab_size_of
 
 
 class MaskedLanguageHead(nn.Module):
-    """hidden [..., dim] -> logits [..., vocab] = norm(gelu(W hidden + b)) E^T + c; ``tied``: E is the embedding."""
+    """hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b)) E^T + c; ``tied``: E is the embedding."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderHeadConfig):
+    class Config(HeadConfig):
         kind = "masked_language"
         tied: bool = True
         eps: float = 1e-5
         tanh_gelu: bool = False
 
-        def build(self, dim: int, vocab_size: int) -> MaskedLanguageHead:
-            return MaskedLanguageHead(self, dim, vocab_size)
+        def build(self, dim: int, input: Input) -> MaskedLanguageHead:
+            return MaskedLanguageHead(self, dim, vocab_size_of(input, self))
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
@@ -32,6 +33,6 @@ class MaskedLanguageHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.approximate = "tanh" if config.tanh_gelu else "none"
 
-    def forward(self, hidden: Tensor, embedding: Tensor, valid: Tensor | None = None) -> Tensor:
-        x = self.norm(functional.gelu(self.dense(hidden), approximate=self.approximate))
-        return functional.linear(x, embedding if self.output is None else self.output.weight, self.bias)
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        x = self.norm(functional.gelu(self.dense(hidden_states), approximate=self.approximate))
+        return functional.linear(x, input.table if self.output is None else self.output.weight, self.bias)

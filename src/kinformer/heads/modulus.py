@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input
 from kinformer.core.parts import HeadConfig
 from kinformer.heads.language import LanguageModelHead
 
@@ -14,7 +15,7 @@ EPS = 1e-12
 
 
 class ModulusHead(nn.Module):
-    """hidden [batch, time, dim] = [real; imaginary] -> inner(|real + i imaginary| / divisor) [batch, time, vocab].
+    """hidden_states [batch, time, dim] = [real; imaginary] -> inner(|real + i imaginary| / divisor).
 
     ``EPS`` under the root keeps the gradient finite at 0.
     """
@@ -25,18 +26,18 @@ class ModulusHead(nn.Module):
         inner: HeadConfig = LanguageModelHead.Config()
         divisor: float = 1.5  # of the authors' language model
 
-        def build(self, dim: int, vocab_size: int) -> ModulusHead:
+        def build(self, dim: int, input: Input) -> ModulusHead:
             if dim % 2:
                 raise KinformerError(
                     f"the head {self.kind!r} pairs real and imaginary features, but dim is {dim}; use an even one."
                 )
-            return ModulusHead(self, dim, vocab_size)
+            return ModulusHead(self, dim, input)
 
-    def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
+    def __init__(self, config: Config, dim: int, input: Input) -> None:
         super().__init__()
-        self.inner, self.divisor = config.inner.build(dim // 2, vocab_size), config.divisor
+        self.inner, self.divisor = config.inner.build(dim // 2, input), config.divisor
 
-    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        real, imaginary = hidden.chunk(2, dim=-1)
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        real, imaginary = hidden_states.chunk(2, dim=-1)
         size = (real.square() + imaginary.square() + EPS).sqrt()
-        return self.inner(size / self.divisor, embedding)
+        return self.inner(size / self.divisor, input, valid)

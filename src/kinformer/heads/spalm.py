@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding as rows_of
 
+from kinformer.core.input import Input
 from kinformer.core.parts import HeadConfig
 from kinformer.heads.language import LanguageModelHead
 
 
 class SpalmHead(nn.Module):
-    """(hidden [batch, time, dim], embedding [vocab, dim], neighbours [batch, time, k] int64) -> logits [.., vocab].
+    """(hidden_states [batch, time, dim], input, neighbours= [batch, time, k] int64) -> logits [batch, time, vocab].
 
     ``neighbours`` are the tokens that followed, -1 where there is none. A token with no neighbour at all, and every one
     where ``neighbours`` is None (no store), gets the tied language-model head's logits of h exactly. ``elementwise``
@@ -34,20 +35,22 @@ class SpalmHead(nn.Module):
         elementwise: bool = False
         bias: bool = False
 
-        def build(self, dim: int, vocab_size: int) -> SpalmHead:
-            return SpalmHead(self, dim, vocab_size)
+        def build(self, dim: int, input: Input) -> SpalmHead:
+            return SpalmHead(self, dim, input)
 
-    def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
+    def __init__(self, config: Config, dim: int, input: Input) -> None:
         super().__init__()
-        self.inner = LanguageModelHead.Config(tied=True, bias=config.bias).build(dim, vocab_size)
+        self.inner = LanguageModelHead.Config(tied=True, bias=config.bias).build(dim, input)
         self.gate = nn.Linear(dim, dim if config.elementwise else 1, bias=False)
 
-    def forward(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, input: Input, valid: Tensor | None = None, *, neighbours: Tensor | None = None
+    ) -> Tensor:
         if neighbours is not None:
-            hidden = self.fuse(hidden, embedding, neighbours)
+            hidden_states = self.fuse(hidden_states, input.table, neighbours)
         elif self.training:  # engines expect a gradient of every parameter
-            hidden = hidden + 0.0 * self.gate.weight.sum()
-        return self.inner(hidden, embedding)
+            hidden_states = hidden_states + 0.0 * self.gate.weight.sum()
+        return self.inner(hidden_states, input)
 
     def fuse(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor) -> Tensor:
         """z [batch, time, dim]."""

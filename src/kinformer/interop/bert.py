@@ -16,7 +16,7 @@ BERT = Family(defaults={"vocab_size": 30522, "pad_token_id": 0}, activated=("mas
 ROBERTA = Family(
     defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     shifted=True,
-    tokens={"first_token": "bos_token_id", "last_token": "eos_token_id"},
+    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
 )
 
 

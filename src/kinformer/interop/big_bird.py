@@ -28,7 +28,7 @@ BIG_BIRD = Family(
         "num_random_blocks": 3,
     },
     activated=("masked_language", "classification"),
-    tokens={"last_token": "sep_token_id"},
+    tokens={"eos_token": "sep_token_id"},
 )
 
 

@@ -86,21 +86,24 @@ class Family:
             "kind": "encoder",
             "feed_forward": {"kind": "mlp", "hidden": hidden, "activation": ACTIVATIONS[full["hidden_act"]]},
             "norm": norm,
-            "wiring": "post",
+            "residual": "post",
             "dropout": dropout,
         }
         skipped = self._skipped(full, place)
         length = whole(full, place, "max_position_embeddings", least=skipped + 1) - skipped
         return {
             "kind": "encoder",
-            "vocab_size": whole(full, place, "vocab_size"),
+            "input": {
+                "kind": "tokens",
+                "vocab_size": whole(full, place, "vocab_size"),
+                "types": whole(full, place, "type_vocab_size", least=0),
+                **special_tokens(place.parent, full, self.tokens),
+            },
             "dim": whole(full, place, "hidden_size"),
             "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
             "position": {"kind": "learned", "max_length": length},
-            "token_types": whole(full, place, "type_vocab_size", least=0),
             "embedding_norm": norm,
             "dropout": dropout,
-            **special_tokens(place.parent, full, self.tokens),
         }
 
     def head(self, config: Mapping[str, Any], place: Path, names: Collection[str]) -> dict[str, Any]:

@@ -20,17 +20,17 @@ BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
 """Ranges of whole numbers, which old checkpoints keep among the weights."""
 
 NAMES = {
-    "embeddings.word_embeddings": "embedding",
-    "embeddings.token_type_embeddings": "types",
+    "embeddings.word_embeddings": "input.embedding",
+    "embeddings.token_type_embeddings": "input.types",
     "embeddings.LayerNorm": "embedding_norm",
 }
 POSITIONS = "embeddings.position_embeddings.weight"
 LAYER_NAMES = {
     "attention.output.dense": "mixer.out",
-    "attention.output.LayerNorm": "mixer_norm",
+    "attention.output.LayerNorm": "mixer_residual.norm",
     "intermediate.dense": "feed_forward.up",
     "output.dense": "feed_forward.down",
-    "output.LayerNorm": "feed_forward_norm",
+    "output.LayerNorm": "feed_forward_residual.norm",
     **{f"attention.self.{one}_global": f"mixer.projection.apart.{one}" for one in ("query", "key", "value")},
 }
 FUSED = ("query", "key", "value")
@@ -93,9 +93,9 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
         elif stem in NAMES:
             weights[f"{NAMES[stem]}.{last}"] = tensor
         elif layer is not None and inner in LAYER_NAMES:
-            weights[f"layers.{int(layer[1])}.{LAYER_NAMES[inner]}.{last}"] = tensor
+            weights[f"stack.layers.{int(layer[1])}.{LAYER_NAMES[inner]}.{last}"] = tensor
         elif layer is not None and inner.removeprefix("attention.self.") in FUSED:
-            place = f"layers.{int(layer[1])}.mixer.projection.qkv.{last}"
+            place = f"stack.layers.{int(layer[1])}.mixer.projection.qkv.{last}"
             parts.setdefault(place, {})[inner.removeprefix("attention.self.")] = tensor
         elif not LEFT_OUT.fullmatch(name):
             raise KinformerError(f"{folder}: holds {name!r}, which no such encoder with the head {kind!r} has.")
@@ -129,7 +129,7 @@ def _with_head(
         weights["head.bias"] = bias
     if tied:
         output = weights.pop("head.output.weight", None)
-        if output is not None and not torch.equal(output, weights.get("embedding.weight", output)):
+        if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
             raise KinformerError(
                 f"{folder}: the head's output matrix differs from the embedding, but config.json ties them; "
                 "set tie_word_embeddings to false there if the two were trained apart."
@@ -147,7 +147,7 @@ def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
         "head.dense.bias": torch.zeros(dim),
         "head.norm.weight": torch.ones(dim),
         "head.norm.bias": torch.zeros(dim),
-        "head.bias": torch.zeros(model["vocab_size"]),
+        "head.bias": torch.zeros(model["input"]["vocab_size"]),
     }
 
 
@@ -160,6 +160,6 @@ def notes(names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
         told.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
     if kind == "masked_language" and not has_language_head(names):
         told.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
-    if kind == "masked_language" and model.get("mask_token") is None:
-        told.append("no file of its tokenizer tells the mask's id; to train it give --set mask_token=ID")
+    if kind == "masked_language" and model["input"].get("mask_token") is None:
+        told.append("no file of its tokenizer tells the mask's id; to train it give --set input.mask_token=ID")
     return tuple(told)

@@ -22,16 +22,16 @@ REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False
 softmax runs in float32 anyway."""
 
 NAMES = {
-    "wte.weight": "embedding.weight",
+    "wte.weight": "input.embedding.weight",
     "wpe.weight": "position.table",
     "ln_f": "norm",
     "lm_head.weight": "head.output.weight",
 }
 LAYER_NAMES = {
-    "ln_1": "mixer_norm",
+    "ln_1": "mixer_residual.norm",
     "attn.c_attn": "mixer.projection.qkv",
     "attn.c_proj": "mixer.out",
-    "ln_2": "feed_forward_norm",
+    "ln_2": "feed_forward_residual.norm",
     "mlp.c_fc": "feed_forward.up",
     "mlp.c_proj": "feed_forward.down",
 }
@@ -56,7 +56,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     dim = _setting(config, place, "n_embd", "hidden_size", 768)
     norm = {"kind": "layer_norm", "eps": _number(config, place, "layer_norm_epsilon", 1e-5), "bias": True}
     layer = {
-        "kind": "residual",
+        "kind": "decoder",
         "mixer": {
             "kind": "softmax",
             "num_heads": _setting(config, place, "n_head", "num_attention_heads", 12),
@@ -73,7 +73,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     length = _setting(config, place, "n_positions", "max_position_embeddings", 1024)
     return {
         "kind": "decoder",
-        "vocab_size": _setting(config, place, "vocab_size", "", 50257),
+        "input": {"kind": "tokens", "vocab_size": _setting(config, place, "vocab_size", "", 50257)},
         "dim": dim,
         "layers": [layer] * _setting(config, place, "n_layer", "num_hidden_layers", 12),
         "position": {"kind": "learned", "max_length": length},
@@ -114,7 +114,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
         weights[_our_name(name, folder)] = tensor.mT.contiguous() if ".c_" in name and tensor.dim() == 2 else tensor
     if model["head"]["tied"]:
         output = weights.pop("head.output.weight", None)
-        if output is not None and not torch.equal(output, weights.get("embedding.weight", output)):
+        if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
             raise KinformerError(
                 f"{folder}: lm_head.weight differs from wte.weight, but config.json ties them; "
                 "set tie_word_embeddings to false there if the two were trained apart."
@@ -133,4 +133,4 @@ def _our_name(name: str, folder: Path) -> str:
         raise KinformerError(
             f"{folder}: holds {name!r}, which a GPT-2 language model has not; import one without further heads."
         )
-    return f"layers.{int(match[1])}.{LAYER_NAMES[match[2]]}.{kind}"
+    return f"stack.layers.{int(match[1])}.{LAYER_NAMES[match[2]]}.{kind}"

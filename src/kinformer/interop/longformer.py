@@ -22,7 +22,7 @@ LONGFORMER = Family(
     },
     shifted=True,
     first_is_global=True,
-    tokens={"first_token": "bos_token_id", "last_token": "eos_token_id"},
+    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
 )
 
 

@@ -10,8 +10,8 @@ from kinformer.core.files import read_json
 
 ROLES = {
     "mask_token": (("mask_token",), ("[MASK]", "<mask>")),
-    "first_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
-    "last_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
+    "bos_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
+    "eos_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
 }
 """Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
 

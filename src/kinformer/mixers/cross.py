@@ -34,6 +34,8 @@ class CrossAttention(CausalMixer):
     A row whose source is all padding gets the output projection's bias.
     """
 
+    reads_source = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "cross"

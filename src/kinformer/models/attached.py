@@ -56,9 +56,9 @@ class KeyedDecoder(nn.Module):
 
     def _probe(self) -> int | None:
         """The width of what enters the last layer's feed-forward; None unless that is one vector per token."""
-        if not isinstance(getattr(self.decoder.layers[-1], "feed_forward", None), nn.Module):
+        if not isinstance(getattr(self.decoder.stack.units[-1], "feed_forward", None), nn.Module):
             return None
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.decoder.embedding.weight.device)
+        tokens = self.decoder.input.example(1, 2, self.decoder.input.device)
         with torch.no_grad(), self._tapped() as seen:
             self.decoder.hidden(tokens)
         return seen[-1].shape[-1] if seen and seen[-1].shape[:-1] == (1, 2) else None
@@ -67,7 +67,7 @@ class KeyedDecoder(nn.Module):
     def _tapped(self) -> Iterator[list[Tensor]]:
         """What enters the last layer's feed-forward meanwhile (the last time counts where a layer is used again)."""
         seen: list[Tensor] = []
-        module: Any = self.decoder.layers[-1]
+        module: Any = self.decoder.stack.units[-1]
         handle = module.feed_forward.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         try:
             yield seen

@@ -1,4 +1,4 @@
-"""The decoder: tokens in, next-token logits out, with a state that carries everything that was absorbed."""
+"""The decoder: a chunk of tokens in, next-token logits out, with a state that carries everything that was absorbed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from kinformer.blocks.embedding import Lookup
-from kinformer.blocks.initialise import Initialisation
+from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import LayerConfig
-from kinformer.blocks.sharing import share
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig
+from kinformer.core.model import CausalModel, Hidden
+from kinformer.models.base import Common, CommonConfig
 
 
 class DecoderState(NamedTuple):
-    """``layers``: one tuple of sublayer states per layer; ``seen`` [batch] int64 tokens of each row's sequence."""
+    """``layers``: one state per use of a layer; ``seen`` [batch] int64 tokens of each row's sequence."""
 
     layers: tuple[Any, ...]
     seen: Tensor
@@ -36,153 +33,103 @@ class DecoderState(NamedTuple):
         return states.fork(self)
 
 
-class Decoder(nn.Module):
-    """embedding -> layers -> norm -> head.
+class Decoder(Common):
+    """input -> stack -> norm -> head.
 
-    ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 and logits [batch, time, vocab];
-    ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment, or one token.
-
-    ``scale_embedding`` multiplies token embeddings by sqrt(dim) (Vaswani et al. 2017, section 3.4). With ``checkpoint``
-    a training step keeps each layer's input and computes the rest a second time in the backward, with the same random
-    masks: less memory, about a third more work, equal gradients.
+    ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
+    logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
+    or one token.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(CommonConfig):
         kind = "decoder"
-        vocab_size: int
-        dim: int
+        protocol = CausalModel
         layers: tuple[LayerConfig, ...]
-        position: PositionConfig
-        head: HeadConfig
         norm: NormConfig | None = LayerNorm()
-        dropout: float = 0.0
-        initialisation: Initialisation = Initialisation()
-        embedding: EmbeddingConfig = Lookup.Config()
-        scale_embedding: bool = False
-        checkpoint: bool = False
 
         def __post_init__(self) -> None:
-            for name in ("vocab_size", "dim"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
-            if not self.layers:
-                raise KinformerError("layers must hold at least one layer, but is empty.")
+            super().__post_init__()
+            if not self.head.per_position:
+                raise KinformerError(
+                    f"the head {self.head.kind!r} reads a whole sequence at once, which a decoder must not; use it in "
+                    "an encoder, or a head of single positions such as language."
+                )
 
         def build(self) -> Decoder:
             return Decoder(self)
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = config.embedding.build(config.vocab_size, config.dim)
-        self.position = config.position.build_model(config.dim, len(config.layers))
-        self.layers = nn.ModuleList(layer.build(config.dim) for layer in config.layers)
-        self.shared = share(self.layers)
-        self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
-        self.head = config.head.build(config.dim, config.vocab_size)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        config.initialisation.apply(self)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """How long a sequence can get (a learned position's limit), or None."""
-        return self.position.max_length
-
     def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
     ) -> DecoderState:
-        """The state of ``batch`` new sequences."""
-        device = device or self.embedding.weight.device
-        layers = tuple(
-            layer.initial_state(batch, device=device, dtype=dtype)  # type: ignore[operator]
-            for layer in self.layers
-        )
+        """The state of ``batch`` new sequences. ``source`` [batch, length, width], of which ``source_valid`` [batch,
+        length] is real (None: all), is what cross-attention looks at; it is projected here, once."""
+        device = device or self.input.device
+        layers = self.stack.initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
         return DecoderState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: DecoderState | None = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-        neighbours: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
-        return select_valid(self.logits(hidden, neighbours), valid), state
+        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
+        return select_valid(self.logits(inputs), valid), state
 
-    def logits(self, hidden: Tensor, neighbours: Tensor | None = None) -> Tensor:
-        """[batch, time, dim] -> [batch, time, vocab].
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Of hidden states [batch, time, dim]: [batch, time, vocab]."""
+        return self.head(inputs, self.input)
 
-        ``neighbours`` [batch, time, k] int64 are for a head that makes something of them (``spalm``): the tokens that
-        followed what a store holds of similar contexts, -1 where there is none.
-        """
-        if neighbours is None:
-            return self.head(hidden, self.embedding.weight)
-        return self.head(hidden, self.embedding.weight, neighbours)
+    def head_inputs(
+        self,
+        values: Tensor,
+        state: DecoderState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, DecoderState]:
+        """The last hidden states [batch, time, dim] and the state after the chunk."""
+        return self.hidden(values, state, valid=valid, reset=reset)[:2]
 
     def hidden(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: DecoderState | None = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, DecoderState, tuple[Tensor, ...]]:
-        """The normed last hidden states [batch, time, dim], the state, and the outputs of the layers in ``taps``."""
-        self._check(tokens)
+    ) -> Hidden:
+        """The normed last hidden states [batch, time, dim], the state, and the outputs of the uses in ``taps``."""
+        self.input.check(values)
         if state is None:
-            state = self.initial_state(tokens.shape[0], device=tokens.device)
+            state = self.initial_state(values.shape[0], device=values.device)
         if valid is None:
-            return self._absorb(tokens, state, None, reset, taps)
+            return self._absorb(Chunk(values, None, reset), state, taps)
         order = left_align(valid)
-        tokens = tokens.masked_fill(~valid, 0).gather(1, order.order)
-        reset = None if reset is None else reset.gather(1, order.order)
-        x, state, aligned = self._absorb(tokens, state, order.valid, reset, taps)
-        back = order.inverse[..., None]
-        x, *tapped = (y.gather(1, back.expand(-1, -1, y.shape[-1])) for y in (x, *aligned))
-        return select_valid(x, valid), state, tuple(tapped)
+        chunk = Chunk(order.align(values), order.valid, None if reset is None else order.align(reset))
+        x, state, tapped = self._absorb(chunk, state, taps)
+        return Hidden(order.restore(x), state, tuple(map(order.restore, tapped)))
 
-    def _absorb(
-        self, tokens: Tensor, state: DecoderState, valid: Tensor | None, reset: Tensor | None, taps: Sequence[int]
-    ) -> tuple[Tensor, DecoderState, tuple[Tensor, ...]]:
-        chunk = Chunk(tokens, valid, reset)
+    def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
+        """``chunk`` holds the values that the input takes."""
         positions = positions_of(chunk, state.seen)
-        x = self.embedding(tokens, positions)
-        x = x * self.config.dim**0.5 if self.config.scale_embedding else x
-        encoded = self.position.embed(positions)
-        x = x if encoded is None else x + encoded.to(x.dtype)
-        x = select_valid(x if self.dropout is None else self.dropout(x), valid)
-        after, tapped = [], []
-        for index, layer in enumerate(self.layers):
-            added = self.position.layer_input(positions, index)
-            x = x if added is None else select_valid(x + added.to(x.dtype), valid)
-            x, layer_state = self._layer(layer, Chunk(x, valid, reset), state.layers[index])
-            after.append(layer_state)
-            if index in taps:
-                tapped.append(x)
-        return self.norm(x), DecoderState(tuple(after), advance(state.seen, chunk, positions)), tuple(tapped)
+        seen = advance(state.seen, chunk, positions)
+        x = self._entered(self._embedded(chunk.x, positions, chunk.valid), chunk.valid)
 
-    def _layer(self, layer: nn.Module, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
-        if self.config.checkpoint and self.training and torch.is_grad_enabled():
-            return checkpoint(_owned, layer, *chunk, state, use_reentrant=False)
-        return layer(chunk, state)
+        def before(x: Tensor, use: int) -> Tensor:
+            added = self.position.layer_input(positions, use)
+            return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.shape[1] < 1:
-            raise KinformerError(
-                f"tokens must be [batch, time] with time >= 1, but have the shape {tuple(tokens.shape)}."
-            )
-
-
-def _owned(layer: nn.Module, x: Tensor, valid: Tensor | None, reset: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-    """What a layer gives, with a state of its own memory: a view would keep the tensors that it is a part of."""
-    x, state = layer(Chunk(x, valid, reset), state)
-    return x, states.map_tensors(torch.Tensor.clone, state)
+        x, layers, tapped = self.stack.absorb(chunk._replace(x=x, positions=positions), state.layers, before, taps)
+        return Hidden(self.norm(x), DecoderState(layers, seen), tapped)

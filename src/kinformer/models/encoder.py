@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from kinformer.blocks.embedding import Lookup
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sharing import share
 from kinformer.blocks.side import SideConfig
 from kinformer.core.contract import Alignment, left_align, select_valid
 from kinformer.core.encoder import Text, global_places
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import EmbeddingConfig, EncoderHeadConfig, ModelConfig, PositionConfig
+from kinformer.core.model import WholeModel
+from kinformer.models.base import Common, CommonConfig
 
 
 class Encoded(NamedTuple):
@@ -32,82 +30,40 @@ class Encoded(NamedTuple):
     tapped: tuple[Tensor, ...]
 
 
-class Encoder(nn.Module):
-    """embedding -> layers -> head: ``logits = model(tokens)`` with tokens [batch, time] int64.
+class Encoder(Common):
+    """input -> stack -> head: ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: DOCUMENT, GLOBAL) global tokens, ``types``
-    (``token_types`` of them) segments as BERT's, ``units`` the sentence that each token belongs to. Without ``kinds``
-    the first ``global_tokens`` tokens are global. ``side`` adds tokens beside the document.
-
-    ``mask_token``, ``first_token`` ([CLS]) and ``last_token`` ([SEP]) say which ids stand for a mask and for a text's
-    ends; data is prepared with them, the model treats them as any other.
+    segments as BERT's, ``units`` the sentence that each token belongs to. Without ``kinds`` the first ``global_tokens``
+    tokens are global. ``side`` adds tokens beside the document.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(CommonConfig):
         kind = "encoder"
-        vocab_size: int
-        dim: int
+        protocol = WholeModel
         layers: tuple[EncoderLayerConfig, ...]
-        position: PositionConfig
-        head: EncoderHeadConfig
-        mask_token: int | None = None
-        first_token: int | None = None
-        last_token: int | None = None
-        token_types: int = 0
         global_tokens: int = 0
         side: SideConfig | None = None
-        embedding: EmbeddingConfig = Lookup.Config()
         embedding_norm: NormConfig | None = LayerNorm()
-        norm: NormConfig | None = None
-        dropout: float = 0.0
         initialisation: Initialisation = Initialisation(scale_residual=False)
-        checkpoint: bool = False
 
         def __post_init__(self) -> None:
-            for name in ("vocab_size", "dim"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
-            for name in ("token_types", "global_tokens"):
-                if getattr(self, name) < 0:
-                    raise KinformerError(f"{name} must be 0 or more, but is {getattr(self, name)}.")
-            for name in ("mask_token", "first_token", "last_token"):
-                token = getattr(self, name)
-                if token is not None and not 0 <= token < self.vocab_size:
-                    raise KinformerError(f"{name} must be an id below vocab_size = {self.vocab_size}, but is {token}.")
-            if not self.layers:
-                raise KinformerError("layers must hold at least one layer, but is empty.")
+            super().__post_init__()
+            if self.global_tokens < 0:
+                raise KinformerError(f"global_tokens must be 0 or more, but is {self.global_tokens}.")
 
         def build(self) -> Encoder:
             return Encoder(self)
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = config.embedding.build(config.vocab_size, config.dim)
-        self.types = nn.Embedding(config.token_types, config.dim) if config.token_types else None
-        self.position = config.position.build_model(config.dim, len(config.layers))
+    def _build_entrance(self, config: Any) -> None:
+        self.global_tokens = config.global_tokens
         self.side = config.side.build(config.dim) if config.side else None
         self.embedding_norm = config.embedding_norm.build(config.dim) if config.embedding_norm else nn.Identity()
-        self.layers = nn.ModuleList(layer.build(config.dim) for layer in config.layers)
-        self.shared = share(self.layers)
-        self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
-        self.head = config.head.build(config.dim, config.vocab_size)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        config.initialisation.apply(self)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """How long a text can get (a learned position's limit), or None."""
-        return self.position.max_length
 
     def forward(
         self,
-        tokens: Tensor,
+        values: Tensor,
         *,
         valid: Tensor | None = None,
         kinds: Tensor | None = None,
@@ -115,17 +71,17 @@ class Encoder(nn.Module):
         units: Tensor | None = None,
     ) -> Tensor:
         """Logits of tokens [batch, time, ...] (zero where not ``valid``) or of texts [batch, classes]."""
-        encoded = self.hidden(tokens, valid=valid, kinds=kinds, types=types, units=units)
+        encoded = self.hidden(values, valid=valid, kinds=kinds, types=types, units=units)
         logits = self.logits(encoded.document, valid)
         return select_valid(logits, valid) if logits.dim() == 3 else logits
 
-    def logits(self, hidden: Tensor, valid: Tensor | None = None) -> Tensor:
+    def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """What the head makes of hidden states; one that reads tokens takes any of them, [..., dim]."""
-        return self.head(hidden, self.embedding.weight, valid)
+        return self.head(hidden_states, self.input, valid)
 
     def hidden(
         self,
-        tokens: Tensor,
+        values: Tensor,
         *,
         valid: Tensor | None = None,
         kinds: Tensor | None = None,
@@ -134,64 +90,44 @@ class Encoder(nn.Module):
         taps: Sequence[int] = (),
     ) -> Encoded:
         """The last hidden states, and the outputs of the layers in ``taps``."""
-        self._check(tokens)
+        self.input.check(values)
         order = None if valid is None or bool(valid.all()) else left_align(valid)
         valid = None if order is None else order.valid
         if order is not None:
-            tokens = tokens.gather(1, order.order)
-            kinds, types, units = (_aligned(x, order) for x in (kinds, types, units))
-        x, text = self._enter(tokens, valid, types, units, self._globals(tokens, kinds, valid))
-        tapped = []
-        for index, layer in enumerate(self.layers):
-            x = self._layer(layer, x, text)
-            if index in taps:
-                tapped.append(x)
-        outputs = [_back(each[:, text.side :], order) for each in (self.norm(x), *tapped)]
+            values = order.align(values)
+            kinds, types, units = (None if each is None else order.align(each) for each in (kinds, types, units))
+        x, text = self._enter(values, valid, types, units, self._globals(values, kinds, valid))
+        x, tapped = self.stack.read(x, text, lambda x, _: x, taps)
+        outputs = [_restored(each[:, text.side :], order) for each in (self.norm(x), *tapped)]
         side = None if not text.side else x[:, : text.side]
         seen = None if text.valid is None else text.valid[:, : text.side]
         return Encoded(outputs[0], side, seen if text.side else None, tuple(outputs[1:]))
 
-    def _globals(self, tokens: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
+    def _globals(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
         if kinds is not None:
             return global_places(kinds, valid)
-        count = min(self.config.global_tokens, tokens.shape[1])
+        count = min(self.global_tokens, values.shape[1])
         if not count:
             return None
-        places = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+        places = torch.arange(count, device=values.device).expand(len(values), -1)
         return places if valid is None else torch.where(valid[:, :count], places, -1)
 
     def _enter(
-        self, tokens: Tensor, valid: Tensor | None, types: Tensor | None, units: Tensor | None, places: Tensor | None
+        self, values: Tensor, valid: Tensor | None, types: Tensor | None, units: Tensor | None, places: Tensor | None
     ) -> tuple[Tensor, Text]:
-        """Embedded tokens, those of the side first, and what else is known of them."""
-        batch, time = tokens.shape
-        positions = torch.arange(time, device=tokens.device).expand(batch, -1)
-        x = self.embedding(tokens if valid is None else tokens.masked_fill(~valid, 0), positions)
-        if self.types is not None:
-            x = x + (self.types.weight[0] if types is None else self.types(types))
-        encoded = self.position.embed(positions)
-        x = x if encoded is None else x + encoded.to(x.dtype)
+        """Vectors of the tokens, those of the side first, and what else is known of them."""
+        batch, time = values.shape[:2]
+        positions = torch.arange(time, device=values.device).expand(batch, -1)
+        x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
         text = Text(valid, places)
         if self.side is not None:
             told = units is not None
-            units = self.side.units(batch, time, tokens.device) if units is None else units
+            units = self.side.units(batch, time, values.device) if units is None else units
             units = units if units is None or valid is None else units.masked_fill(~valid, -1)
             count = self.side.count(units if told else None, time)
             x = torch.cat([self.side.embed(batch, count).to(x.dtype), x], dim=1)
             text = _beside(text, units, count, positions, told)
-        x = self.embedding_norm(x)
-        return select_valid(x if self.dropout is None else self.dropout(x), text.valid), text
-
-    def _layer(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
-        if self.config.checkpoint and self.training and torch.is_grad_enabled():
-            return checkpoint(layer, x, text, use_reentrant=False)
-        return layer(x, text)
-
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.shape[1] < 1:
-            raise KinformerError(
-                f"tokens must be [batch, time] with time >= 1, but have the shape {tuple(tokens.shape)}."
-            )
+        return self._entered(self.embedding_norm(x), text.valid), text
 
 
 def _beside(text: Text, units: Tensor | None, count: int, positions: Tensor, told: bool) -> Text:
@@ -208,13 +144,6 @@ def _beside(text: Text, units: Tensor | None, count: int, positions: Tensor, tol
     return Text(None if whole else everyone, text.globals, torch.cat([numbers, units], 1), count)
 
 
-def _aligned(x: Tensor | None, order: Alignment) -> Tensor | None:
-    return None if x is None else x.gather(1, order.order)
-
-
-def _back(x: Tensor, order: Alignment | None) -> Tensor:
+def _restored(x: Tensor, order: Alignment | None) -> Tensor:
     """In the caller's order, zero where not valid."""
-    if order is None:
-        return x
-    x = select_valid(x, order.valid)
-    return x.gather(1, order.inverse[..., None].expand(-1, -1, x.shape[-1]))
+    return x if order is None else order.restore(x)

@@ -92,8 +92,9 @@ class RetrievingDecoder(nn.Module):
         """[batch, time, dim + key width] -> [batch, time, vocab]."""
         own, keys = hidden.split([hidden.shape[-1] - self.retriever.width, self.retriever.width], dim=-1)
         found = self.searcher.search(keys.flatten(0, -2).detach(), self.neighbours)
-        own = own.to(self.decoder.embedding.weight.dtype)  # wider where the retriever's keys are
-        return self.decoder.logits(own, following(found).view(*own.shape[:-1], -1))
+        own = own.to(self.decoder.input.table.dtype)  # wider where the retriever's keys are
+        neighbours = following(found).view(*own.shape[:-1], -1)
+        return self.decoder.head(own, self.decoder.input, neighbours=neighbours)
 
 
 def following(found: Neighbours) -> Tensor:

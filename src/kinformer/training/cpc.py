@@ -54,13 +54,13 @@ class MaskedLanguageCpc:
         """For ``model``, whose units and mask it takes over."""
         config: Any = model.config
         length = getattr(getattr(model, "side", None), "length", None)
-        if length is None or config.mask_token is None:
+        if length is None or config.input.mask_token is None:
             raise KinformerError(
                 f"the objective 'mlm-cpc' needs an encoder with a mask token and a global token for every unit, which "
                 f"this {type(model).__name__} is not; train the member etc, or with masked-language."
             )
-        edges = tuple(token for token in (config.first_token, config.last_token) if token is not None)
-        return cls(length, config.mask_token, edges)
+        edges = tuple(token for token in (config.input.bos_token, config.input.eos_token) if token is not None)
+        return cls(length, config.input.mask_token, edges)
 
     def __call__(self, model: Any, batch: Batch, state: Any, progress: float) -> Outcome:
         chosen = self.choose(batch, model.training)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import units_of
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
 
@@ -54,8 +55,8 @@ class Group:
         # Layers return slices of their state and never write into them, which is what this warns of.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = init_device_mesh(self.device.type, (self.world,))
-        for layer in getattr(step.model, "layers", ()):
-            fully_shard(cast(nn.Module, layer), mesh=mesh)
+        for unit in units_of(cast(nn.Module, step.model)):
+            fully_shard(unit, mesh=mesh)
         return cast(nn.Module, fully_shard(step, mesh=mesh))
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:

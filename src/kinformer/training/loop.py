@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, load_weights, save_tensors
+from kinformer.core.model import units_of
 from kinformer.data import Corpus
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
@@ -275,5 +276,5 @@ class Trainer:
 
 
 def _compile(model: nn.Module, by_layer: bool) -> None:
-    for module in getattr(model, "layers", ()) if by_layer else (model,):
+    for module in units_of(model) if by_layer else (model,):
         module.compile()

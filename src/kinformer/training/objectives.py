@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import units_of
 from kinformer.training.batch import Batch
 from kinformer.training.cpc import MaskedLanguageCpc
 from kinformer.training.objectives_encoder import Classification, MaskedLanguage
@@ -80,13 +81,13 @@ class DeepSupervision(nn.Module):
     @classmethod
     def of(cls, model: nn.Module) -> DeepSupervision:
         """For the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state, taps=...)``."""
-        if not (hasattr(model, "hidden") and hasattr(model, "layers")):
+        if not (hasattr(model, "hidden") and units_of(model)):
             raise KinformerError(
                 f"the objective 'deep-supervision' reads the layers of a model, but {type(model).__name__} shows none; "
                 "train it with next-token."
             )
         config: Any = model.config
-        return cls(config.dim, config.vocab_size, len(config.layers))
+        return cls(config.dim, config.input.vocab_size, len(config.uses))
 
     def active(self, progress: float) -> list[int]:
         """The indices (from 0) of the layers below the last that still have a loss at ``progress``."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import units_of
 from kinformer.training.settings import Settings
 
 MOMENTUM = 0.9
@@ -20,7 +21,7 @@ class Optimiser:
     """Some of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained beside it.
 
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
-    ``model.layers``, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
+    the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
     Tables with sparse gradients have an Adam of their own, whose learning rate is constant and which moves the rows
     that were looked up (Lample et al. 2019); they do not decay, and are not clipped.
     """
@@ -33,10 +34,11 @@ class Optimiser:
         sparse = sparse_tables(model)
         tables = [(name, parameter) for name, parameter in named if parameter in sparse]
         named = [(name, parameter) for name, parameter in named if parameter not in sparse]
-        hidden = [item for item in named if item[0].startswith("layers.") and item[1].dim() == 2]
+        inner = {parameter for unit in units_of(model) for parameter in unit.parameters() if parameter.dim() == 2}
+        hidden = [item for item in named if item[1] in inner]
         parts = [named]
         if settings.optimizer == "muon" and hidden:
-            parts = [hidden, [item for item in named if not (item[0].startswith("layers.") and item[1].dim() == 2)]]
+            parts = [hidden, [item for item in named if item[1] not in inner]]
         self.parameters = [parameter for _, parameter in named]
         self.optimisers: list[Optimizer] = []
         self.names: list[list[str]] = []

@@ -1,0 +1,89 @@
+"""The standard layer of a decoder: sequence mixers, most often one, and a feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.norms import LayerNorm, NormConfig
+from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig, check_dropout
+from kinformer.blocks.sublayers import Sublayers, fed
+from kinformer.core.config import Config
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeedForwardConfig
+
+
+class LayerConfig(Config):
+    """``build(dim)``: a layer (chunk, state) -> (y, state); its state is a tuple of those of its sublayers."""
+
+    slot = "layer"
+
+    def build(self, dim: int) -> nn.Module:
+        raise NotImplementedError
+
+
+class DecoderLayer(Sublayers):
+    """``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a residual.
+
+    Its state is the tuple of its mixers' states.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(LayerConfig):
+        kind = "decoder"
+        mixer: MixerConfig
+        further_mixers: tuple[MixerConfig, ...] = ()
+        feed_forward: FeedForwardConfig = MLP.Config()
+        norm: NormConfig = LayerNorm()
+        residual: ResidualConfig = PreNorm.Config()
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            check_dropout(self.dropout)
+
+        def build(self, dim: int) -> DecoderLayer:
+            return DecoderLayer(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, causal(config.mixer, dim), dim)
+        self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
+        self.further_residuals = nn.ModuleList(
+            config.residual.build(dim, config.norm, config.dropout) for _ in config.further_mixers
+        )
+
+    @property
+    def mixers(self) -> tuple[CausalMixer, ...]:
+        return (self.mixer, *self.further_mixers)  # type: ignore[return-value]
+
+    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+        """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        return initial_states(self.mixers, batch, **options)
+
+    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        x, after = self._mixed(chunk, state)
+        return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid), after
+
+    def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """The stream after all mixers, and their states."""
+        residuals: tuple[Residual, ...] = (self.mixer_residual, *self.further_residuals)  # type: ignore[assignment]
+        x, after = chunk.x, []
+        for mixer, residual, own in zip(self.mixers, residuals, state, strict=True):
+            y, own = mixer(chunk._replace(x=residual.enter(x)), own)
+            x = residual.leave(x, y)
+            after.append(own)
+        return x, tuple(after)
+
+
+def causal(config: MixerConfig, dim: int) -> CausalMixer:
+    """The mixer of ``config``; one that is not causal is refused."""
+    mixer = config.build(dim)
+    if not isinstance(mixer, CausalMixer):
+        raise KinformerError(
+            f"the mixer {config.kind!r} reads the whole sequence at once, but a decoder's layer needs a causal one; "
+            "use it in an encoder."
+        )
+    return mixer

@@ -1,0 +1,54 @@
+"""The input of a model: what a position is, and how it becomes a vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class Input(nn.Module):
+    """values [batch, time, ...] -> [batch, time, dim]: token ids, frames of sound, patches, typed values, ...
+
+    ``vocab_size``: values are ids below it; None where they are no ids.
+    """
+
+    vocab_size: int | None = None
+
+    @property
+    def table(self) -> Any:
+        """What a tied head takes as its output matrix, such as [vocab_size, dim]; None where there is none."""
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    def check(self, values: Tensor) -> None:
+        """Raise ``KinformerError`` where ``values`` have another shape than this input takes."""
+        raise NotImplementedError
+
+    def forward(self, values: Tensor, positions: Tensor, **beside: Tensor) -> Tensor:
+        """Vectors of ``values`` at ``positions`` [batch, time] int64; ``beside``: what else it is told of them."""
+        raise NotImplementedError
+
+    def without_padding(self, values: Tensor, valid: Tensor) -> Tensor:
+        """``values`` with zeros where not ``valid`` [batch, time]: what stands there may be no input at all."""
+        return values.masked_fill(~valid.reshape(*valid.shape, *([1] * (values.dim() - 2))), 0)
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        """Some ``values`` of ``batch`` rows and ``time`` positions, to look at shapes with."""
+        raise NotImplementedError
+
+
+class InputConfig(Config):
+    """``build(dim)``: the input of a model of width ``dim``."""
+
+    slot = "input"
+
+    def build(self, dim: int) -> Input:
+        raise NotImplementedError

@@ -1,0 +1,77 @@
+"""Token ids: a table of vectors, and which ids stand for a mask and for a text's ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input, InputConfig
+from kinformer.core.parts import EmbeddingConfig
+from kinformer.inputs.lookup import Lookup
+
+
+class Tokens(Input):
+    """tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
+
+    ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
+    tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]):
+    which ids stand for a mask and for a text's ends; data is prepared with them, the model treats them as any other.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(InputConfig):
+        kind = "tokens"
+        vocab_size: int
+        embedding: EmbeddingConfig = Lookup.Config()
+        scale: bool = False
+        types: int = 0
+        mask_token: int | None = None
+        bos_token: int | None = None
+        eos_token: int | None = None
+
+        def __post_init__(self) -> None:
+            if self.vocab_size < 1:
+                raise KinformerError(f"vocab_size must be 1 or more, but is {self.vocab_size}.")
+            if self.types < 0:
+                raise KinformerError(f"types must be 0 or more, but is {self.types}.")
+            for name in ("mask_token", "bos_token", "eos_token"):
+                token = getattr(self, name)
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise KinformerError(f"{name} must be an id below vocab_size = {self.vocab_size}, but is {token}.")
+
+        def build(self, dim: int) -> Tokens:
+            return Tokens(self, dim)
+
+    vocab_size: int
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, config.vocab_size
+        self.embedding = config.embedding.build(config.vocab_size, dim)
+        self.types = nn.Embedding(config.types, dim) if config.types else None
+        self.factor = dim**0.5 if config.scale else None
+
+    @property
+    def table(self) -> Any:
+        return self.embedding.weight
+
+    def check(self, values: Tensor) -> None:
+        if values.dim() != 2 or values.shape[1] < 1:
+            raise KinformerError(
+                f"tokens must be [batch, time] with time >= 1, but have the shape {tuple(values.shape)}."
+            )
+
+    def forward(self, values: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """``types`` [batch, time] int64 or None (all of type 0)."""
+        x = self.embedding(values, positions)
+        x = x if self.factor is None else x * self.factor
+        if self.types is None:
+            return x
+        return x + (self.types.weight[0] if types is None else self.types(types))
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        return torch.zeros(batch, time, dtype=torch.int64, device=device)

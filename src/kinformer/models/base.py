@@ -1,0 +1,77 @@
+"""What all models are made of: an input, positions, a stack of layers, a norm and a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from kinformer.blocks.initialise import Initialisation
+from kinformer.blocks.norms import NormConfig
+from kinformer.core.contract import select_valid
+from kinformer.core.errors import KinformerError
+from kinformer.core.model import ModelConfig
+from kinformer.core.parts import HeadConfig, PositionConfig
+from kinformer.core.stack import StackConfig
+from kinformer.stacks.sequential import Sequential
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonConfig(ModelConfig):
+    """The fields that all models have. ``norm`` follows the last layer, ``dropout`` falls on what enters the first."""
+
+    position: PositionConfig
+    head: HeadConfig
+    stack: StackConfig = Sequential.Config()
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+    initialisation: Initialisation = Initialisation()
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise KinformerError(f"dim must be 1 or more, but is {self.dim}.")
+        if not self.layers:
+            raise KinformerError("layers must hold at least one layer, but is empty.")
+
+
+class Common(nn.Module):
+    """Builds the parts; ``forward`` and ``hidden`` are the models' own."""
+
+    def __init__(self, config: CommonConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.input = config.input.build(config.dim)
+        self.position = config.position.build_model(config.dim, len(config.uses))
+        self._build_entrance(config)
+        self.stack = config.stack.build([layer.build(config.dim) for layer in config.layers])
+        self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
+        self.head = config.head.build(config.dim, self.input)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        config.initialisation.apply(self)
+
+    def _build_entrance(self, config: Any) -> None:
+        """Build what else stands before the stack."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the input knows."""
+        if self.input.vocab_size is None:
+            raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
+        return self.input.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """How long a sequence can get (a learned position's limit), or None."""
+        return self.position.max_length
+
+    def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **beside: Tensor) -> Tensor:
+        """``values`` [batch, time, ...] as vectors [batch, time, dim], with what their ``positions`` add."""
+        values = values if valid is None else self.input.without_padding(values, valid)
+        x = self.input(values, positions, **beside)
+        encoded = self.position.embed(positions)
+        return x if encoded is None else x + encoded.to(x.dtype)
+
+    def _entered(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """What the first layer reads."""
+        return select_valid(x if self.dropout is None else self.dropout(x), valid)

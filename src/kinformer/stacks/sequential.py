@@ -1,0 +1,21 @@
+"""One layer after the other, each once: the stack of most members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from kinformer.core.stack import Stack, StackConfig
+
+
+class Sequential(Stack):
+    """x -> layer n (... layer 2 (layer 1 (x)))"""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(StackConfig):
+        kind = "sequential"
+
+        def build(self, layers: Sequence[nn.Module]) -> Sequential:
+            return Sequential(self, layers)
