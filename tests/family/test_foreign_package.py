@@ -16,7 +16,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ModelConfig
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
-from kinformer.family.table import MEMBERS, markdown, member
+from kinformer.family.table import FAMILY, MEMBERS, markdown, member
 from kinformer.testing import verify_config, verify_mixer
 from tests.family.foreign import MODULE, PARTS, look_again, write_metadata, write_module
 
@@ -126,9 +126,8 @@ def test_the_foreign_mixer_keeps_the_contract(module):
 def test_parts_are_found_by_name(package):
     assert all(kind in kinds()[slot] for slot, _, kind in (name.partition(".") for name in PARTS))
     kinformer.build("gpt", recipe="tiny")
-    fails(
-        "'leeky' is not a known mixer; did you mean 'leaky'?", configure, "gpt", "tiny", set={"layers.0.mixer": "leeky"}
-    )
+    near = "layers.0.mixer: 'leeky' is not a known mixer; did you mean 'leaky'?"
+    fails(near, configure, "gpt", "tiny", set={"layers.0.mixer": "leeky"})
     assert MODULE not in sys.modules
     data = {"kind": "leaky", "num_heads": 2, "gate": "elu"}
     config = configure("gpt", "tiny", set={"layers.*.mixer": data, "layers.*.mixer.gate": "softplus"})
@@ -158,11 +157,7 @@ def test_what_a_missing_package_was_is_told(package):
     data = to_dict(configure("gpt", "tiny", set=MIXER))
     install(package, version="2.0", entries={})
     start = "config.layers.0.mixer: the mixer 'leaky' comes from the package 'foreign-parts' (1.2), "
-    fails(
-        f"{start}but version 2.0 of it, which is installed, has none of that name; install another version.",
-        model_config,
-        data,
-    )
+    fails(f"{start}but version 2.0 of it, which is installed, has none of that name; install", model_config, data)
     write_metadata(package, name="others", entries={"kinformer.parts": PARTS})
     look_again()
     fails(f"{start}but here it is part of the package 'others' (1.2); install the former", model_config, data)
@@ -216,6 +211,9 @@ def test_the_member_is_one_of_the_family(package, told):
     assert member("leaky").title == "Leaky averages"
     assert [one.name for one in kinformer.members()] == [*MEMBERS, "leaky"]
     assert "leaky" not in MEMBERS and markdown() == table
+    assert FAMILY.package("gpt") is None and member("leaky", FAMILY.package("leaky")).name == "leaky"
+    fails("the member 'leaky' comes from the package 'others' (3), but here it is part of", member, "leaky", "others 3")
+    fails("the member 'mine' comes from the package 'others' (3), which is not installed", member, "mine", "others 3")
     fails("member: 'leeky' is unknown; did you mean 'leaky'?", member, "leeky")
     code, out, err = told("list", "--json")
     assert (code, err) == (0, "") and json.loads(out)[-1]["paper"] == "Nobody 2026, Averages That Leak"
@@ -239,11 +237,8 @@ def test_a_broken_package_breaks_nothing_else(package, told, fault):
 
 def test_a_config_that_no_name_leads_to_is_not_stored(module):
     config = configure("gpt", "tiny", set={"layers.0.mixer": module.Leaky.Config()})
-    fails(
-        "add the entry point 'mixer.leaky' to the group 'kinformer.parts' of the package that defines foreign_parts",
-        storable,
-        config,
-    )
+    message = "add the entry point 'mixer.leaky' to the group 'kinformer.parts' of the package that defines"
+    fails(f"{message} foreign_parts, and install that package.", storable, config)
     for name in MEMBERS:
         config = configure(name, "tiny")
         assert storable(config) == to_dict(config)

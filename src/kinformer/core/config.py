@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.core.errors import KinformerError, nearest
-from kinformer.core.plugins import PARTS, package_of, require_package
+from kinformer.core.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 
@@ -200,9 +200,10 @@ def _parse_plain(kind: Any, value: Any, place: str) -> Any:
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
     """``config`` as it is, after the same checks of what it holds as data has."""
     if expected.slot and config.slot != expected.slot:
+        own = f"the slot {config.slot!r}" if config.slot else "no slot"
         raise KinformerError(
-            f"{place}: {describe(config)} has the slot {config.slot!r}, but a config with the slot {expected.slot!r} "
-            "belongs here; give one of those."
+            f"{place}: {describe(config)} has {own}, but a config with the slot {expected.slot!r} belongs here; "
+            "give one of those."
         )
     if not expected.slot and not isinstance(config, expected):
         raise KinformerError(f"{place}: {describe(config)} is no {describe(expected)}, which belongs here; give one.")
@@ -230,7 +231,7 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
     """The class of a kind, which must come from ``package`` ("name version") where data says so."""
     config = table.get(kind)
     if package is not None:
-        found = None if config is None else _package_of(config) or "kinformer"
+        found = None if config is None else _package_of(config) or KINFORMER
         require_package(str(package), f"the {slot} {kind!r}", found)
     if config is None:
         raise KinformerError(f"{kind!r} is not a known {slot}; {nearest(kind, table)}")

@@ -22,6 +22,7 @@ from kinformer.core.errors import KinformerError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+KINFORMER = "kinformer"
 PARTS, TASKS, MEMBERS = "kinformer.parts", "kinformer.tasks", "kinformer.members"
 
 T = TypeVar("T")
@@ -76,6 +77,11 @@ class Registry(Mapping[str, T]):
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
         return sorted(name.removeprefix(self.prefix) for name in names)
 
+    def package(self, name: str) -> str | None:
+        """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""
+        entries = entry_points_of(self.group).get(self.prefix + name, ())
+        return _package(entries[0]) if entries else None
+
     def __getitem__(self, name: str) -> T:
         entries = entry_points_of(self.group).get(self.prefix + name, ())
         if not entries:
@@ -119,12 +125,15 @@ def package_of(thing: object, group: str, name: str) -> str | None:
 def require_package(package: str, what: str, found: str | None) -> None:
     """Refuse what was written down as part of ``package`` ("name version") and is not found there any more.
 
-    ``what`` is how messages call it, ``found`` the package where its name leads to now, None if it leads nowhere.
+    ``what`` is how messages call it, ``found`` the package where its name leads to now: ``KINFORMER`` itself, another
+    one, or None.
     """
     name = package.partition(" ")[0]
     if found is not None and found.partition(" ")[0] == name:
         return
-    if found is not None:
+    if found == KINFORMER:
+        remedy = "but here it is Kinformer's own; use a version of Kinformer that has none of that name."
+    elif found is not None:
         remedy = f"but here it is part of {_told(found)}; install the former, and uninstall the latter."
     elif (version := _installed(name)) is not None:
         remedy = f"but version {version} of it, which is installed, has none of that name; install another version."

@@ -87,8 +87,15 @@ FAMILY: plugins.Registry[Member] = plugins.Registry(
 """Kinformer's own members, and those of other packages, which are imported when they are looked up."""
 
 
-def member(name: str) -> Member:
-    """The record called ``name``; an unknown name is an error that lists the nearest."""
+def member(name: str, package: str | None = None) -> Member:
+    """The record called ``name``; an unknown name is an error that lists the nearest.
+
+    ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
+    written down; if it is not found there any more, the error says so.
+    """
+    if package is not None:
+        found = plugins.KINFORMER if name in MEMBERS else FAMILY.package(name)
+        plugins.require_package(package, f"the member {name!r}", found)
     return FAMILY[choose(name, FAMILY, "member")]
 
 
