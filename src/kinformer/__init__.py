@@ -28,10 +28,10 @@ __all__ = ["build", "generate", "load", "members"]
 
 
 def members() -> list[Member]:
-    """The records of the family, in the order of the table."""
-    from kinformer.family.table import MEMBERS
+    """The records of the family, in the order of the table, and then those of other packages."""
+    from kinformer.family.table import members
 
-    return list(MEMBERS.values())
+    return members()
 
 
 def build(

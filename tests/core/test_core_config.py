@@ -1,14 +1,15 @@
 """Configs to and from plain data, strict about names and types, and dotted overrides."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.config import Config, field_types, from_dict, override, to_dict
+from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
 from kinformer.core.errors import KinformerError, choose, nearest
 
 
@@ -161,6 +162,85 @@ def test_wrong_overrides_name_place_and_remedy(changes, message):
 def test_wrong_data_names_place_and_remedy(data, message):
     with pytest.raises(KinformerError, match=message):
         from_dict(Stack, data, KINDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign(PatternConfig):
+    """A class that no table has, with fields of types that configs do not know."""
+
+    kind = "foreign"
+    size: int | Literal["auto"] = "auto"
+    inner: PatternConfig = Causal()
+    function: Callable[[int], int] = abs
+    options: dict[str, int] | None = None
+    anything: Any = None
+
+
+def test_a_config_object_of_no_table_is_taken_as_it_is():
+    foreign = Foreign(inner=Foreign(size=3), function=round, options={"a": 1})
+    for changes in (
+        {"layers.*.pattern": foreign},
+        {"layers": [Layer(pattern=foreign), {"pattern": foreign}]},
+        {"layers.*.pattern": Foreign(), "layers.*.pattern.inner": foreign.inner, "layers.*.pattern.function": round}
+        | {"layers.*.pattern.options": '{"a": 1}'},
+    ):
+        changed = override(STACK, changes, KINDS)
+        assert [layer.pattern for layer in changed.layers] == [foreign, foreign]
+    assert override(STACK, {"layers.0.pattern": foreign}, KINDS).layers[0].pattern is foreign
+    assert [type(each) for each in parts_in(changed)] == [Stack, *[Layer, Foreign, Foreign, Causal] * 2]
+    inside = override(changed, {"layers.0.pattern.inner.size": "auto", "layers.1.pattern.size": "5"}, KINDS)
+    assert (inside.layers[0].pattern.inner.size, inside.layers[1].pattern.size) == ("auto", 5)
+    assert from_dict(Stack, {"dim": 1, "layers": [{"pattern": foreign}]}, KINDS).layers[0].pattern is foreign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Config):
+    slot, kind = "norm", "plain"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layers.0.pattern": Norm()},
+            "pattern: the norm 'plain' has the slot 'norm', but .* slot 'pattern' belongs here",
+        ),
+        ({"layers.0.pattern": Layer()}, r"Layer has no slot, but a config with the slot 'pattern' belongs here"),
+        ({"layers.0": Causal()}, r"--set layers\.0: the pattern 'causal' is no Layer, which belongs here; give one\."),
+        (
+            {"layers.0.pattern": Foreign(inner=Norm())},
+            r"pattern\.inner: the norm 'plain' has the slot 'norm'",
+        ),
+        ({"layers.0.pattern": Foreign(size=0.5)}, r"layers\.0\.pattern\.size: 0\.5 is not one of 'auto'"),
+        ({"layers.0.pattern": Foreign(size=None)}, r"layers\.0\.pattern\.size: None is not one of 'auto'"),
+        ({"layers.0.pattern": {"kind": ["local"]}}, "does not say which pattern it is"),
+        (
+            {"layers.0.pattern": {"kind": "lcal", "package": "lost 1"}},
+            r"'lcal' comes from the package 'lost' \(1\)",
+        ),
+        (
+            {"layers.0.pattern": {"kind": "local", "package": "lost"}},
+            "the package 'lost', but here it is Kinformer's own",
+        ),
+    ],
+)
+def test_wrong_config_objects_name_place_and_remedy(changes, message):
+    with pytest.raises(KinformerError, match=message):
+        override(STACK, changes, KINDS)
+
+
+def test_a_config_class_must_be_a_dataclass_whose_types_are_known():
+    class Bare(Config):
+        size: int = 3
+
+    @dataclass(frozen=True, kw_only=True)
+    class Lost(Config):
+        size: "Nowhere" = 3  # noqa: F821
+
+    with pytest.raises(KinformerError, match=r"Bare: is no dataclass; put @dataclass\(frozen=True, kw_only=True\)"):
+        to_dict(Bare())
+    with pytest.raises(KinformerError, match="Lost: the type of a field cannot be found .*'Nowhere' is not defined"):
+        to_dict(Lost())
 
 
 def test_a_place_is_named_once():

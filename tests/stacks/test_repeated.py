@@ -1,6 +1,5 @@
 """A stack of somebody else: every layer applied several times. One class and one line in the table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -36,8 +35,7 @@ class Repeated(Stack):
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch):
-    known: Mapping = table.kinds()
-    monkeypatch.setitem(known["stack"], "repeated", Repeated.Config)
+    monkeypatch.setitem(table.kinds()["stack"].own, "repeated", Repeated.Config)
 
 
 def build(member, stack="repeated", **changes):

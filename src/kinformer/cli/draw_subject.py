@@ -73,7 +73,7 @@ class Subject:
 def find(options: Options) -> Subject:
     """A member first, then a run folder, then a pattern, then a position; or what an option says it is."""
     from kinformer.family.runs import CONFIG
-    from kinformer.family.table import MEMBERS
+    from kinformer.family.table import FAMILY
 
     name = options.subject
     if options.pattern and options.position:
@@ -81,7 +81,7 @@ def find(options: Options) -> Subject:
     if name.lstrip().startswith("{"):
         return _expression(options)
     named = not (options.pattern or options.position)
-    if named and name in MEMBERS and not _means_part(options):
+    if named and name in FAMILY and not _means_part(options):
         return _member(options)
     if named and (Path(name) / CONFIG).is_file():
         return _run(options)
@@ -91,17 +91,17 @@ def find(options: Options) -> Subject:
     wanted = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
-    raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(MEMBERS if named else ())])}")
+    raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(FAMILY if named else ())])}")
 
 
-def _parts(options: Options) -> dict[str, type[Config]]:
-    """Kind to config class of all that can be drawn by itself, or of what an option says; patterns go first."""
+def _parts(options: Options) -> dict[str, str]:
+    """Kind to slot of all that can be drawn by itself, or of what an option says; patterns go first."""
     from kinformer.family.kinds import kinds
 
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
     if not (options.pattern or options.position):
         slots.append("pattern")
-    return {kind: part for slot in slots for kind, part in kinds().get(slot, {}).items()}
+    return {kind: slot for slot in slots for kind in kinds()[slot]}
 
 
 def _means_part(options: Options) -> bool:
@@ -130,7 +130,7 @@ def _part(options: Options, data: dict[str, Any]) -> Subject:
     """A pattern or a position by itself, with the options that --set gives it."""
     from kinformer.family.kinds import kinds
 
-    slot, changes = _parts(options)[data["kind"]].slot, overrides(options.set)
+    slot, changes = _parts(options)[data["kind"]], overrides(options.set)
     own = {name: value for name, value in changes.items() if "." not in name}
     inner = {path: value for path, value in changes.items() if "." in path}
     bases: dict[str, type[Config]] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from kinformer.cli.options import Common
 from kinformer.cli.output import print_json, print_table
 from kinformer.family.record import Member
-from kinformer.family.table import MEMBERS
+from kinformer.family.table import members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +19,13 @@ class Options(Common):
 
 def run(options: Options) -> int:
     """Print the family."""
-    members = list(MEMBERS.values())
+    found = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
-        print_json([facts(member) for member in members])
+        print_json([facts(member) for member in found])
         return 0
     rows = [
         (member.name, member.title, member.year, ", ".join(member.axes) or "-", member.growth, " ".join(member.recipes))
-        for member in members
+        for member in found
     ]
     print_table(("member", "title", "year", "changes", "state", "recipes"), rows)
     return 0

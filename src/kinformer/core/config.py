@@ -3,6 +3,9 @@
 A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
 a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
 and wrong types are errors that name the place and the nearest valid names.
+
+A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
+package carries the name of that ``package`` beside its ``kind`` (see ``core.plugins``).
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 
@@ -35,14 +39,25 @@ C = TypeVar("C", bound=Config)
 
 def field_types(config: type[Config]) -> dict[str, Any]:
     """Name to resolved type of every field of a config class."""
-    hints = typing.get_type_hints(config)
-    return {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, config))}
+    if not dataclasses.is_dataclass(config):
+        raise KinformerError(
+            f"{config.__qualname__}: is no dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
+        )
+    try:
+        hints = typing.get_type_hints(config)
+    except NameError as error:
+        raise KinformerError(
+            f"{config.__qualname__}: the type of a field cannot be found ({error}); import it where the module is run."
+        ) from None
+    return {field.name: hints[field.name] for field in dataclasses.fields(config)}
 
 
 def to_dict(value: Any) -> Any:
     """A config (or a tuple or plain value inside one) as JSON-ready data; a config of a slot carries its ``kind``."""
     if isinstance(value, Config):
         data = {"kind": value.kind} if value.kind else {}
+        if (package := _package_of(type(value))) is not None:
+            data["package"] = package
         return data | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
         return [to_dict(item) for item in value]
@@ -95,6 +110,16 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
     return _checked(lambda: node.replace(**{key: new}), path)
 
 
+def parts_in(value: Any) -> Iterator[Config]:
+    """A config and all configs inside it, in order."""
+    if isinstance(value, Config):
+        yield value
+        value = tuple(getattr(value, name) for name in field_types(type(value)))
+    if isinstance(value, tuple):
+        for item in value:
+            yield from parts_in(item)
+
+
 def describe(config: Config | type[Config]) -> str:
     """How a config is called in messages."""
     cls = config if isinstance(config, type) else type(config)
@@ -128,7 +153,7 @@ def _plain(value: Any) -> Any:
 def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _parse_optional(args, value, kinds, place)
+        return _parse_union(args, value, kinds, place)
     if origin is Literal:
         if value in args:
             return value
@@ -140,40 +165,82 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
         return tuple(_parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, Config):
-            return _parse(kind, to_dict(value), kinds, place)
+            return _parse_object(kind, value, kinds, place)
         return _parse_slot(kind.slot, value, kinds, place) if kind.slot else _parse_fields(kind, value, kinds, place)
     return _parse_plain(kind, value, place)
 
 
-def _parse_optional(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
+    """None, or the first of the types that ``value`` is one of."""
+    if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
-    (inner,) = [arg for arg in args if arg is not type(None)]
-    return _parse(inner, value, kinds, place)
+    *others, last = [arg for arg in args if arg is not type(None)]
+    for arg in others:
+        try:
+            return _parse(arg, value, kinds, place)
+        except KinformerError:
+            continue
+    return _parse(last, value, kinds, place)
 
 
-def _parse_plain(kind: type, value: Any, place: str) -> Any:
+def _parse_plain(kind: Any, value: Any, place: str) -> Any:
     if kind is str and isinstance(value, str):
         return value
     plain = _plain(value)
     if kind is float and isinstance(plain, int) and not isinstance(plain, bool):
         return float(plain)
+    if kind is Any or not isinstance(kind, type):  # a type that only the owner of the config can check
+        return plain
     if isinstance(plain, kind) and isinstance(plain, bool) == (kind is bool):
         return plain
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")
 
 
+def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
+    """``config`` as it is, after the same checks of what it holds as data has."""
+    if expected.slot and config.slot != expected.slot:
+        own = f"the slot {config.slot!r}" if config.slot else "no slot"
+        raise KinformerError(
+            f"{place}: {describe(config)} has {own}, but a config with the slot {expected.slot!r} belongs here; "
+            "give one of those."
+        )
+    if not expected.slot and not isinstance(config, expected):
+        raise KinformerError(f"{place}: {describe(config)} is no {describe(expected)}, which belongs here; give one.")
+    changes = {}
+    for name, field in field_types(type(config)).items():
+        old = getattr(config, name)
+        new = _parse(field, old, kinds, f"{place}.{name}")
+        if new is not old and (new != old or type(new) is not type(old)):
+            changes[name] = new
+    return _checked(lambda: config.replace(**changes), place) if changes else config
+
+
 def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
-    table = kinds[slot]
+    table = kinds.get(slot, {})
     data = _plain(value)
     if isinstance(data, str):
         data = {"kind": data}
-    if not isinstance(data, dict) or "kind" not in data:
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise KinformerError(f"{place}: {value!r} does not say which {slot} it is; {nearest('', table)}")
-    if data["kind"] not in table:
-        raise KinformerError(f"{place}: {data['kind']!r} is not a known {slot}; {nearest(str(data['kind']), table)}")
-    return _parse_fields(table[data["kind"]], {k: v for k, v in data.items() if k != "kind"}, kinds, place)
+    config = _checked(lambda: _class_of(slot, data["kind"], data.get("package"), table), place)
+    return _parse_fields(config, {k: v for k, v in data.items() if k not in ("kind", "package")}, kinds, place)
+
+
+def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Config]]) -> type[Config]:
+    """The class of a kind, which must come from ``package`` ("name version") where data says so."""
+    config = table.get(kind)
+    if package is not None:
+        found = None if config is None else _package_of(config) or KINFORMER
+        require_package(str(package), f"the {slot} {kind!r}", found)
+    if config is None:
+        raise KinformerError(f"{kind!r} is not a known {slot}; {nearest(kind, table)}")
+    return config
+
+
+def _package_of(config: type[Config]) -> str | None:
+    """The other package that adds a kind of part, None where it is Kinformer's own or nobody's."""
+    return package_of(config, PARTS, f"{config.slot}.{config.kind}")
 
 
 def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> Config:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from kinformer.core.config import from_dict, override
-from kinformer.core.errors import choose
+from kinformer.core.config import describe, from_dict, override, parts_in, to_dict
+from kinformer.core.errors import KinformerError, choose
 from kinformer.core.model import ModelConfig
+from kinformer.core.plugins import PARTS
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 
@@ -29,3 +31,30 @@ def build(name: str, recipe: str = "small", vocab_size: int | None = None, set: 
 def model_config(data: Any, place: str = "config") -> ModelConfig:
     """A model config from its dict form, as a run folder keeps it."""
     return from_dict(ModelConfig, data, kinds(), place)
+
+
+def storable(config: ModelConfig) -> dict[str, Any]:
+    """The dict form of a model config for a file, from which :func:`model_config` can read it again.
+
+    Errors: ``KinformerError`` for what could not: a part whose class was given as an object only, so that no name leads
+    to it, and a value that JSON cannot hold.
+    """
+    table = kinds()
+    for part in parts_in(config):
+        if part.slot and (part.slot not in table or table[part.slot].get(part.kind) is not type(part)):
+            raise KinformerError(
+                f"{describe(part)} is of the class {type(part).__qualname__}, which could not be found when this model "
+                f"is loaded again; add the entry point '{part.slot}.{part.kind}' to the group {PARTS!r} of the package "
+                f"that defines {type(part).__module__}, and install that package."
+            )
+    data = to_dict(config)
+    try:
+        same = model_config(json.loads(json.dumps(data))) == config
+    except TypeError as error:
+        raise KinformerError(f"the model's config cannot be written as JSON ({error}); use plain values.") from None
+    if not same:
+        raise KinformerError(
+            "the model's config is another one when it is read again; use exactly the classes that its fields are "
+            "declared with, or give yours a slot and a kind."
+        )
+    return data

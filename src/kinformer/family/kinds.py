@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from kinformer.core.config import Config
+from kinformer.core.plugins import PARTS, Registry, entry_points_of
+
+
+def kinds() -> dict[str, Registry[type[Config]]]:
+    """Slot -> kind -> config class; those of other packages are imported when they are looked up."""
+    own = _own()
+    added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
+    return {slot: _kinds_of(slot, own.get(slot, {})) for slot in dict.fromkeys([*own, *added])}
+
+
+def _kinds_of(slot: str, own: dict[str, type[Config]]) -> Registry[type[Config]]:
+    def fits(kind: str, found: Any) -> bool:
+        return isinstance(found, type) and issubclass(found, Config) and (found.slot, found.kind) == (slot, kind)
+
+    def expected(kind: str) -> str:
+        return f"a config class with the slot {slot!r} and the kind {kind!r}"
+
+    return Registry(slot, own, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")
 
 
 @cache
-def kinds() -> dict[str, dict[str, type[Config]]]:
-    """Slot -> kind -> config class."""
+def _own() -> dict[str, dict[str, type[Config]]]:
+    """Kinformer's own slots, kinds and config classes."""
     from kinformer.blocks import feed_forward, layer, macaron, norms, residual
     from kinformer.heads import adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head

@@ -1,8 +1,15 @@
-"""The one list of the family. README's table, the command line and the tests are generated from it."""
+"""The one list of the family. README's table, the command line and the tests are generated from it.
+
+Members of other packages are found by their entry points (see ``core.plugins``).
+"""
 
 from __future__ import annotations
 
-from kinformer.core.errors import choose
+import warnings
+from collections.abc import Callable
+
+from kinformer.core import plugins
+from kinformer.core.errors import KinformerError, choose
 from kinformer.family import (
     alibi,
     bert,
@@ -70,9 +77,40 @@ MEMBERS: dict[str, Member] = {
 }
 
 
-def member(name: str) -> Member:
-    """The record called ``name``; an unknown name is an error that lists the nearest."""
-    return MEMBERS[choose(name, MEMBERS, "member")]
+FAMILY: plugins.Registry[Member] = plugins.Registry(
+    "member",
+    MEMBERS,
+    plugins.MEMBERS,
+    fits=lambda name, found: isinstance(found, Member) and found.name == name,
+    expected=lambda name: f"a Member record of the name {name!r}",
+)
+"""Kinformer's own members, and those of other packages, which are imported when they are looked up."""
+
+
+def member(name: str, package: str | None = None) -> Member:
+    """The record called ``name``; an unknown name is an error that lists the nearest.
+
+    ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
+    written down; if it is not found there any more, the error says so.
+    """
+    if package is not None:
+        found = plugins.KINFORMER if name in MEMBERS else FAMILY.package(name)
+        plugins.require_package(package, f"the member {name!r}", found)
+    return FAMILY[choose(name, FAMILY, "member")]
+
+
+def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:
+    """The records of the family, Kinformer's own first, in the order of the table.
+
+    ``complain`` is told in a sentence of every member of another package that cannot be had, and is left out.
+    """
+    found = list(MEMBERS.values())
+    for name in FAMILY.added():
+        try:
+            found.append(FAMILY[name])
+        except KinformerError as error:
+            complain(str(error))
+    return found
 
 
 def markdown() -> str:
