@@ -151,7 +151,7 @@ def _part(options: Options, data: dict[str, Any]) -> Subject:
 
 def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
     """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features."""
-    from kinformer.positions.places import AtTokens
+    from kinformer.positions.slots import AtTokens
 
     if isinstance(config, EmbeddingConfig):
         return _one_token(config.build(1, DIM), config)

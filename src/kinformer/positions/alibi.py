@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.parts import Position, Relative
-from kinformer.positions.places import InAttention
+from kinformer.positions.slots import InAttention
 
 
 class Alibi(Position):

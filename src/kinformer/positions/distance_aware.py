@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Position, Relative
-from kinformer.positions.places import InAttention
+from kinformer.positions.slots import InAttention
 
 
 class DistanceAware(Position):

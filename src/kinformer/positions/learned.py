@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
-from kinformer.positions.places import AtTokens
+from kinformer.positions.slots import AtTokens
 
 
 class Learned(Position):

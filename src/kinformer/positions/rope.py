@@ -28,14 +28,15 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import Position, PositionConfig
+from kinformer.core.parts import Position
+from kinformer.positions.slots import InAttention
 
 
 class Rope(Position):
     """Angles in float64, rotation in the activations' dtype."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(InAttention):
         kind = "rope"
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"

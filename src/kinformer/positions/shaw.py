@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position, Relative
-from kinformer.positions.places import InAttention
+from kinformer.positions.slots import InAttention
 
 
 class Shaw(Position):

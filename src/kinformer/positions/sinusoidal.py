@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
-from kinformer.positions.places import AtTokens
+from kinformer.positions.slots import AtTokens
 
 
 class Sinusoidal(Position):

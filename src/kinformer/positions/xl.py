@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kinformer.core.autocast import autocast_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position, Relative
-from kinformer.positions.places import InAttention
+from kinformer.positions.slots import InAttention
 
 
 class Biases(nn.Module):

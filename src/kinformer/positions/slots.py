@@ -1,4 +1,7 @@
-"""Where an encoding of positions may stand: at the tokens of a model, or inside the attention of a mixer."""
+"""In which slot an encoding of positions acts: the model's, at its tokens, or a mixer's, inside attention.
+
+In the other slot it would do nothing, so that a model would be trained without positions; there it is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ class AtTokens(PositionConfig):
 
 
 class InAttention(PositionConfig):
-    """Of an encoding that acts on the scores of a mixer's heads (``build_heads``); a model refuses it."""
+    """Of an encoding that acts on the heads of a mixer (``build_heads``); a model refuses it."""
 
-    def build(self, dim: int) -> Position:
+    def build_model(self, dim: int, depth: int) -> Position:
         raise KinformerError(
             f"{describe(self)} acts inside attention, but was given to the model; set it as layers.*.mixer.position, "
             "and the model's position to none."
         )
 
     def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
-        raise NotImplementedError
+        return self.build(head_dim)
