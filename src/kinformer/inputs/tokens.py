@@ -64,14 +64,28 @@ class Tokens(Input):
             raise KinformerError(
                 f"tokens must be [batch, time] with time >= 1, but have the shape {tuple(values.shape)}."
             )
+        if values.dtype != torch.int64:
+            raise KinformerError(f"tokens must be int64 ids, but are {values.dtype}; convert them by tokens.long().")
 
     def forward(self, values: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """``types`` [batch, time] int64 or None (all of type 0)."""
+        self._check_range(values)
         x = self.embedding(values, positions)
         x = x if self.factor is None else x * self.factor
         if self.types is None:
             return x
         return x + (self.types.weight[0] if types is None else self.types(types))
+
+    def _check_range(self, tokens: Tensor) -> None:
+        """Refuse ids that the table does not have; on a GPU looking at them would wait for the device."""
+        if type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        low, high = tokens.aminmax()
+        if low < 0 or high >= self.vocab_size:
+            raise KinformerError(
+                f"token {int(low) if low < 0 else int(high)} is no id of this model, whose ids are 0 to "
+                f"{self.vocab_size - 1}; encode with the tokenizer that it was trained with."
+            )
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
         return torch.zeros(batch, time, dtype=torch.int64, device=device)

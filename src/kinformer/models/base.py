@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.initialise import Initialisation
@@ -67,10 +69,25 @@ class Common(nn.Module):
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **beside: Tensor) -> Tensor:
         """``values`` [batch, time, ...] as vectors [batch, time, dim], with what their ``positions`` add."""
-        values = values if valid is None else self.input.without_padding(values, valid)
+        if valid is not None:  # padding is no input, and has no position that could lie beyond the last
+            values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
         x = self.input(values, positions, **beside)
         encoded = self.position.embed(positions)
         return x if encoded is None else x + encoded.to(x.dtype)
+
+    def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], numbers: Mapping[str, Tensor | None]) -> None:
+        """Refuse ``values`` that are no input of this model, and what comes beside them in another shape or type."""
+        self.input.check(values)
+        shape = values.shape[:2]
+        if shape[0] < 1:
+            raise KinformerError("there must be one row or more, but the batch has 0; leave the call out.")
+        for given, dtype in ((masks, torch.bool), (numbers, torch.int64)):
+            for name, each in given.items():
+                if each is not None and (each.shape != shape or each.dtype != dtype):
+                    raise KinformerError(
+                        f"{name} is {each.dtype} {list(each.shape)}, but must be {dtype} [batch, time] = {list(shape)}; "
+                        "give one for every position."
+                    )
 
     def _entered(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """What the first layer reads."""

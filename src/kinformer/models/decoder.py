@@ -111,9 +111,11 @@ class Decoder(Common):
         taps: Sequence[int] = (),
     ) -> Hidden:
         """The normed last hidden states [batch, time, dim], the state, and the outputs of the uses in ``taps``."""
-        self.input.check(values)
+        self._check(values, {"valid": valid, "reset": reset}, {})
         if state is None:
             state = self.initial_state(values.shape[0], device=values.device)
+        else:
+            self._check_state(state, values.shape[0])
         if valid is None:
             return self._absorb(Chunk(values, None, reset), state, taps)
         order = left_align(valid)
@@ -121,14 +123,32 @@ class Decoder(Common):
         x, state, tapped = self._absorb(chunk, state, taps)
         return Hidden(order.restore(x), state, tuple(map(order.restore, tapped)))
 
+    def _check_state(self, state: DecoderState, batch: int) -> None:
+        """Refuse a state that is none of this model's, or of another number of rows."""
+        if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
+            what = (
+                f"{len(state.layers)} layers" if isinstance(state, DecoderState) else f"the type {type(state).__name__}"
+            )
+            raise KinformerError(
+                f"the state is one of {what}, but this model's have {len(self.stack.order)} layers; give what this "
+                "model returned, or None to begin anew."
+            )
+        if state.seen.shape[0] != batch:
+            raise KinformerError(
+                f"the state has {state.seen.shape[0]} rows, but {batch} are given; kinformer.core.state has "
+                "select_rows, repeat_rows and join_rows."
+            )
+
     def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
         """``chunk`` holds the values that the input takes."""
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
         x = self._entered(self._embedded(chunk.x, positions, chunk.valid), chunk.valid)
 
+        own = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
+
         def before(x: Tensor, use: int) -> Tensor:
-            added = self.position.layer_input(positions, use)
+            added = self.position.layer_input(own, use)
             return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
         x, layers, tapped = self.stack.absorb(chunk._replace(x=x, positions=positions), state.layers, before, taps)

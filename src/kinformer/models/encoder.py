@@ -90,7 +90,7 @@ class Encoder(Common):
         taps: Sequence[int] = (),
     ) -> Encoded:
         """The last hidden states, and the outputs of the layers in ``taps``."""
-        self.input.check(values)
+        self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "units": units})
         order = None if valid is None or bool(valid.all()) else left_align(valid)
         valid = None if order is None else order.valid
         if order is not None:
