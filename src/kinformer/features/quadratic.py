@@ -28,22 +28,17 @@ class Quadratic(FeatureMap):
                 raise KinformerError(f"c must not be negative (its root is a feature), but is {self.c}.")
 
         def build(self, head_dim: int) -> Quadratic:
-            return Quadratic(self.c, head_dim)
+            return Quadratic(self.c)
 
-    rows: Tensor
-    columns: Tensor
-
-    def __init__(self, c: float, head_dim: int) -> None:
+    def __init__(self, c: float) -> None:
         super().__init__()
         self.c = c
-        rows, columns = torch.triu_indices(head_dim, head_dim, offset=1)
-        self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("columns", columns, persistent=False)
 
     def size(self, head_dim: int) -> int:
         return head_dim * (head_dim + 1) // 2 + head_dim + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        pairs = x[..., self.rows] * x[..., self.columns] * 2**0.5
+        rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], offset=1, device=x.device)
+        pairs = x[..., rows] * x[..., columns] * 2**0.5
         constant = torch.full_like(x[..., :1], self.c)
         return torch.cat([x * x, pairs, x * (2 * self.c) ** 0.5, constant], dim=-1)

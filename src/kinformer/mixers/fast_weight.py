@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
+from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.dpfp import Dpfp
 from kinformer.kernels.delta import delta_rule
@@ -48,6 +49,13 @@ class FastWeight(CausalMixer):
         denominator: bool = False
         eps: float = 1e-5
         impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            if self.rule == "delta" and self.denominator:
+                raise KinformerError(
+                    "denominator = True does nothing with rule = 'delta', whose keys are overwritten and not summed; "
+                    "leave it out, or use rule = 'sum'."
+                )
 
         def build(self, dim: int) -> FastWeight:
             return FastWeight(self, dim)

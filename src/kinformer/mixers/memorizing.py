@@ -127,7 +127,7 @@ class Memorizing(CausalMixer):
         """How many memories are put away at a time, counted by positions."""
         self.kept = max(back, self.batch_of - 1) if config.memory_size else back
         self.rules = Rules(config.segment, config.memory_size, self.batch_of)
-        self.register_buffer("centroids", None, persistent=False)
+        self.register_buffer("centroids", None)
         if config.search == "inverted":
             self.centroids = centroids(config.num_heads, config.lists, self.head_dim)
 

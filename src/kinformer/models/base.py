@@ -85,8 +85,8 @@ class Common(nn.Module):
             for name, each in given.items():
                 if each is not None and (each.shape != shape or each.dtype != dtype):
                     raise KinformerError(
-                        f"{name} is {each.dtype} {list(each.shape)}, but must be {dtype} [batch, time] = {list(shape)}; "
-                        "give one for every position."
+                        f"{name} is {each.dtype} {list(each.shape)}, but must be {dtype} [batch, time] = "
+                        f"{list(shape)}; give one for every position."
                     )
 
     def _entered(self, x: Tensor, valid: Tensor | None) -> Tensor:

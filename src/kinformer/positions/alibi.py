@@ -34,7 +34,7 @@ class Alibi(Position):
         super().__init__()
         self.power = 1 << (num_heads.bit_length() - 1)
         exponents = [*range(2, 2 * self.power + 1, 2), *range(1, 2 * self.power, 2)][:num_heads]
-        self.register_buffer("exponents", torch.tensor(exponents), persistent=False)
+        self.register_buffer("exponents", torch.tensor(exponents))  # kept in files: a meta model is filled by them
 
     def slopes(self) -> Tensor:
         """m_h of every head, [heads] float64."""

@@ -75,11 +75,12 @@ class TransformerXL(Position):
         return Relative(lowest, bias=bias, keys=keys)
 
     def _rows(self, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-        """:meth:`_project`; without gradients, rows that were made by the present weights are used again."""
+        """:meth:`_project`; without gradients, rows that were made by the present weights are used again (on a CPU: to
+        look at the weights elsewhere would wait for the device)."""
         if torch.compiler.is_compiling():
             return self._project(lowest, highest)
         weights = (self.projection.weight, self.biases.content, self.biases.position)
-        if lowest < 0 or torch.is_grad_enabled() or any(w.is_meta or w.is_inference() for w in weights):
+        if lowest < 0 or torch.is_grad_enabled() or any(w.device.type != "cpu" or w.is_inference() for w in weights):
             self._recent = None
             return self._project(lowest, highest)
         rows = self._recent
@@ -135,5 +136,11 @@ class _Rows(NamedTuple):
 
 
 def _stamp(weights: Sequence[Tensor]) -> tuple[object, ...]:
-    places = [(weight.data_ptr(), weight._version, weight.dtype, weight.device) for weight in weights]
-    return (*places, autocast_dtype(weights[0].device))
+    """What tells weights apart, also from ones that were written through ``.data``, which no version counts."""
+    told = [(weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight)) for weight in weights]
+    return (*told, autocast_dtype(weights[0].device))
+
+
+def _sum_of_bits(weight: Tensor) -> int:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return int(weight.detach().view(integers).sum(dtype=torch.int64))
