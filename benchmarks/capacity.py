@@ -33,7 +33,7 @@ from kinformer.features.relu import Relu
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.tasks.recall import AssociativeRetrieval, Retrieval
+from kinformer.data.recall import AssociativeRetrieval, Retrieval
 
 WIDTH, RATE, SOLVED = 64, 1e-3, 1e-3
 FEATURES: dict[str, FeatureMapConfig] = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.data import Edges, open_corpus
+from kinformer.data import BosEos, open_corpus
+from kinformer.data.masked_text import MaskedText
+from kinformer.data.masking import Masking, ordinary
 from kinformer.evaluation.global_input import has_global_input, measure_global_input, silenced
-from kinformer.tasks.masked_text import MaskedText
-from kinformer.tasks.masking import Masking, ordinary
 from kinformer.training.batch import Batch
 from kinformer.training.objectives import objective_of
 
@@ -29,7 +29,7 @@ def model():
 @pytest.fixture(scope="module")
 def text(text_file):
     split = open_corpus(str(text_file)).splits["test"].take(400)
-    return MaskedText(split, LENGTH, Masking(256, ordinary(256, set())), Edges(257, 258), 0)
+    return MaskedText(split, LENGTH, Masking(256, ordinary(256, set())), BosEos(257, 258), 0)
 
 
 def bits(model, text, **told):

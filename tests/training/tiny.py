@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.data import Corpus, Edges, Examples, Labelled
+from kinformer.data import BosEos, Corpus, Examples, Labelled
+from kinformer.data.masking import Masking, ordinary
 from kinformer.family.build import build
 from kinformer.heads.classification import ClassificationHead
-from kinformer.tasks.masking import Masking, ordinary
 from kinformer.training.distributed import Group
 from kinformer.training.feeds import Feed, HiddenTokens, Labels
 from kinformer.training.loop import Result, Trainer
@@ -53,7 +53,7 @@ def trainer(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides =
 
 def feed(corpus: Corpus, settings: Settings) -> Feed:
     """The rows for a tiny encoder, whose last three ids are special."""
-    edges = Edges(257, 258)
+    edges = BosEos(257, 258)
     if settings.objective == "classification":
         return Labels(labelled(), settings, edges)
     return HiddenTokens(corpus, settings, Masking(256, ordinary(256, set())), edges)

@@ -17,8 +17,8 @@ from kinformer.core.errors import KinformerError, choose
 
 if TYPE_CHECKING:
     from kinformer.data import Corpus, Examples, Labelled
+    from kinformer.data.masked_text import MaskedText
     from kinformer.family.runs import Run
-    from kinformer.tasks.masked_text import MaskedText
 
 _MEANT = {"folders", "set", "data", "split", "max_bytes", "chunk", "json", "seed", "device", "threads"}
 DEFAULT_LENGTH = 512
@@ -52,8 +52,8 @@ def _measured(run: Run, data: str | None, options: Options) -> dict[str, Any]:
 
 def _masked(run: Run, model: Any, data: str | None, options: Options) -> dict[str, Any]:
     from kinformer.data.bigrams import Bigrams
+    from kinformer.data.masked_text import MaskedText
     from kinformer.evaluation.masked import measure_masked
-    from kinformer.tasks.masked_text import MaskedText
 
     held = held_out(run, data, options.split, options.max_bytes)
     _note(held.note)

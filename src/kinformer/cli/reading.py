@@ -49,11 +49,11 @@ def opened(folder: str, options: Options) -> tuple[Run, Decoder]:
 
 def main_windows(run: Run, model: Decoder, options: Reading) -> Windows | None:
     """The windows to measure in, as asked for or as the run was trained; None where the state is carried."""
-    from kinformer.evaluation.bits import carries_for_ever
+    from kinformer.evaluation.bits import streamable
     from kinformer.evaluation.windows import Windows
 
     asked = options.context
-    endless = carries_for_ever(model)
+    endless = streamable(model)
     if asked == CARRIED and not endless:
         raise KinformerError(
             f"--context {CARRIED}: this model's state grows without bound, or its positions end; give --context N."

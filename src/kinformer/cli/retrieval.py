@@ -22,7 +22,7 @@ from kinformer.cli.runs import tokenizer_of
 from kinformer.cli.store import GATED_NEIGHBOURS, keyed, looks_up, origin_of, searcher
 from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus, Split
-from kinformer.evaluation.bits import carries_for_ever
+from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.family.runs import Run, open_run
 from kinformer.memory.datastore import Datastore, Part
@@ -174,7 +174,7 @@ def _check_settings(run: Run, found: _Retrieval, settings: Settings) -> None:
     reader, place = found.keys.decoder, run.data["retrieval"]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"--objective {settings.objective}: looks nothing up; take next-token.")
-    if settings.segments and not carries_for_ever(reader):
+    if settings.segments and not streamable(reader):
         raise KinformerError(
             f"--segments: the state goes on without end, but that of the retriever {place} grows with every token or "
             "its positions end; take one with a bounded state, or leave --segments out."

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kinformer.core.parts import ModelConfig
-    from kinformer.data import Corpus, Edges, Labelled, Tokenizer
+    from kinformer.data import BosEos, Corpus, Labelled, Tokenizer
+    from kinformer.data.masking import Masking
     from kinformer.family.record import Member
     from kinformer.family.runs import Run
-    from kinformer.tasks.masking import Masking
 
 NEXT_TOKEN, MLM, CLASSIFY, LISTOPS = "next-token", "mlm", "classify", "listops"
 SPECIAL_TOKENS = 3
@@ -66,7 +66,7 @@ def open_data(data: Mapping[str, Any], task: str, tokenizer: Tokenizer, cache: P
     from kinformer.data import open_corpus, open_labelled
 
     if task == LISTOPS:
-        from kinformer.tasks.listops import open_listops
+        from kinformer.data.listops import open_listops
 
         return open_listops(data["examples"], bounds_of(data["example_tokens"]), cache=cache)
     opened = open_labelled if task == CLASSIFY else open_corpus
@@ -84,22 +84,22 @@ def bounds_of(text: str) -> tuple[int, int]:
 def ids_of(task: str, tokenizer: Tokenizer) -> int:
     """Below how many the ids of a task's data lie."""
     if task == LISTOPS:
-        from kinformer.tasks.listops import SYMBOLS
+        from kinformer.data.listops import SYMBOLS
 
         return len(SYMBOLS)
     return tokenizer.vocab_size
 
 
-def edges_of(config: ModelConfig) -> Edges:
+def edges_of(config: ModelConfig) -> BosEos:
     """What an encoder expects before and behind a text."""
-    from kinformer.data import Edges
+    from kinformer.data import BosEos
 
-    return Edges(getattr(config, "first_token", None), getattr(config, "last_token", None))
+    return BosEos(getattr(config, "first_token", None), getattr(config, "last_token", None))
 
 
 def masking_of(config: ModelConfig, tokenizer: Tokenizer, share: float, whole_words: bool) -> Masking:
     """How tokens are hidden from an encoder."""
-    from kinformer.tasks.masking import Masking, Words, ordinary
+    from kinformer.data.masking import Masking, Words, ordinary
 
     mask: int | None = getattr(config, "mask_token", None)
     if mask is None:

@@ -20,9 +20,9 @@ from kinformer.cli.train_data import TOKENIZER, rows_of, spec_of, tokenizer_for
 from kinformer.core.config import to_dict
 from kinformer.core.errors import KinformerError
 from kinformer.data import FileTokenizer
+from kinformer.data.listops import BOUNDS, NUMBER
 from kinformer.family.runs import CONFIG, Run
 from kinformer.family.table import member
-from kinformer.tasks.listops import BOUNDS, NUMBER
 from kinformer.training.distributed import Group, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 

@@ -6,12 +6,13 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel
 from kinformer.core.pattern import Pattern
 
 
@@ -238,9 +239,10 @@ class EmbeddingConfig(Config):
 
 
 class ModelConfig(Config):
-    """``build()``: a whole model. Each of ``layers`` is a config too."""
+    """``build()``: a whole model. Each of ``layers`` is a config too. ``protocol``: what can be done with the model."""
 
     slot = "model"
+    protocol: ClassVar[type] = CausalModel
 
     if TYPE_CHECKING:
         vocab_size: int

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.generation.protocol import device_of
-from kinformer.tasks.masked_text import MaskedText
+from kinformer.core.model import device_of
+from kinformer.data.masked_text import MaskedText
 from kinformer.training.batch import Batch
 from kinformer.training.cpc import MaskedLanguageCpc
 from kinformer.training.objectives_encoder import hidden_tokens

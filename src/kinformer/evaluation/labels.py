@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import device_of
 from kinformer.data import Buckets
-from kinformer.generation.protocol import device_of
 from kinformer.training.batch import Batch
 
 Progress = Callable[[int, int], None]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import device_of
 from kinformer.data import IGNORED
 from kinformer.data.bigrams import Bigrams
-from kinformer.generation.protocol import device_of
-from kinformer.tasks.masked_text import MaskedText
+from kinformer.data.masked_text import MaskedText
 from kinformer.training.batch import Batch
 from kinformer.training.objectives_encoder import MaskedLanguage
 

@@ -18,6 +18,7 @@ from kinformer.blocks.sharing import share
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel
 from kinformer.core.parts import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig
 
 
@@ -50,6 +51,7 @@ class Decoder(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
         kind = "decoder"
+        protocol = CausalModel
         vocab_size: int
         dim: int
         layers: tuple[LayerConfig, ...]
@@ -111,21 +113,26 @@ class Decoder(nn.Module):
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-        neighbours: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
-        return select_valid(self.logits(hidden, neighbours), valid), state
+        return select_valid(self.logits(hidden), valid), state
 
-    def logits(self, hidden: Tensor, neighbours: Tensor | None = None) -> Tensor:
-        """[batch, time, dim] -> [batch, time, vocab].
+    def head_inputs(
+        self,
+        tokens: Tensor,
+        state: DecoderState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, DecoderState]:
+        """What :meth:`logits` needs, the hidden states [batch, time, dim], and the state after the chunk."""
+        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
+        return hidden, state
 
-        ``neighbours`` [batch, time, k] int64 are for a head that makes something of them (``spalm``): the tokens that
-        followed what a store holds of similar contexts, -1 where there is none.
-        """
-        if neighbours is None:
-            return self.head(hidden, self.embedding.weight)
-        return self.head(hidden, self.embedding.weight, neighbours)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[batch, time, dim] -> [batch, time, vocab]."""
+        return self.head(hidden, self.embedding.weight)
 
     def hidden(
         self,

@@ -19,6 +19,7 @@ from kinformer.blocks.side import SideConfig
 from kinformer.core.contract import Alignment, left_align, select_valid
 from kinformer.core.encoder import Text, global_places
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import WholeModel
 from kinformer.core.parts import EmbeddingConfig, EncoderHeadConfig, ModelConfig, PositionConfig
 
 
@@ -46,6 +47,7 @@ class Encoder(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
         kind = "encoder"
+        protocol = WholeModel
         vocab_size: int
         dim: int
         layers: tuple[EncoderLayerConfig, ...]

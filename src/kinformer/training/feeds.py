@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.data import Buckets, Corpus, Edges, EvaluationStream, Labelled, RandomWindows, SegmentStreams, Split
-from kinformer.tasks.masked_text import MaskedText
-from kinformer.tasks.masking import Masking
+from kinformer.data import BosEos, Buckets, Corpus, EvaluationStream, Labelled, RandomWindows, SegmentStreams, Split
+from kinformer.data.masked_text import MaskedText
+from kinformer.data.masking import Masking
 from kinformer.training.batch import Batch
 from kinformer.training.settings import Settings
 
@@ -88,7 +88,7 @@ class NextTokens(Feed):
 class HiddenTokens(Feed):
     """Windows of text with tokens hidden, other ones at every step, and the same ones in every validation."""
 
-    def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, edges: Edges) -> None:
+    def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, edges: BosEos) -> None:
         self.unit = "masked byte" if corpus.splits["train"].encoded_from is None else "masked token"
         train, kept = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
         self.text = MaskedText(train, settings.length, masking, edges, settings.seed)
@@ -111,7 +111,7 @@ class HiddenTokens(Feed):
 class Labels(Feed):
     """Examples with the classes to tell. Validation: the first ones of as many tokens as asked for, 256 at least."""
 
-    def __init__(self, data: Labelled, settings: Settings, edges: Edges) -> None:
+    def __init__(self, data: Labelled, settings: Settings, edges: BosEos) -> None:
         sizes = settings.batch_size, settings.length, settings.seed
         self.train, self.held_out = (Buckets(data.splits[name], *sizes, edges) for name in ("train", "validation"))
         enough = int(np.searchsorted(np.cumsum(self.held_out.lengths), settings.validation_tokens)) + 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kinformer.core.errors import KinformerError
-from kinformer.tasks import listops
-from kinformer.tasks.listops import SYMBOLS, examples, open_listops, spell
+from kinformer.data import listops
+from kinformer.data.listops import SYMBOLS, examples, open_listops, spell
 
 NUMBER = 1500
 

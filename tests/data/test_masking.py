@@ -7,8 +7,8 @@ import pytest
 
 from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, ByteTokenizer
+from kinformer.data.masking import Masking, Words, ordinary
 from kinformer.data.permutation import mix
-from kinformer.tasks.masking import Masking, Words, ordinary
 
 MASK = 256
 PLAIN = Masking(MASK, ordinary(256, set()))
@@ -24,10 +24,10 @@ def rows(count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_fifteen_of_a_hundred_are_chosen_and_most_of_them_hidden() -> None:
     tokens = np.random.default_rng(0).integers(0, 256, (400, 200))
-    hidden, places, truth = PLAIN(tokens, mix(0, np.arange(400)))
+    masked, places, truth = PLAIN(tokens, mix(0, np.arange(400)))
     assert places.shape == (400, 30) and (truth >= 0).all()
     assert np.array_equal(truth, np.take_along_axis(tokens, places, 1))
-    shown = np.take_along_axis(hidden, places, 1)
+    shown = np.take_along_axis(masked, places, 1)
     assert (shown == MASK).mean() == pytest.approx(0.8, abs=0.02)
     assert (shown == truth).mean() == pytest.approx(0.1 + 0.1 / 256, abs=0.015)
     drawn = shown[(shown != MASK) & (shown != truth)]
@@ -35,15 +35,15 @@ def test_fifteen_of_a_hundred_are_chosen_and_most_of_them_hidden() -> None:
     assert drawn.max() < 256 and len(set(drawn.tolist())) > 200
     untouched = np.ones(tokens.shape, bool)
     np.put_along_axis(untouched, places, False, 1)
-    assert untouched.sum(1).tolist() == [170] * 400 and np.array_equal(hidden[untouched], tokens[untouched])
+    assert untouched.sum(1).tolist() == [170] * 400 and np.array_equal(masked[untouched], tokens[untouched])
     chosen = (~untouched).mean(0)
     assert chosen.min() > 0.07 and chosen.max() < 0.24, "no place is preferred"
 
 
 def test_what_is_drawn_instead_is_ordinary() -> None:
     masking = Masking(3, ordinary(10, {3, 0, 9}), share=0.9)
-    hidden, _, _ = masking(np.full((50, 40), 5), mix(1, np.arange(50)))
-    assert set(hidden.ravel().tolist()) == {1, 2, 3, 4, 5, 6, 7, 8}
+    masked, _, _ = masking(np.full((50, 40), 5), mix(1, np.arange(50)))
+    assert set(masked.ravel().tolist()) == {1, 2, 3, 4, 5, 6, 7, 8}
 
 
 @pytest.mark.parametrize("masking", [PLAIN, WHOLE], ids=["tokens", "whole words"])
@@ -77,9 +77,9 @@ def test_whole_words_are_hidden_together() -> None:
 
 
 def test_a_word_too_long_to_be_hidden() -> None:
-    hidden, places, truth = WHOLE(np.full((3, 50), 97), mix(2, np.arange(3)))
+    masked, places, truth = WHOLE(np.full((3, 50), 97), mix(2, np.arange(3)))
     assert (truth != IGNORED).sum(1).tolist() == [1, 1, 1] and places[:, 0].tolist() == [0, 0, 0]
-    assert (hidden[:, 1:] == 97).all()
+    assert (masked[:, 1:] == 97).all()
 
 
 def test_words_of_tokenizers() -> None:

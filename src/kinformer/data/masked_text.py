@@ -1,4 +1,4 @@
-"""Masked language modelling: windows of a text, between a model's first and last token, some of their tokens hidden."""
+"""Masked language modelling: windows of a text, between BOS and EOS, some of their tokens masked."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import NamedTuple
 import numpy as np
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import Edges, RandomWindows, Rows, Split
+from kinformer.data import BosEos, RandomWindows, Rows, Split
 from kinformer.data.buckets import lay
+from kinformer.data.masking import Masking
 from kinformer.data.permutation import mix, permute
-from kinformer.tasks.masking import Masking
 
 _TRAINING, _MEASURING = 6, 7
 
 
 class Shown(NamedTuple):
-    """Rows as a model sees them, and of what was hidden the token before it in the text, -1 if none: [rows, n]."""
+    """Rows as a model sees them, and of what was masked the token before it in the text, -1 if none: [rows, n]."""
 
     rows: Rows
     before: np.ndarray
 
 
 class MaskedText:
-    """Windows of ``split`` that are ``length`` tokens with the edges; all draws follow from ``seed``.
+    """Windows of ``split`` that are ``length`` tokens with BOS and EOS; all draws follow from ``seed``.
 
-    A step of training hides other tokens each time. In order, as for measuring, what is hidden of a window follows from
+    A step of training masks other tokens each time. In order, as for measuring, what is masked of a window follows from
     its place in the split alone.
     """
 
-    def __init__(self, split: Split, length: int, masking: Masking, edges: Edges, seed: int) -> None:
-        self.room = length - edges.size
+    def __init__(self, split: Split, length: int, masking: Masking, ends: BosEos, seed: int) -> None:
+        self.room = length - ends.size
         if self.room < 1:
-            raise KinformerError(f"--length {length}: leaves no room beside the edges of a text; give more.")
-        self.split, self.length, self.masking, self.edges, self.seed = split, length, masking, edges, seed
+            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
+        self.split, self.length, self.masking, self.ends, self.seed = split, length, masking, ends, seed
 
     def __len__(self) -> int:
         """Windows that cover the split, of which the last may be short."""
@@ -61,15 +61,15 @@ class MaskedText:
             yield self.show(some, mix(self.seed, _MEASURING, some))
 
     def show(self, starts: np.ndarray, keys: np.ndarray) -> Shown:
-        """The windows that begin at ``starts`` with tokens hidden by ``keys``."""
+        """The windows that begin at ``starts`` with tokens masked by ``keys``."""
         lengths = np.minimum(self.room, len(self.split) - starts)
         texts = [
             self.split.tokens(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
         ]
         width = int(lengths.max())
-        plain, _ = lay(texts, Edges(), width)
-        hidden, places, labels = self.masking(plain, keys, lengths)
-        shown = [row[:length] for row, length in zip(hidden, lengths.tolist(), strict=True)]
-        tokens, valid = lay(shown, self.edges, width + self.edges.size)
+        plain, _ = lay(texts, BosEos(), width)
+        masked, places, labels = self.masking(plain, keys, lengths)
+        shown = [row[:length] for row, length in zip(masked, lengths.tolist(), strict=True)]
+        tokens, valid = lay(shown, self.ends, width + self.ends.size)
         before = np.where(places > 0, np.take_along_axis(plain, np.maximum(places - 1, 0), 1), -1)
-        return Shown(Rows(tokens, valid, labels, places + self.edges.before), before)
+        return Shown(Rows(tokens, valid, labels, places + self.ends.before), before)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import kinformer
 from kinformer.core.errors import KinformerError
-from kinformer.tasks.units import line_units
+from kinformer.data.units import line_units
 
 
 def rows(*texts):

@@ -1,4 +1,4 @@
-"""Hiding some tokens of a text for a model to find them out (Devlin et al. 2019, BERT, section 3.1).
+"""Masking some tokens of a text for a model to find them out (Devlin et al. 2019, BERT, section 3.1).
 
 Of every row the share ``share`` of the tokens is chosen. Of these 80 % become the mask token, 10 % another token drawn
 at random, and 10 % stay as they are. With whole words, what belongs to one word is chosen together.
@@ -16,7 +16,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, Tokenizer
 from kinformer.data.permutation import mix
 
-HIDDEN, SWAPPED = 0.8, 0.1
+MASKED, SWAPPED = 0.8, 0.1
 _CHOICE, _FATE, _TOKEN = 1, 2, 3
 WORD, BLANK = 1, 2
 
@@ -56,7 +56,7 @@ class Words:
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """How tokens are hidden: ``mask_token`` stands for them, ``ordinary`` are the ids that may be drawn instead."""
+    """How tokens are masked: ``mask_token`` stands for them, ``ordinary`` are the ids that may be drawn instead."""
 
     mask_token: int
     ordinary: np.ndarray
@@ -91,7 +91,7 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``tokens`` with some hidden, the places of these and what stood there; 0 and IGNORED where they are fewer."""
+        """``tokens`` with some masked, the places of these and what stood there; 0 and IGNORED where they are fewer."""
         lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
         places = self.choose(tokens, keys, lengths)
         chosen = places >= 0
@@ -99,11 +99,11 @@ class Masking:
         truth = np.take_along_axis(tokens, places, 1)
         fate = mix(keys[:, None], _FATE, places) / 2.0**64
         drawn = self.ordinary[mix(keys[:, None], _TOKEN, places) % np.uint64(len(self.ordinary))]
-        shown = np.where(fate < HIDDEN, self.mask_token, np.where(fate < HIDDEN + SWAPPED, drawn, truth))
-        hidden = tokens.copy()
+        shown = np.where(fate < MASKED, self.mask_token, np.where(fate < MASKED + SWAPPED, drawn, truth))
+        masked = tokens.copy()
         rows = np.broadcast_to(np.arange(len(tokens))[:, None], places.shape)
-        hidden[rows[chosen], places[chosen]] = shown[chosen]
-        return hidden, places, np.where(chosen, truth, IGNORED)
+        masked[rows[chosen], places[chosen]] = shown[chosen]
+        return masked, places, np.where(chosen, truth, IGNORED)
 
 
 def ordinary(vocab_size: int, special: set[int]) -> np.ndarray:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kinformer.core.errors import KinformerError
-from kinformer.tasks.recall import AssociativeRetrieval
+from kinformer.data.recall import AssociativeRetrieval
 
 
 @pytest.mark.parametrize("replace", [False, True])
