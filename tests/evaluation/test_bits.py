@@ -109,7 +109,7 @@ def test_contexts_count_every_target_once(corpus, windows):
     with torch.no_grad():
         found = list(contexts(model, EvaluationStream(split, 100), windows))
     assert torch.equal(torch.cat([each.targets[each.counted] for each in found]), tokens_of(split)[1:])
-    assert all(each.hidden.shape[:2] == each.targets.shape == each.counted.shape for each in found)
+    assert all(each.inputs.shape[:2] == each.targets.shape == each.counted.shape for each in found)
 
 
 def test_the_likelihood_of_every_target():
