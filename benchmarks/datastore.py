@@ -22,11 +22,11 @@ import torch
 
 from common import arguments, prepare, save, show
 from kinformer.data import open_corpus
-from kinformer.family.runs import open_run
 from kinformer.memory.datastore import RECORD, Datastore
 from kinformer.memory.exact import ExactSearch
 from kinformer.memory.lists import ListSearch
 from kinformer.models.attached import KeyedDecoder
+from kinformer.runs.run import open_run
 from kinformer.training.precision import use_fast_products
 
 BATCH, NEIGHBOURS, RECALLED = 1024, 32, 256
@@ -95,7 +95,7 @@ def build(run: Path, store: Path, entries: int, options: Any) -> dict[str, Any]:
 def held_out_keys(run: Path, data: str, batches: int) -> list[torch.Tensor]:
     """Batches of keys of the validation split, evenly spread over it."""
     record = open_run(run)
-    model, length = KeyedDecoder(record.load()), int(record.training["length"])
+    model, length = KeyedDecoder(record.model()), int(record.training["length"])
     split = open_corpus(data).splits["validation"]
     wanted = min(batches * BATCH, len(split) // length * 8)
     starts = np.linspace(0, len(split) - length - 1, max(1, wanted // 8)).astype(np.int64)

@@ -28,9 +28,9 @@ from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
-from kinformer.family.runs import open_run
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.runs.run import open_run
 from peers import HuggingFace, Idiap, Shape, copy_gpt2, hugging_face, idiap, x_transformers
 
 LAYERS, TOKENS = 8, 784
@@ -140,11 +140,11 @@ def race(batch: int, tokens: int, rounds: int) -> dict[str, float]:
 def cost_of_rounding(folder: str, quick: bool) -> dict[str, Any]:
     """Bits per byte of a run on its held-out data, with its weights in float32 and in bfloat16."""
     run = open_run(folder)
-    if run.tokenizer != "bytes":
+    if run.vocabulary != "bytes":
         raise SystemExit(f"{folder}: has a tokenizer, but this measures runs on bytes; give such a run.")
     split = open_corpus(run.data["spec"], holdout=run.data.get("holdout")).splits["test"]
     split = split.take(4096) if quick else split
-    model = run.load()
+    model = run.model()
     windows = Windows(context=int(run.training["length"]))
     bits = [measure(model.to(dtype), split, windows).bits_per_byte for dtype in (torch.float32, torch.bfloat16)]
     return {"run": run.member, "fp32": bits[0], "bf16": bits[1], "difference": bits[1] - bits[0], "tolerance": BITS}

@@ -30,7 +30,7 @@ from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.errors import KinformerError
 from kinformer.data import open_corpus
 from kinformer.family.build import configure
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
 from kinformer.training.settings import Settings

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import arguments, gate_equal, prepare, save, show, text_bytes
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
 
 
 def carried(model: nn.Module, tokens: Tensor, segment: int, scored: int) -> tuple[float, list[float]]:
@@ -85,7 +85,7 @@ def main() -> None:
     options = prepare(parser)
     run = open_run(options.run)
     mixer = run.config.layers[0].mixer
-    if mixer.kind != "segment_memory" or run.tokenizer != "bytes":
+    if mixer.kind != "segment_memory" or run.vocabulary != "bytes":
         raise SystemExit(f"{options.run}: is no run of transformer-xl on bytes.")
     segment = mixer.segment
     if options.quick:
@@ -96,7 +96,7 @@ def main() -> None:
         raise SystemExit(f"--text {options.text}: must be more than --tokens and --reach together.")
     tokens = text_bytes(options.data, options.text + 1)
     with torch.no_grad():
-        model = run.load({"layers.*.mixer.memory": options.reach})
+        model = run.model({"layers.*.mixer.memory": options.reach})
         gap, counts = gate(model, tokens, segment), flops(model, segment, options.reach)
         model.hidden(tokens[None, : options.reach])  # plans are made once
         ways = {

@@ -17,20 +17,25 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
 
 PARTS = {"core", "kernels", "projections", "positions", "scores", "patterns", "features", "memory"}
-PROTOCOL = {"core", "data", "tasks", "training", "generation", "evaluation"}
-BELOW_FAMILY = PARTS | PROTOCOL | {"mixers", "blocks", "depth", "heads", "models", "interop", "testing"}
+LEARNING = {"core", "data", "training", "generation", "evaluation"}
+BELOW_FAMILY = PARTS | LEARNING | {"mixers", "inputs", "stacks", "blocks", "heads", "models", "interop", "testing"}
+BELOW_RUNS = BELOW_FAMILY | {"family", "tasks"}
 MAY_IMPORT = {
     "core": set(),
     **dict.fromkeys(("kernels", "projections", "positions", "scores", "patterns", "features"), {"core"}),
-    **dict.fromkeys(("data", "testing", "blocks", "depth", "heads", "interop"), {"core"}),
-    "tasks": {"core", "data"},
+    **dict.fromkeys(("data", "testing", "inputs", "stacks", "blocks", "heads", "interop"), {"core"}),
     "memory": {"core", "kernels"},
     "mixers": PARTS,
-    "models": {"core", "blocks", "depth"},
-    **dict.fromkeys(("training", "generation", "evaluation"), PROTOCOL),
+    "models": {"core", "blocks", "stacks"},
+    "generation": {"core"},
+    "training": {"core", "data"},
+    "evaluation": LEARNING - {"evaluation"},
+    "tasks": LEARNING,
     "family": BELOW_FAMILY,
-    "compare": BELOW_FAMILY | {"family"},
-    "cli": BELOW_FAMILY | {"family", "compare"},
+    "runs": BELOW_RUNS,
+    "figures": BELOW_RUNS | {"runs"},
+    "compare": BELOW_RUNS | {"runs", "figures"},
+    "cli": BELOW_RUNS | {"runs", "figures", "compare"},
 }
 """Folder to the other folders of the package that it may import."""
 

@@ -5,7 +5,9 @@
     model = kinformer.build("linear-transformer", recipe="tiny", vocab_size=256)
     logits, state = model(tokens)                            # tokens [batch, time] int64
     logits, state = model(tokens[:, -1:], state)             # continue with any chunk length
-    model = kinformer.load("runs/linear")                    # a trained run, in eval mode
+    run = kinformer.train("linear-transformer", data="stdlib", out="runs/linear", steps=500)
+    kinformer.evaluate("runs/linear").figures                # {"bits_per_byte": ...}
+    model = kinformer.load("runs/linear")                    # a trained run's model, in eval mode
     new = kinformer.generate(model, prompt, max_new_tokens=100, temperature=0.8, seed=1)
 
 Nothing here imports PyTorch before it is needed.
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kinformer.family.record import Member
+    from kinformer.runs.run import Run
+    from kinformer.tasks.task import Evaluation, Task
 
 __version__ = "0.1.0"
-__all__ = ["build", "generate", "load", "members"]
+__all__ = ["build", "evaluate", "generate", "load", "members", "open_run", "tasks", "train"]
 
 
 def members() -> list[Member]:
@@ -32,6 +36,13 @@ def members() -> list[Member]:
     from kinformer.family.table import members
 
     return members()
+
+
+def tasks() -> list[Task]:
+    """The records of the tasks: what a model can be trained for, with name, title, figures and options."""
+    from kinformer.tasks.table import tasks
+
+    return tasks()
 
 
 def build(
@@ -47,14 +58,61 @@ def build(
     return build(name, recipe, vocab_size, set)
 
 
+def train(
+    member: str,
+    *,
+    out: str | Path,
+    data: str | Path | None = None,
+    recipe: str = "small",
+    task: str | None = None,
+    set: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
+
+    data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
+    recipe, set: the model, with overrides such as ``{"layers.*.mixer.num_heads": 8}``.
+    task: one of :func:`tasks` by name; if not given, the member's usual one.
+    options: by the names of the command's flags. Settings: ``steps`` or ``minutes``, ``length``, ``batch_size``,
+        ``lr``, ``optimizer``, ``seed``, ... (see ``training.settings.Settings``). Further ones: ``init``,
+        ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``runs.options.TrainOptions``). The
+        task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
+
+    Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
+    """
+    from kinformer.runs.functions import train
+
+    return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
+
+
+def evaluate(run: str | Path, **options: Any) -> Evaluation:
+    """Measure a run folder on held-out data as its task says: ``.figures``, ``.units``, ``.baselines``, ``.facts``.
+
+    options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
+        (see ``runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
+    """
+    from kinformer.runs.functions import evaluate
+
+    return evaluate(run, options)
+
+
 def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Any:
-    """The model of a trained run folder, with its best weights, in eval mode.
+    """The model of a trained run folder, with its best weights, in eval mode, and with what belongs to it: the
+    datastore and retriever that it was trained with.
 
     ``set`` overrides what leaves the weights as they are: ``{"layers.*.mixer.position.factor": 4, ...}``.
     """
-    from kinformer.family.runs import load_model
+    from kinformer.runs.functions import load
 
-    return load_model(run, set)
+    return load(run, set)
+
+
+def open_run(run: str | Path) -> Run:
+    """A run folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``, ``data``,
+    ``training``, ``figures`` (of the best validation) and ``model()``."""
+    from kinformer.runs.run import open_run
+
+    return open_run(run)
 
 
 def generate(model: Any, prompt_tokens: Tensor, **options: Any) -> Tensor:

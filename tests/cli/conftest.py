@@ -7,10 +7,10 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import to_dict
 from kinformer.data import open_corpus, train_tokenizer
 from kinformer.family.build import configure
-from kinformer.family.runs import Run, open_run, save_weights
+from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.tasks.table import task_of
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,9 @@ def make_run(tmp_path_factory, text_file):
             folder=folder,
             member=name,
             recipe="tiny",
-            model=to_dict(config),
+            config=config,
+            task=task_of(config),
+            options=task_of(config).Options(),
             data=data or {"spec": str(text_file), "holdout": None, "identity": corpus.identity},
             training={"length": 32},
         ).save()
@@ -56,7 +58,7 @@ def tokenized_run(make_run, text_file):
     pytest.importorskip("tokenizers")
     folder = make_run("linear-transformer", vocab_size=300)
     train_tokenizer(open_corpus(str(text_file)).splits["train"], 300, folder / "tokenizer.json")
-    replace(open_run(folder), tokenizer="tokenizer.json").save()
+    replace(open_run(folder), vocabulary="tokenizer.json").save()
     return folder
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
 
 OPTIONS = ("--recipe", "tiny", "--length", "42", "--batch-size", "4", "--steps", "4", "--threads", "1")
 

@@ -10,7 +10,8 @@ import pytest
 from kinformer.data import NgramModel, open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
+from kinformer.tasks.next_token import NextTokenOptions
 
 
 def figures(cli, *arguments):
@@ -36,7 +37,7 @@ def test_as_it_was_trained(cli, make_run, gpt_run):
     folder = make_run("linear-transformer")
     assert figures(cli, folder)[0]["context"] == 32
     record = open_run(folder)
-    replace(record, training=dict(record.training) | {"segments": True}).save()
+    replace(record, options=NextTokenOptions(segments=True)).save()
     assert figures(cli, folder)[0]["carried"]
     code, _, err = cli("evaluate", gpt_run, "--context", "carried")
     assert code == 2 and "grows without bound" in err

@@ -7,18 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kinformer.runs.options import EvaluateOptions
 
 import kinformer
-from kinformer.cli import evaluate_store
 from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
-from kinformer.family.runs import open_run
 from kinformer.heads.knn import KnnMixture
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import ExactSearch
 from kinformer.memory.writer import Writer
 from kinformer.models.attached import AttachedDecoder, KeyedDecoder
+from kinformer.runs import datastore_measure
+from kinformer.runs.run import open_run
+from kinformer.tasks.task import Measuring
+from kinformer.tasks.text import held_out
 
 CHUNK = ("--chunk", 256)
 
@@ -143,27 +146,19 @@ def test_a_new_text_helps_without_training(cli, gpt_run, store, other_text, tmp_
 
 
 def test_tuning_and_reporting_never_share_a_token(cli, gpt_run, text_file):
-    run, options = open_run(gpt_run), evaluate_options(gpt_run, tune=True)
-    from kinformer.cli.runs import held_out
-
-    held = held_out(run, None, "test", None)
-    tuning, reported = evaluate_store._parts(held, options)
+    run, options = open_run(gpt_run), EvaluateOptions(datastore="store", tune=True)
+    held = held_out(run, Measuring())
+    tuning, reported = datastore_measure._parts(held, options)
     assert (tuning.name, reported.name, reported.bytes) == ("validation", "test", held.split.bytes)
     for split, holdout in (("validation", None), ("train", None), ("test", 0.5)):
-        held = held_out(run, None, split, None, holdout)
-        tuning, reported = evaluate_store._parts(held, options)
+        held = held_out(run, Measuring(split=split), holdout)
+        tuning, reported = datastore_measure._parts(held, options)
         text = held.split.tokens(0, len(held.split)).tobytes()
         cut = len(tuning)
         assert tuning.tokens(0, cut).tobytes() == text[:cut]
         assert reported.tokens(0, len(reported)).tobytes() == text[cut:]
         assert abs(cut - len(reported)) <= 1
-    assert evaluate_store._parts(held, replace(options, tune=False)) == (None, held.split)
-
-
-def evaluate_options(run, **changes):
-    from kinformer.cli.evaluate_options import Options
-
-    return Options(folders=(str(run),), datastore="store", **changes)
+    assert datastore_measure._parts(held, replace(options, tune=False)) == (None, held.split)
 
 
 def test_text_in_the_store_is_no_held_out_text(cli, gpt_run, store):

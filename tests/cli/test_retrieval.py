@@ -6,17 +6,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from kinformer.runs.rows import plan_of, rows_of
 
 import kinformer
-from kinformer.cli import retrieval
-from kinformer.cli.store import equipped
 from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
-from kinformer.family.runs import open_run
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import ExactSearch
 from kinformer.models.attached import KeyedDecoder
+from kinformer.runs.run import open_run
+from kinformer.runs.store import attach_store
 from kinformer.training.settings import Settings
 
 SETTINGS = "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --log-every 1 --threads 1"
@@ -63,29 +63,29 @@ def spalm_run(cli, text_file, gpt_run, store, tmp_path):
 def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, store, text_file):
     corpus, run = open_corpus(str(text_file)), open_run(spalm_run)
     settings = Settings(**dict(run.training))
-    feed = retrieval.feed(run, settings, corpus, "cpu")
+    data = rows_of(run, plan_of(run, settings), "cpu")
     opened = Datastore(store)
-    start = int(feed.sampler.starts(5)[2])
-    batch = feed.batch(5, 0, 1)
+    start = int(data.texts.sampler.starts(5)[2])
+    batch = data.batch(5, 0, 1)
     assert batch.neighbours.shape == (4, 32, 3)
     assert batch.tokens[2].tolist() == corpus.splits["train"].tokens(start, 33).tolist()
     found = ExactSearch(opened).search(opened.float_keys(slice(start, start + 32)), 4)
     for time, row in enumerate(found.entries.tolist()):
         kept = [entry for entry in row if entry != start + time][:3]
         assert batch.neighbours[2, time].tolist() == opened.tokens[kept].tolist()
-    halves = [feed.batch(5, rank, 2).neighbours for rank in range(2)]
+    halves = [data.batch(5, rank, 2).neighbours for rank in range(2)]
     assert torch.equal(torch.cat(halves), batch.neighbours)
     keys = KeyedDecoder(kinformer.load(gpt_run))
-    table = feed.held_out
+    table = data.held_out
     windows = corpus.splits["validation"].rows(np.array([0, 64]), 32)
     with torch.inference_mode():
         wanted = ExactSearch(opened).search(keys(torch.from_numpy(windows)).keys.flatten(0, 1), 3).tokens
     assert np.array_equal(np.concatenate([table[:32], table[64:96]]), wanted.numpy())
-    whole = list(feed.validation(0, 1))
-    parts = [list(feed.validation(rank, 3)) for rank in range(3)]
+    whole = list(data.validation(0, 1))
+    parts = [list(data.validation(rank, 3)) for rank in range(3)]
     for index, batch in enumerate(whole):
         assert batch.neighbours.shape[:2] == (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
-        place = int(feed.stream.starts[0]) + index * 32
+        place = int(data.texts.stream.starts[0]) + index * 32
         assert np.array_equal(batch.neighbours[0], table[place : place + batch.neighbours.shape[1]])
         joined = torch.cat([part[index].neighbours for part in parts])[: len(batch.neighbours)]
         assert torch.equal(joined, batch.neighbours)
@@ -102,7 +102,7 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
     assert "is no datastore" in refused(cli, *resumed, "--threads", 1)
     assert "goes on as it was" in refused(cli, *resumed, "--neighbours", 9)
     done(cli, *resumed, "--datastore", moved, "--threads", 1)
-    theirs, ours = kinformer.load(whole).state_dict(), kinformer.load(cut).state_dict()
+    theirs, ours = open_run(whole).model().state_dict(), open_run(cut).model().state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
     assert float(theirs["head.gate.weight"].abs().max()) > 0
     assert open_run(cut).data["retrieval"]["datastore"] == str(moved)
@@ -114,12 +114,10 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     told, err = done(cli, "evaluate", spalm_run, "--json")
     assert (told["datastore"], told["neighbours"], told["context"]) == (str(store), 3, 32) and "note" not in err
     run = open_run(spalm_run)
-    from kinformer.cli.evaluate_options import Options
-
-    model, split = run.load(), open_corpus(run.data["spec"]).splits["test"]
+    model, split = run.model(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)
     alone = measure(model, split, windows).bits_per_byte
-    with_store = equipped(run, model, Options(folders=(str(spalm_run),)))
+    with_store = attach_store(run, model)
     assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
     text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
     assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
@@ -131,11 +129,7 @@ def test_generation_looks_things_up(cli, spalm_run, store):
     options = ("--prompt", "wind tree", "--max-new-tokens", 8, "--seed", 1, "--json")
     told, _ = done(cli, "generate", spalm_run, *options)
     assert len(told["samples"][0]["tokens"]) == 8
-    run = open_run(spalm_run)
-    base = kinformer.load(spalm_run)
-    from kinformer.cli.generate import Options
-
-    model = equipped(run, base, Options(folder=str(spalm_run)))
+    model = kinformer.load(spalm_run)
     prompt = torch.tensor([list(b"wind tree")])
     new = kinformer.generate(model, prompt, max_new_tokens=8, seed=1)
     assert new[0].tolist() == told["samples"][0]["tokens"]

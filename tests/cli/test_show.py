@@ -18,7 +18,7 @@ def test_the_figures_are_those_of_the_model(cli, name):
     assert code == 0
     assert told["parameters"]["total"] == sum(each.numel() for each in model.parameters())
     assert sum(told["parameters"]["parts"].values()) == told["parameters"]["total"]
-    assert len(told["config"]["layers"]) == 3 and told["config"]["vocab_size"] == 100
+    assert len(told["config"]["layers"]) == 3 and told["config"]["input"]["vocab_size"] == 100
     for length in (1, 128):
         with torch.no_grad():
             _, state = model(torch.zeros(1, length, dtype=torch.int64))

@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 
-from kinformer.cli.runs import tokenizer_of
 from kinformer.core.files import load_tensors
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
 
 TINY = ["--recipe", "tiny", "--batch-size", "4", "--steps", "4", "--validation-tokens", "300", "--threads", "1"]
 
@@ -52,8 +51,8 @@ def test_hidden_bytes(cli, text_file, tmp_path):
     told = json.loads(told)
     assert code == 0 and told["validation_bits_per_masked_byte"] > 0 and 0 <= told["validation_accuracy"] <= 1
     run = open_run(out)
-    assert run.data["task"] == "mlm" and run.training["objective"] == "masked-language"
-    assert (run.model["vocab_size"], run.model["mask_token"], run.model["last_token"]) == (259, 256, 258)
+    assert run.task.name == "mlm" and run.training["objective"] == "masked-language"
+    assert (run.config.input.vocab_size, run.config.input.mask_token, run.config.input.eos_token) == (259, 256, 258)
     code, told, _ = cli("evaluate", out, "--threads", "1", "--json")
     told = json.loads(told)
     assert code == 0 and (told["task"], told["mask_share"], told["whole_words"]) == ("mlm", 0.2, True)
@@ -91,7 +90,7 @@ def test_classes_from_scratch_and_from_a_run(cli, films, masked_run, tmp_path):
     code, told, _ = cli(*command, "--length", "64", "--out", tmp_path / "new", "--json", "--set", "head.pooling=mean")
     assert code == 0 and set(json.loads(told)) >= {"validation_bits_per_label", "validation_accuracy"}
     run = open_run(tmp_path / "new")
-    assert run.model["head"]["classes"] == 3 and run.model["head"]["pooling"] == "mean"
+    assert run.config.head.classes == 3 and run.config.head.pooling == "mean"
     assert run.data["identity"]["classes"] == ["bad", "fair", "good"]
     code, told, _ = cli("evaluate", tmp_path / "new", "--threads", "1", "--json", "--split", "train")
     told = json.loads(told)
@@ -133,7 +132,7 @@ def test_listops(cli, tmp_path):
     options += ["--out", tmp_path / "run"]
     assert cli("train", "longformer", *TINY, *options)[0] == 0
     run = open_run(tmp_path / "run")
-    assert run.model["vocab_size"] == 18 and run.data["examples"] == 64 and run.data["spec"] == "listops"
+    assert run.config.input.vocab_size == 18 and run.options.examples == 64 and run.data["spec"] == "listops"
     code, told, _ = cli("evaluate", tmp_path / "run", "--threads", "1", "--json")
     told = json.loads(told)
     assert code == 0 and told["examples"] == 8 and len(told["classes"]) == 10 and told["length"] == 100
@@ -152,7 +151,7 @@ def test_staged_by_one_run_after_another(cli, text_file, tmp_path):
     assert cli("train", "longformer", *TINY, *second, "--data", text_file, "--out", tmp_path / "2")[0] == 0
     before, after = weights(tmp_path / "1"), weights(tmp_path / "2")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert open_run(tmp_path / "2").model["layers"][0]["mixer"]["pattern"]["window"] == 16
+    assert open_run(tmp_path / "2").config.layers[0].mixer.pattern.window == 16
     longer = ["--length", "128", "--lr", "0", "--set", "position.max_length=128", "--init", tmp_path / "2"]
     assert cli("train", "longformer", *TINY, *longer, "--data", text_file, "--out", tmp_path / "3")[0] == 0
     table, copied = after["position.table"], weights(tmp_path / "3")["position.table"]
@@ -163,7 +162,7 @@ def test_a_longer_member_begins_with_a_shorter_one(cli, text_file, films, masked
     options = [*TINY, "--length", "64", "--init", masked_run]
     code, told, _ = cli("train", "longformer", *options, "--data", text_file, "--out", tmp_path / "long", "--json")
     assert code == 0 and json.loads(told)["member"] == "longformer"
-    assert open_run(tmp_path / "long").model["mask_token"] == 256
+    assert open_run(tmp_path / "long").config.input.mask_token == 256
     labels = ["--task", "classify", "--data", films, "--out", tmp_path / "labels"]
     assert cli("train", "longformer", *options, *labels)[0] == 0
     assert cli("evaluate", tmp_path / "labels", "--threads", "1")[0] == 0
@@ -175,7 +174,7 @@ def test_pieces_of_a_tokenizer(cli, text_file, tmp_path):
     code, told, _ = cli("train", "bert", *TINY, *options, "--out", tmp_path / "run", "--json")
     assert code == 0 and "validation_bits_per_masked_token" in json.loads(told)
     run = open_run(tmp_path / "run")
-    assert run.model["vocab_size"] == tokenizer_of(run).vocab_size + 3 > 260
+    assert run.config.input.vocab_size == run.tokenizer.vocab_size + 3 > 260
     told = json.loads(cli("evaluate", tmp_path / "run", "--threads", "1", "--json")[1])
     assert told["bits_per_masked_token"] > 0 and told["bigram_bits"] < told["unigram_bits"]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import IGNORED, Buckets, Edges, Examples, Rows
+from kinformer.data import IGNORED, BosEos, Buckets, Examples, Rows
 from kinformer.data.buckets import POOL
 
-EDGES = Edges(257, 258)
+ENDS = BosEos(257, 258)
 
 
 def examples(number: int, longest: int = 300) -> Examples:
@@ -29,7 +29,7 @@ def test_each_example_once_an_epoch() -> None:
 
 def test_a_step_is_a_function_of_its_number_and_processes_share_it() -> None:
     data = examples(100)
-    sampler, again = (Buckets(data, 6, 64, seed=1, edges=EDGES) for _ in range(2))
+    sampler, again = (Buckets(data, 6, 64, seed=1, ends=ENDS) for _ in range(2))
     for step in (70, 3, 200):
         whole = again.batch(step)
         thirds = [sampler.batch(step, rank, 3) for rank in range(3)]
@@ -49,9 +49,9 @@ def test_little_is_padding() -> None:
     assert order != sorted(order)
 
 
-def test_cut_to_the_length_between_the_edges() -> None:
+def test_cut_to_the_length_between_bos_and_eos() -> None:
     data = examples(40)
-    sampler = Buckets(data, 5, 20, seed=0, edges=EDGES)
+    sampler = Buckets(data, 5, 20, seed=0, ends=ENDS)
     for rows in sampler.in_order():
         for row in range(len(rows.tokens)):
             kept = np.ones(20, bool) if rows.valid is None else rows.valid[row]
@@ -61,7 +61,7 @@ def test_cut_to_the_length_between_the_edges() -> None:
     assert sorted(np.concatenate([rows.labels for rows in sampler.in_order()]).tolist()) == list(range(40))
     assert sum(len(rows.labels) for rows in sampler.in_order(7)) == 7
     with pytest.raises(KinformerError, match="--length 2"):
-        Buckets(data, 5, 2, seed=0, edges=EDGES)
+        Buckets(data, 5, 2, seed=0, ends=ENDS)
 
 
 def test_shares_are_equal_and_nothing_counts_twice() -> None:

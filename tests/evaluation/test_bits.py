@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kinformer.core.errors import KinformerError
 from kinformer.data import EvaluationStream, open_corpus, train_tokenizer
-from kinformer.evaluation.bits import carries_for_ever, measure, surprise
+from kinformer.evaluation.bits import measure, negative_log_likelihood, streamable
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows, batches, cut
 
@@ -109,25 +109,25 @@ def test_contexts_count_every_target_once(corpus, windows):
     with torch.no_grad():
         found = list(contexts(model, EvaluationStream(split, 100), windows))
     assert torch.equal(torch.cat([each.targets[each.counted] for each in found]), tokens_of(split)[1:])
-    assert all(each.hidden.shape[:2] == each.targets.shape == each.counted.shape for each in found)
+    assert all(each.inputs.shape[:2] == each.targets.shape == each.counted.shape for each in found)
 
 
-def test_surprise_is_told_of_every_target():
+def test_the_likelihood_of_every_target():
     model = tiny("fast-weights")
     tokens = torch.randint(0, 256, (2, 21), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        nats = surprise(model, model.hidden(tokens[:, :-1])[0], tokens[:, 1:])
+        nats = negative_log_likelihood(model, model.hidden(tokens[:, :-1])[0], tokens[:, 1:])
         wanted = [nats_of(model, row) for row in tokens]
     assert nats.shape == (2, 20) and nats.dtype == torch.float64
     assert nats.sum(dim=1).tolist() == pytest.approx(wanted, rel=1e-10)
 
 
 def test_which_models_carry_their_state():
-    assert not carries_for_ever(tiny("gpt"))
-    assert carries_for_ever(tiny("linear-transformer"))
+    assert not streamable(tiny("gpt"))
+    assert streamable(tiny("linear-transformer"))
     rope = {"position": "none", "layers.*.mixer.position": "rope"}
-    assert not carries_for_ever(tiny("gpt", **rope))
-    assert carries_for_ever(tiny("gpt", **rope, **{"layers.*.mixer.pattern": "local"}))
+    assert not streamable(tiny("gpt", **rope))
+    assert streamable(tiny("gpt", **rope, **{"layers.*.mixer.pattern": "local"}))
 
 
 def test_progress_ends_at_the_number_of_predictions(corpus):

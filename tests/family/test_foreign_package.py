@@ -13,7 +13,7 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import from_dict, override, to_dict
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import ModelConfig
+from kinformer.core.model_config import ModelConfig
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, MEMBERS, markdown, member

@@ -13,8 +13,9 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
 from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure
-from kinformer.family.lift import lift
-from kinformer.family.runs import Run, open_run, save_weights
+from kinformer.runs.extend import extend_to_long
+from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.tasks.table import task_of
 
 from ..interop.encoders import SIZES, Peer, assert_close, imported
 
@@ -31,7 +32,9 @@ def save_run(folder, name, **changes):
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     save_weights(folder, model.state_dict())
     data = {"spec": STDLIB, "holdout": None, "identity": {}}
-    Run(folder=folder, member=name, recipe="tiny", model=to_dict(config), data=data, training={}).save()
+    task = task_of(config)
+    facts = {"member": name, "recipe": "tiny", "config": config, "task": task, "options": task.Options()}
+    Run(folder=folder, data=data, training={}, **facts).save()
     return folder
 
 
@@ -54,7 +57,7 @@ def hidden(model, length, **inputs):
 
 def test_longformer_reads_4096_tokens_and_short_texts_as_bert_does(bert):
     """Its windows are 256 a side, so that 257 tokens see each other; a global token projects with equal numbers."""
-    short, long = kinformer.load(bert), lift(bert, "longformer", "paper")
+    short, long = kinformer.load(bert), extend_to_long(bert, "longformer", "paper")
     assert (short.max_length, long.max_length) == (512, 4096)
     none = torch.full((2, 257), DOCUMENT)
     want = hidden(short, 257)
@@ -67,7 +70,7 @@ def test_longformer_reads_4096_tokens_and_short_texts_as_bert_does(bert):
 
 def test_big_bird_reads_short_texts_as_bert_does(bert):
     small = {"layers.*.mixer.pattern.block": 8, "layers.*.mixer.pattern.random": 1}
-    short, long = kinformer.load(bert), lift(bert, "big-bird", "paper", small)
+    short, long = kinformer.load(bert), extend_to_long(bert, "big-bird", "paper", small)
     assert long.max_length == 4096
     assert_close(hidden(long, 56), hidden(short, 56), 1e-12)  # 5 + 2 blocks
     assert (hidden(long, 57) - hidden(short, 57)).abs().max() > 1e-6
@@ -78,13 +81,13 @@ def test_big_bird_reads_short_texts_as_bert_does(bert):
 def test_positions_are_copied_over_and_over(bert):
     table = kinformer.load(bert).position.table
     for name in ("longformer", "big-bird"):
-        assert torch.equal(lift(bert, name, "paper").position.table, table.repeat(8, 1))
-    shorter = lift(bert, "longformer", "small", {"position.max_length": 700}).position.table
+        assert torch.equal(extend_to_long(bert, name, "paper").position.table, table.repeat(8, 1))
+    shorter = extend_to_long(bert, "longformer", "small", {"position.max_length": 700}).position.table
     assert torch.equal(shorter, torch.cat([table, table[:188]]))
 
 
 def test_the_layers_take_the_attention_at_their_place_in_the_recipe(bert):
-    layers = lift(bert, "longformer", "small").config.layers  # of 32, 64, 128, 128
+    layers = extend_to_long(bert, "longformer", "small").config.layers  # of 32, 64, 128, 128
     assert [layer.mixer.pattern.window for layer in layers] == [32, 64, 128]
     assert all(layer.mixer.num_heads == 2 for layer in layers)
 
@@ -92,7 +95,7 @@ def test_the_layers_take_the_attention_at_their_place_in_the_recipe(bert):
 @pytest.mark.parametrize("sharing", ["all", "sides", "pieces"])
 def test_etc_begins_with_copies(bert, sharing):
     before = dict(kinformer.load(bert).state_dict())
-    model = lift(bert, "etc", "tiny", {"layers.*.mixer.sharing": sharing})
+    model = extend_to_long(bert, "etc", "tiny", {"layers.*.mixer.sharing": sharing})
     after = dict(model.state_dict())
     same = before.keys() & after.keys()
     assert before.keys() - same == {"position.table"}
@@ -111,7 +114,7 @@ def test_etc_begins_with_copies(bert, sharing):
 
 
 def test_tokens_on_the_side_of_big_bird_begin_anew(bert):
-    model = lift(bert, "big-bird", "tiny-etc")
+    model = extend_to_long(bert, "big-bird", "tiny-etc")
     assert model.side.table.weight.shape == (3, 32)
     assert hidden(model, 100).isfinite().all()
 
@@ -129,7 +132,7 @@ def test_lifted_roberta_is_the_longformer_that_its_authors_make_of_it(tmp_path):
     long.model.load_state_dict(weights)
     imported(short.folder, tmp_path / "run")
     changes = {"position.max_length": 48, "layers.*.mixer.pattern.window": 4}
-    model = lift(tmp_path / "run", "longformer", "paper", changes).double()
+    model = extend_to_long(tmp_path / "run", "longformer", "paper", changes).double()
     tokens, valid, types = long.texts((40, 31, 9))
     marked = torch.zeros_like(tokens).index_fill_(1, torch.tensor([0]), 1)
     with torch.no_grad():
@@ -154,16 +157,16 @@ def test_lifted_roberta_is_the_longformer_that_its_authors_make_of_it(tmp_path):
 )
 def test_a_model_of_another_shape_is_refused(bert, changes, message):
     with pytest.raises(KinformerError, match=message):
-        lift(bert, "longformer", "tiny", changes)
+        extend_to_long(bert, "longformer", "tiny", changes)
 
 
 def test_a_run_of_another_kind_is_refused(bert, tmp_path):
     longformer = save_run(tmp_path / "longformer", "longformer")
     with pytest.raises(KinformerError, match=r"has stack.layers.0.mixer.projection.apart.key.bias, .* of 'bert'"):
-        lift(longformer, "big-bird", "tiny")
+        extend_to_long(longformer, "big-bird", "tiny")
     etc = save_run(tmp_path / "etc", "etc")
     with pytest.raises(KinformerError, match="has the mixer 'etc', whose weights 'bidirectional' cannot take over"):
-        lift(etc, "bert", "tiny")
+        extend_to_long(etc, "bert", "tiny")
 
 
 def train(name, base, out, text_file, *more):

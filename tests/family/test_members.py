@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import ModelConfig
+from kinformer.core.model_config import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS

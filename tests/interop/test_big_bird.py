@@ -9,9 +9,9 @@ import torch
 
 import kinformer
 from kinformer.core.errors import KinformerError
-from kinformer.family.runs import open_run
 from kinformer.interop import read_checkpoint
 from kinformer.patterns import random_tables
+from kinformer.runs.run import open_run
 
 from .encoders import Peer, assert_close, edit, imported
 

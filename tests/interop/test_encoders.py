@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kinformer.core.encoder import GLOBAL
 from kinformer.core.errors import KinformerError
-from kinformer.family.runs import open_run
 from kinformer.interop import read_checkpoint
+from kinformer.runs.run import open_run
 
 from .encoders import Peer, assert_close, edit, imported
 

@@ -15,8 +15,8 @@ import kinformer
 from kinformer.cli.import_ import Options, run
 from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
-from kinformer.family.runs import open_run
 from kinformer.interop import read_checkpoint
+from kinformer.runs.run import open_run
 
 SIZES = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 2}
 
@@ -139,7 +139,7 @@ def test_tokenizer_is_copied(folder, tmp_path, capsys):
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     imported(folder, tmp_path / "run")
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert open_run(tmp_path / "run").tokenizer == "tokenizer.json"
+    assert open_run(tmp_path / "run").vocabulary == "tokenizer.json"
     assert capsys.readouterr().err == ""
 
 

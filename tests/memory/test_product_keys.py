@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.residual import ResidualLayer
+from kinformer.blocks.layer import DecoderLayer
 from kinformer.cli.main import main
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
@@ -104,7 +104,7 @@ def test_sparse_and_dense_gradients_are_the_numerical_ones():
 
 def layer_of(config):
     torch.manual_seed(0)
-    return ResidualLayer.Config(mixer=LinearAttention.Config(num_heads=2), feed_forward=config).build(16).double()
+    return DecoderLayer.Config(mixer=LinearAttention.Config(num_heads=2), feed_forward=config).build(16).double()
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch"])

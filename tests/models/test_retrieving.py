@@ -11,9 +11,9 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session, generate
 from kinformer.models.attached import KeyedDecoder
 from kinformer.models.retrieving import RetrievingDecoder, RetrievingState
+from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.tasks.retrieved import RetrievedBatch, RetrievedNextToken
 from kinformer.testing import MODEL_CHECKS, ModelSubject
-from kinformer.training.batch import Batch
-from kinformer.training.objectives import NextToken
 
 VOCAB, ENTRIES = 23, 40
 TOKENS = torch.randint(VOCAB, (3, 30), generator=torch.Generator().manual_seed(2))
@@ -169,7 +169,9 @@ def test_it_learns_to_trust_what_neighbours_say(told):
         tokens = torch.randint(VOCAB, (8, 25), generator=generator)
         near = torch.randint(VOCAB, (8, 24, 3), generator=generator)
         near[..., :2] = tokens[:, 1:, None]
-        loss, *_ = NextToken()(model, Batch(tokens, neighbours=near if told else None), None, 0.0)
+        batch = RetrievedBatch(tokens, None, None, near) if told else TokenBatch(tokens)
+        objective = RetrievedNextToken() if told else NextTokenLoss()
+        loss, *_ = objective(model, batch, None, 0.0)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -8,7 +8,7 @@ from torch import nn
 
 import kinformer
 from kinformer.core.config import from_dict, to_dict
-from kinformer.core.model import ModelConfig
+from kinformer.core.model_config import ModelConfig
 from kinformer.core.stack import Stack, StackConfig
 from kinformer.evaluation.estimate import estimate
 from kinformer.family import kinds as table

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import IGNORED, Edges, Split, open_corpus
-from kinformer.tasks.masked_text import MaskedText
-from kinformer.tasks.masking import Masking, ordinary
+from kinformer.data import IGNORED, BosEos, Split, open_corpus
+from kinformer.data.masked_text import MaskedText
+from kinformer.data.masking import Masking, ordinary
 
 MASKING = Masking(256, ordinary(256, set()))
-EDGES = Edges(257, 258)
+ENDS = BosEos(257, 258)
 
 
 @pytest.fixture(scope="module")
@@ -20,32 +20,32 @@ def split(text_file: Path) -> Split:
 
 
 def restored(text: MaskedText, rows: int) -> tuple[list[list[int]], int]:
-    """Every row's tokens, what was hidden put back, and the number of hidden ones."""
-    found, hidden = [], 0
+    """Every row's tokens, what was masked put back, and the number of masked ones."""
+    found, masked = [], 0
     for shown in text.in_order(rows):
         tokens = shown.rows.tokens.copy()
         for row, (places, labels) in enumerate(zip(shown.rows.places, shown.rows.labels, strict=True)):
             for place, label in zip(places.tolist(), labels.tolist(), strict=True):
                 if label != IGNORED:
                     tokens[row, place] = label
-                    hidden += 1
+                    masked += 1
         valid = np.ones(tokens.shape, bool) if shown.rows.valid is None else shown.rows.valid
         found += [row[kept].tolist() for row, kept in zip(tokens, valid, strict=True)]
-    return found, hidden
+    return found, masked
 
 
-def test_windows_hold_every_token_once_between_the_edges(split: Split) -> None:
-    text = MaskedText(split, 32, MASKING, EDGES, seed=0)
-    rows, hidden = restored(text, 7)
+def test_windows_hold_every_token_once_between_bos_and_eos(split: Split) -> None:
+    text = MaskedText(split, 32, MASKING, ENDS, seed=0)
+    rows, masked = restored(text, 7)
     assert len(rows) == len(text) == -(-len(split) // 30)
     assert {row[0] for row in rows} == {257} and {row[-1] for row in rows} == {258}
     assert [token for row in rows for token in row[1:-1]] == split.tokens(0, len(split)).tolist()
     assert 1 < len(rows[-1]) < 32 and all(len(row) == 32 for row in rows[:-1])
-    assert hidden == sum(max(1, round(0.15 * (len(row) - 2))) for row in rows)
+    assert masked == sum(max(1, round(0.15 * (len(row) - 2))) for row in rows)
 
 
 def test_what_is_hidden_follows_from_the_place_alone(split: Split) -> None:
-    text = MaskedText(split, 32, MASKING, EDGES, seed=0)
+    text = MaskedText(split, 32, MASKING, ENDS, seed=0)
     alone = list(text.in_order(1))
     for batch in (3, 64):
         at = 0
@@ -57,15 +57,15 @@ def test_what_is_hidden_follows_from_the_place_alone(split: Split) -> None:
                 assert np.array_equal(shown.rows.labels[row, :count], alone[at].rows.labels[0])
                 assert np.array_equal(shown.before[row, :count], alone[at].before[0])
                 at += 1
-    piece = MaskedText(split.take(300), 32, MASKING, EDGES, seed=0)
+    piece = MaskedText(split.take(300), 32, MASKING, ENDS, seed=0)
     first, also = next(iter(piece.in_order(1))), alone[0]
     assert np.array_equal(first.rows.tokens, also.rows.tokens)
-    other = next(iter(MaskedText(split, 32, MASKING, EDGES, seed=1).in_order(1)))
+    other = next(iter(MaskedText(split, 32, MASKING, ENDS, seed=1).in_order(1)))
     assert not np.array_equal(other.rows.places, also.rows.places)
 
 
 def test_the_token_before_is_the_true_one(split: Split) -> None:
-    text = MaskedText(split, 40, MASKING, Edges(257, None), seed=2)
+    text = MaskedText(split, 40, MASKING, BosEos(257, None), seed=2)
     data = split.tokens(0, len(split))
     begun = 0
     for index, shown in enumerate(text.in_order(1)):
@@ -83,7 +83,7 @@ def _fields(shown):
 
 
 def test_training_hides_others_at_every_step_and_processes_share_a_batch(split: Split) -> None:
-    text = MaskedText(split, 32, MASKING, EDGES, seed=0)
+    text = MaskedText(split, 32, MASKING, ENDS, seed=0)
     sampler = text.sampler(4)
     whole = text.batch(sampler, 5)
     assert whole.tokens.shape == (4, 32) and whole.valid is None
@@ -98,4 +98,4 @@ def test_training_hides_others_at_every_step_and_processes_share_a_batch(split: 
 
 def test_no_room(split: Split) -> None:
     with pytest.raises(KinformerError, match="--length 2"):
-        MaskedText(split, 2, MASKING, EDGES, seed=0)
+        MaskedText(split, 2, MASKING, ENDS, seed=0)

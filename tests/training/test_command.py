@@ -12,7 +12,7 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.family.runs import open_run
+from kinformer.runs.run import open_run
 from tests.training.tiny import curve
 
 SETTINGS = "--recipe tiny --length 16 --batch-size 4 --steps 6 --validation-tokens 256 --threads 1"
@@ -37,7 +37,7 @@ def test_a_run_is_a_folder_that_loads(text: Path, tmp_path: Path, capsys: pytest
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == told["total"] == 6 and told["validation_bits_per_byte"] > 0
     run = open_run(out)
-    assert (run.member, run.recipe, run.tokenizer, run.training["length"]) == ("gpt", "tiny", "bytes", 16)
+    assert (run.member, run.recipe, run.vocabulary, run.training["length"]) == ("gpt", "tiny", "bytes", 16)
     assert run.data["identity"]["bytes"]["train"] > 0 and Path(run.data["spec"]) == text
     model = kinformer.load(out)
     assert not model.training and told["parameters"] == sum(weight.numel() for weight in model.parameters())
@@ -80,7 +80,7 @@ def test_standard_input_and_a_tokenizer_of_its_own(
     options = ["--data", "-", "--train-tokenizer", "300", "--out", str(out)]
     assert main(["train", "linear-transformer", *TINY, *options, "--segments"]) == 0
     run = open_run(out)
-    assert run.tokenizer == "tokenizer.json" and run.model["vocab_size"] == 300
+    assert run.vocabulary == "tokenizer.json" and run.config.input.vocab_size == 300
     assert (out / "tokenizer.json").is_file() and Path(run.data["spec"]).read_bytes() == text.read_bytes()
     assert main(["train", "linear-transformer", "--out", str(out), "--resume", "--steps", "8"]) == 0
     again = tmp_path / "again"

@@ -7,10 +7,9 @@ from torch.nn import functional
 import kinformer
 from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED
-from kinformer.training.batch import Batch
-from kinformer.training.cpc import WEIGHT, MaskedLanguageCpc, contrasted, restored
-from kinformer.training.objectives import objective_of
-from kinformer.training.objectives_encoder import MaskedLanguage
+from kinformer.tasks.cpc import WEIGHT, MaskedLanguageCpc, contrasted, restored
+from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage
+from kinformer.tasks.mlm import TASK
 
 MASK, FIRST, LAST = 58, 59, 60
 
@@ -21,7 +20,7 @@ def model(**changes):
 
 
 def batch(rows=3, time=64):
-    """Rows between edges, the last one shorter, of which some tokens are hidden."""
+    """Rows between BOS and EOS, the last one shorter, of which some tokens are hidden."""
     generator = torch.Generator().manual_seed(1)
     plain = torch.randint(58, (rows, time), generator=generator)
     lengths = torch.full((rows, 1), time)
@@ -33,7 +32,7 @@ def batch(rows=3, time=64):
     labels = plain.gather(1, places)
     places[1, 3:], labels[1, 3:] = 0, IGNORED
     hidden = torch.zeros_like(valid).scatter(1, places, labels != IGNORED)
-    return plain, Batch(plain.masked_fill(hidden, MASK), None, valid, labels, places)
+    return plain, MaskedBatch(plain.masked_fill(hidden, MASK), valid, labels, places)
 
 
 def test_what_was_hidden_is_put_back():
@@ -48,9 +47,9 @@ def test_units_are_hidden_as_a_whole_and_not_predicted_byte_by_byte():
     torch.manual_seed(2)
     for _ in range(20):
         chosen = objective.choose(shown, anew=True)
-        tokens, left = objective.hide(shown.tokens, chosen), objective.left(shown, chosen)
+        tokens, left = objective.mask(shown.tokens, chosen), objective.left(shown, chosen)
         for row, (unit, real) in enumerate(zip(chosen.units[:, 0].tolist(), chosen.real[:, 0].tolist(), strict=True)):
-            assert real and 0 < unit < (7 if row < 2 else 4)  # neither edge, and whole in the short row
+            assert real and 0 < unit < (7 if row < 2 else 4)  # neither end, and whole in the short row
             part = slice(8 * unit, 8 * unit + 8)
             assert (tokens[row, part] == MASK).all()
             others = torch.ones(64, dtype=torch.bool)
@@ -80,11 +79,11 @@ def test_rows_whose_labels_do_not_count_are_left_out():
 def test_the_loss_is_that_of_the_formula():
     one = model().eval()
     plain, shown = batch()
-    objective = objective_of("mlm-cpc", one)
+    objective = TASK.objective("mlm-cpc", one)
     loss, metrics, state = objective(one, shown, None, 0.5)
     assert state is None
     chosen = objective.choose(shown, anew=False)
-    encoded = one.hidden(objective.hide(shown.tokens, chosen), valid=shown.valid)
+    encoded = one.hidden(objective.mask(shown.tokens, chosen), valid=shown.valid)
     contexts, units = [], []
     for row, unit in enumerate(chosen.units[:, 0].tolist()):
         contexts.append(encoded.side[row, unit])
@@ -92,7 +91,7 @@ def test_the_loss_is_that_of_the_formula():
     g, h = (functional.batch_norm(torch.stack(each), None, None, training=True) for each in (contexts, units))
     logits = g @ h.T / 32**0.5
     further = functional.cross_entropy(logits, torch.arange(3))
-    hidden = objective.hide(shown.tokens, chosen)
+    hidden = objective.mask(shown.tokens, chosen)
     plainly, found, _ = MaskedLanguage()(one, objective.left(shown, chosen)._replace(tokens=hidden), None, 0.5)
     torch.testing.assert_close(loss, (1 - WEIGHT) * plainly + WEIGHT * further)
     assert metrics["predicted"] == found["predicted"]
@@ -114,13 +113,13 @@ def test_what_does_not_count_is_no_candidate():
 def test_global_tokens_learn_to_tell_their_units():
     """In each text one byte is all there is: what is hidden is known from what is not."""
     one = model().train()
-    objective = objective_of("mlm-cpc", one)
+    objective = TASK.objective("mlm-cpc", one)
     optimiser = torch.optim.AdamW(one.parameters(), lr=3e-3)
     for step in range(60):
         generator = torch.Generator().manual_seed(step)
         letters = torch.randperm(58, generator=generator)[:16, None].expand(-1, 32)
         places = torch.full((16, 1), 2)
-        shown = Batch(letters.scatter(1, places, MASK), None, None, letters[:, :1], places)
+        shown = MaskedBatch(letters.scatter(1, places, MASK), None, letters[:, :1], places)
         loss, metrics, _ = objective(one, shown, None, 0.0)
         optimiser.zero_grad()
         loss.backward()
@@ -130,6 +129,6 @@ def test_global_tokens_learn_to_tell_their_units():
 
 def test_a_model_without_units_is_refused():
     with pytest.raises(KinformerError, match="a global token for every unit"):
-        objective_of("mlm-cpc", kinformer.build("bert", recipe="tiny", vocab_size=61))
+        TASK.objective("mlm-cpc", kinformer.build("bert", recipe="tiny", vocab_size=61))
     with pytest.raises(KinformerError, match="needs an encoder with a mask token"):
-        objective_of("mlm-cpc", kinformer.build("gpt", recipe="tiny", vocab_size=61))
+        TASK.objective("mlm-cpc", kinformer.build("gpt", recipe="tiny", vocab_size=61))

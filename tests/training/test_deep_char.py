@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import kinformer
 from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus
 from kinformer.family.build import build, configure
-from kinformer.family.runs import load_model, open_run
 from kinformer.family.table import MEMBERS
-from kinformer.training.objectives import Batch, DeepSupervision, NextToken, objective_of
+from kinformer.runs.run import open_run
+from kinformer.tasks.deep_supervision import DeepSupervision
+from kinformer.tasks.next_token import TASK
+from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
 from tests.training.tiny import curve, gap, rewound, train, trainer, weights
 
 DEEP: dict[str, Any] = {"member": "deep-char", "layers": 4}
@@ -66,7 +69,7 @@ def test_loss_by_closed_form(
     deep: tuple[Any, DeepSupervision, Tensor], progress: float, layers: tuple[int, ...]
 ) -> None:
     model, objective, tokens = deep
-    loss, metrics, _ = objective(model, Batch(tokens), None, progress)
+    loss, metrics, _ = objective(model, TokenBatch(tokens), None, progress)
     found = pieces(model, objective, tokens)
     assert loss.item() == pytest.approx(sum(found[layer][0] + 0.5 * found[layer][1] for layer in layers))
     assert float(metrics["nats"]) == pytest.approx(30 * found[3][0])
@@ -81,7 +84,7 @@ def test_invalid_tokens_do_not_count(deep: tuple[Any, DeepSupervision, Tensor]) 
     model, objective, tokens = deep
     valid = torch.ones(3, 10, dtype=torch.bool)
     valid[1, 6:], valid[2] = False, False
-    loss, metrics, _ = objective(model, Batch(tokens, valid=valid), None, 0.0)
+    loss, metrics, _ = objective(model, TokenBatch(tokens, valid=valid), None, 0.0)
     rows = [pieces(model, objective, tokens[:1]), pieces(model, objective, tokens[1:2, :7])]
     want = 0.0
     for layer in range(4):
@@ -93,13 +96,13 @@ def test_invalid_tokens_do_not_count(deep: tuple[Any, DeepSupervision, Tensor]) 
 
 def test_one_token_has_none_after_next(deep: tuple[Any, DeepSupervision, Tensor]) -> None:
     model, objective, tokens = deep
-    loss, _, _ = objective(model, Batch(tokens[:, :2]), None, 0.9)
-    assert loss.item() == pytest.approx(NextToken()(model, Batch(tokens[:, :2]), None, 0.9)[0].item())
+    loss, _, _ = objective(model, TokenBatch(tokens[:, :2]), None, 0.9)
+    assert loss.item() == pytest.approx(NextTokenLoss()(model, TokenBatch(tokens[:, :2]), None, 0.9)[0].item())
 
 
 def test_measures_as_next_token(deep: tuple[Any, DeepSupervision, Tensor]) -> None:
     model, objective, tokens = deep
-    got, want = (each(model, Batch(tokens), None, 0.0) for each in (objective.eval(), NextToken()))
+    got, want = (each(model, TokenBatch(tokens), None, 0.0) for each in (objective.eval(), NextTokenLoss()))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1]["nats"], want[1]["nats"])
 
 
@@ -115,8 +118,8 @@ def test_paper_model_has_the_papers_size() -> None:
 
 def test_a_model_that_hides_its_layers_is_refused() -> None:
     with pytest.raises(KinformerError, match="reads the layers of a model, but Linear shows none"):
-        objective_of("deep-supervision", nn.Linear(1, 1))
-    assert isinstance(objective_of(None, nn.Linear(1, 1)), NextToken)
+        TASK.objective("deep-supervision", nn.Linear(1, 1))
+    assert isinstance(TASK.objective(None, nn.Linear(1, 1)), NextTokenLoss)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "optimizer": "muon"}], ids=["plain", "accumulated, muon"])
@@ -180,7 +183,7 @@ def test_member_trains_by_it_unless_told_otherwise(text: Path, tmp_path: Path, c
     for name, kept in (("own", True), ("plain", False)):
         newest = max((tmp_path / name / "checkpoints").iterdir())
         assert (newest / "objective.safetensors").is_file() == kept
-    assert load_model(tmp_path / "own")(torch.zeros(1, 4, dtype=torch.int64))[0].shape == (1, 4, 256)
+    assert kinformer.load(tmp_path / "own")(torch.zeros(1, 4, dtype=torch.int64))[0].shape == (1, 4, 256)
     capsys.readouterr()
     again = ["train", "deep-char", "--out", str(tmp_path / "own"), "--resume"]
     assert main([*again, "--steps", "6"]) == 0

@@ -12,17 +12,16 @@ from torch.nn import functional
 
 from kinformer.data import IGNORED, Corpus, open_corpus
 from kinformer.data.bigrams import Bigrams
-from kinformer.evaluation.labels import measure_labels
-from kinformer.evaluation.masked import measure_masked
 from kinformer.family.build import build
 from kinformer.heads.classification import TokenClassificationHead
-from kinformer.training import feeds
-from kinformer.training.batch import Batch
-from kinformer.training.feeds import HiddenTokens, Labels
-from kinformer.training.objectives import Step, objective_of
-from kinformer.training.objectives_encoder import MaskedLanguage
+from kinformer.tasks import label_rows
+from kinformer.tasks.label_measure import measure_labels
+from kinformer.tasks.label_rows import Classification, LabelledBatch, Labels
+from kinformer.tasks.masked_measure import measure_masked
+from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage, MaskedTokens
+from kinformer.training.objective import Step
 from kinformer.training.validation import Validation
-from tests.training.tiny import CPU, SETTINGS, curve, feed, gap, labelled, rewound, train, trainer, weights
+from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights
 
 MASKED: dict[str, Any] = {"model": {"member": "bert"}, "objective": "masked-language"}
 LABELS: dict[str, Any] = {"model": {"member": "bert"}, "objective": "classification", "length": 32}
@@ -50,8 +49,8 @@ def test_finds_hidden_bytes_better_than_their_frequency_does(tmp_path: Path) -> 
     options = MASKED | {"model": model, "steps": 200, "batch_size": 16, "length": 24, "validation_tokens": 2000}
     result = train(corpus, tmp_path / "run", **options, validate_every=200, checkpoint_every=0)
     run = trainer(corpus, tmp_path / "run", **options)
-    assert isinstance(run.feed, HiddenTokens)
-    measured = measure_masked(run.model.eval(), run.feed.held_out, Bigrams(corpus.splits["train"]), 16)
+    assert isinstance(run.data, MaskedTokens)
+    measured = measure_masked(run.model.eval(), run.data.held_out, Bigrams(corpus.splits["train"]), 16)
     assert measured.bits < measured.unigram_bits - 0.04 and measured.unigram_bits == pytest.approx(3, abs=0.05)
     assert measured.bigram_bits < 1
     assert result.validation == pytest.approx({"bits_per_masked_byte": measured.bits, "accuracy": measured.accuracy})
@@ -87,12 +86,12 @@ def test_accumulation_is_the_big_batch(corpus: Corpus, tmp_path: Path, options: 
 
 def test_masks_differ_from_step_to_step_and_not_in_validation(corpus: Corpus, tmp_path: Path) -> None:
     run = trainer(corpus, tmp_path, **MASKED, batch_size=2)
-    steps = [run.feed.batch(step, 0, 1) for step in range(3)]
+    steps = [run.data.batch(step, 0, 1) for step in range(3)]
     assert len({batch.places.numpy().tobytes() for batch in steps if batch.places is not None}) == 3
-    measure = [Validation(run.feed, False, CPU)(run.engine) for _ in range(2)]
+    measure = [Validation(run.data, CPU)(run.engine) for _ in range(2)]
     assert measure[0] == measure[1]
     other = trainer(corpus, tmp_path, **MASKED, batch_size=16)
-    assert Validation(other.feed, False, CPU)(run.engine) == pytest.approx(measure[0], rel=1e-6)
+    assert Validation(other.data, CPU)(run.engine) == pytest.approx(measure[0], rel=1e-6)
 
 
 def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:
@@ -102,7 +101,7 @@ def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:
     labels = torch.tensor([[4, 9, 200], [8, IGNORED, IGNORED]])
     valid = torch.ones(2, 12, dtype=torch.bool)
     valid[1, 6:] = False
-    loss, metrics, _ = MaskedLanguage()(model, Batch(tokens, None, valid, labels, places), None, 0.0)
+    loss, metrics, _ = MaskedLanguage()(model, MaskedBatch(tokens, valid, labels, places), None, 0.0)
     logits = model(tokens, valid=valid)
     want = [
         functional.cross_entropy(logits[row, at], torch.tensor(label)).item()
@@ -110,7 +109,7 @@ def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:
     ]
     assert loss.item() == pytest.approx(sum(want) / 4, rel=1e-5)
     assert float(metrics["nats"]) == pytest.approx(sum(want), rel=1e-5) and int(metrics["predicted"]) == 4
-    alone, _, _ = MaskedLanguage()(model, Batch(tokens[1:, :6], None, None, labels[1:, :1], places[1:, :1]), None, 0.0)
+    alone, _, _ = MaskedLanguage()(model, MaskedBatch(tokens[1:, :6], None, labels[1:, :1], places[1:, :1]), None, 0.0)
     assert alone.item() == pytest.approx(want[3], rel=1e-5)
 
 
@@ -119,9 +118,7 @@ def test_classes_of_tokens() -> None:
     model = build("bert", "tiny", 259, {"head": TokenClassificationHead.Config(classes=4)})
     tokens, labels = torch.randint(0, 256, (2, 6)), torch.randint(0, 4, (2, 6))
     labels[0, 2] = IGNORED
-    loss, metrics, _ = Step(model, objective_of("token-classification", model), "fp32")(
-        Batch(tokens, labels=labels), None, 0.0
-    )
+    loss, metrics, _ = Step(model, Classification(), "fp32")(LabelledBatch(tokens, None, labels), None, 0.0)
     logits = model(tokens)
     kept = labels != IGNORED
     assert loss.item() == pytest.approx(functional.cross_entropy(logits[kept], labels[kept]).item(), rel=1e-6)
@@ -132,8 +129,8 @@ def test_classes_of_tokens() -> None:
 def test_measured_as_validated(corpus: Corpus, tmp_path: Path) -> None:
     train(corpus, tmp_path, **LABELS, validate_every=8)
     run = trainer(corpus, tmp_path, **LABELS)
-    assert isinstance(run.feed, Labels) and run.feed.examples == 120
-    measured = measure_labels(run.model.eval(), run.feed.held_out, 3)
+    assert isinstance(run.data, Labels) and run.data.examples == 120
+    measured = measure_labels(run.model.eval(), run.data.held_out, 3)
     told = next(record for record in records(tmp_path) if "validation_accuracy" in record)
     assert measured.accuracy == pytest.approx(told["validation_accuracy"])
     assert measured.bits == pytest.approx(told["validation_bits_per_label"], rel=1e-5)
@@ -150,10 +147,10 @@ def test_minutes_for_an_encoder(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_a_validation_has_enough_examples(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "LEAST_EXAMPLES", 50)
+    monkeypatch.setattr(label_rows, "LEAST_EXAMPLES", 50)
     for tokens, examples in ((1, 50), (2000, 90), (10**6, 120)):
         settings = replace(SETTINGS, objective="classification", length=32, validation_tokens=tokens)
-        made = feed(corpus, settings)
+        made = rows(corpus, settings)
         assert isinstance(made, Labels) and made.examples == pytest.approx(examples, abs=15 if tokens == 2000 else 0)
 
 

@@ -84,7 +84,7 @@ def test_validations_are_paid_for_as_often_as_they_come(
 ) -> None:
     clock = Clock(cost)
     run = timed(clock, monkeypatch, corpus, tmp_path, None)
-    steps, validation = run._affordable_steps(), 0.4 * cost * run.feed.validations
+    steps, validation = run._affordable_steps(), 0.4 * cost * run.data.validations
     left = 0.97 * (600 - (clock.now - 1000))
 
     def seconds(number: int) -> float:

@@ -14,9 +14,8 @@ from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus, SegmentStreams
 from kinformer.family.build import build
-from kinformer.training.batch import Batch
-from kinformer.training.feeds import NextTokens
-from kinformer.training.objectives import NextToken, Step
+from kinformer.tasks.next_token_rows import NextTokenLoss, NextTokens, TokenBatch
+from kinformer.training.objective import Step
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
@@ -120,9 +119,9 @@ def test_best_weights_are_kept_over_a_resume(corpus: Corpus, tmp_path: Path) -> 
     whole = train(corpus, tmp_path / "whole", **options)
     again = rewound(tmp_path / "whole", tmp_path / "again")
     resumed = trainer(corpus, again, **options | {"lr": 3.0, "clip": 0.0})
-    assert resumed.best_step == whole.best_step == 8
+    assert resumed.best.step == whole.best_step == 8
     result = resumed.run()
-    assert result.validation_bits_per_byte == whole.validation_bits_per_byte
+    assert result.validation == whole.validation
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
@@ -142,7 +141,7 @@ def test_best_weights_are_those_of_the_best_validation(corpus: Corpus, tmp_path:
 
 def test_validation_is_the_mean_over_fresh_windows(corpus: Corpus) -> None:
     model = build("gpt", "tiny", 256)
-    measured = Validation(NextTokens(corpus, SETTINGS), False, CPU)(Step(model, NextToken(), "fp32")).nats
+    measured = Validation(NextTokens(corpus, SETTINGS), CPU)(Step(model, NextTokenLoss(), "fp32"))["nats"]
     kept = corpus.splits["validation"].take(256)
     tokens = torch.from_numpy(kept.rows(torch.tensor([0]).numpy(), 256))[0]
     part = 64
@@ -187,8 +186,8 @@ class CostlyModel(nn.Module):
 
 
 def test_side_costs_enter_the_loss_per_token_and_leave_the_state() -> None:
-    step = Step(CostlyModel(), NextToken(), "fp32")
-    loss, metrics, state = step(Batch(torch.zeros(3, 5, dtype=torch.int64)), None, 0.0)
+    step = Step(CostlyModel(), NextTokenLoss(), "fp32")
+    loss, metrics, state = step(TokenBatch(torch.zeros(3, 5, dtype=torch.int64)), None, 0.0)
     assert loss.item() == pytest.approx(math.log(5) + 1.5)
     assert float(metrics["ponder"]) == pytest.approx(3 * 4 * 1.5)
     assert all(float(leaf.abs().max()) == 0.0 for leaf in states.tensors(state))
@@ -198,8 +197,11 @@ def test_invalid_tokens_do_not_count() -> None:
     tokens, valid = torch.randint(0, 256, (2, 9)), torch.ones(2, 8, dtype=torch.bool)
     valid[1, 5:] = False
     model = build("gpt", "tiny", 256)
-    loss, metrics, _ = NextToken()(model, Batch(tokens, valid=valid), None, 0.0)
-    alone = [NextToken()(model, Batch(tokens[i : i + 1, : n + 1]), None, 0.0)[1]["nats"] for i, n in ((0, 8), (1, 5))]
+    loss, metrics, _ = NextTokenLoss()(model, TokenBatch(tokens, valid=valid), None, 0.0)
+    alone = [
+        NextTokenLoss()(model, TokenBatch(tokens[i : i + 1, : n + 1]), None, 0.0)[1]["nats"]
+        for i, n in ((0, 8), (1, 5))
+    ]
     assert float(metrics["nats"]) == pytest.approx(float(sum(alone)), rel=1e-5)
     assert loss.item() == pytest.approx(float(sum(alone)) / 13, rel=1e-5)
 

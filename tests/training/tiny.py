@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.data import Corpus, Edges, Examples, Labelled
+from kinformer.data import BosEos, Corpus, Examples, Labelled
+from kinformer.data.masking import Masking, ordinary
 from kinformer.family.build import build
 from kinformer.heads.classification import ClassificationHead
-from kinformer.tasks.masking import Masking, ordinary
+from kinformer.tasks.label_rows import Labels
+from kinformer.tasks.masked_rows import MaskedTokens
+from kinformer.tasks.next_token_rows import NextTokens
+from kinformer.tasks.table import TASKS
+from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.feeds import Feed, HiddenTokens, Labels
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.settings import Settings
 
@@ -35,10 +39,12 @@ SETTINGS = Settings(
 )
 
 
-def trainer(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = None, **changes: Any) -> Trainer:
+def trainer(
+    corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = None, segments: bool = False, **changes: Any
+) -> Trainer:
     """``model`` overrides fields of the tiny recipe; its key ``member`` names the member.
 
-    An encoder is trained to find hidden tokens of the corpus, or with the objective ``classification`` to tell the
+    An encoder is trained to find masked tokens of the corpus, or with the objective ``classification`` to tell the
     classes of :func:`labelled`.
     """
     overrides = dict(model or {})
@@ -48,15 +54,17 @@ def trainer(corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides =
     encodes = settings.objective in ("classification", "masked-language", "mlm-cpc")
     torch.manual_seed(3)
     built = build(overrides.pop("member", "gpt"), "tiny", 259 if encodes else 256, overrides)
-    return Trainer(built, feed(corpus, settings) if encodes else corpus, settings, folder, group)
+    data = rows(corpus, settings) if encodes else NextTokens(corpus, settings, segments)
+    task = next(task for task in TASKS.values() if (settings.objective or "next-token") in task.objectives)
+    return Trainer(built, data, task.objective(settings.objective, built), settings, folder, group)
 
 
-def feed(corpus: Corpus, settings: Settings) -> Feed:
+def rows(corpus: Corpus, settings: Settings) -> DataModule:
     """The rows for a tiny encoder, whose last three ids are special."""
-    edges = Edges(257, 258)
+    ends = BosEos(257, 258)
     if settings.objective == "classification":
-        return Labels(labelled(), settings, edges)
-    return HiddenTokens(corpus, settings, Masking(256, ordinary(256, set())), edges)
+        return Labels(labelled(), settings, ends)
+    return MaskedTokens(corpus, settings, Masking(256, ordinary(256, set())), ends)
 
 
 def labelled(number: int = 120) -> Labelled:

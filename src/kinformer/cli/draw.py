@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kinformer.cli.draw_options import Options
-from kinformer.cli.options import require
+import tyro
+
+from kinformer.cli.options import Changes, Common, asked
 from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
+from kinformer.runs.options import DrawOptions
 
 if TYPE_CHECKING:
     from kinformer.evaluation.panels import Panel
@@ -19,22 +21,30 @@ if TYPE_CHECKING:
 MOST_PANELS = 24
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(DrawOptions, Common):
+    """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
+
+    subject: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER|PATTERN")]
+    """A member of the family, a run folder, a kind of pattern or position, or one as JSON, as in
+    '{"kind": "union", "patterns": [{"kind": "local", "window": 4}, {"kind": "columns", "stride": 8}]}'."""
+    set: Changes = ()  # type: ignore[assignment]
+    """Change the recipe, or an option of the pattern or position, as in --set window=8; may be given again."""
+
+
 def run(options: Options) -> int:
     """Draw, and print the picture's name."""
     from kinformer.evaluation.figure import check
 
-    for flag in ("length", "layer", "head", "image_width"):
-        require(f"--{flag.replace('_', '-')}", getattr(options, flag), 1)
-    require("--seed", options.seed, 0)
     out = Path(options.out or f"{_file_name(options.subject)}.png")
     check(out)
     import torch
 
-    from kinformer.cli.draw_subject import find
     from kinformer.evaluation.draw import draw
+    from kinformer.figures.subject import find
 
     torch.manual_seed(options.seed)
-    subject = find(options)
+    subject = find(asked(DrawOptions, options))
     panels = subject.panels()
     if not panels:
         raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")

@@ -11,14 +11,16 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
+from kinformer.cli.output import printing_notes
 from kinformer.core.errors import KinformerError, nearest
 
 
 class Command(NamedTuple):
-    """A module with a dataclass ``Options`` and a function ``run(options) -> int``."""
+    """A module with a dataclass ``Options`` and a function ``run(options) -> int``; its ``TASK_OPTIONS``, if there are
+    any, says which of the tasks' own options the command takes too."""
 
     module: str
     summary: str
@@ -27,8 +29,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "list": Command("kinformer.cli.list_", "The family: every member with its paper, its state's growth and recipes."),
     "show": Command("kinformer.cli.show", "One member: paper, config, parameters, state size, attention pattern."),
-    "train": Command("kinformer.cli.train", "Train a member on text and write a run folder."),
-    "evaluate": Command("kinformer.cli.evaluate", "Measure a run on held-out data, in bits per byte."),
+    "train": Command("kinformer.cli.train", "Train a member and write a run folder."),
+    "evaluate": Command("kinformer.cli.evaluate", "Measure a run on held-out data, as its task says."),
     "generate": Command("kinformer.cli.generate", "Continue a text with a trained run, token by token."),
     "estimate": Command("kinformer.cli.estimate", "Parameters, FLOPs, memory and state size before anything is run."),
     "draw": Command("kinformer.cli.draw", "Attention patterns and encodings of positions as a picture."),
@@ -44,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _tolerate(sys.stdout)
     _tolerate(sys.stderr)
     try:
-        status = _dispatch(arguments)
+        with printing_notes():
+            status = _dispatch(arguments)
         sys.stdout.flush()
         return status
     except KinformerError as error:
@@ -71,11 +74,14 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
+    from kinformer.cli.options import with_task_options
     from kinformer.cli.parsing import parse
 
     command = COMMANDS[name]
-    module = import_module(command.module)
-    options = parse(module.Options, rest, prog=f"kinformer {name}", description=command.summary)
+    module: Any = import_module(command.module)
+    kind = getattr(module, "TASK_OPTIONS", None)
+    known = module.Options if kind is None else with_task_options(module.Options, kind)
+    options = parse(known, rest, prog=f"kinformer {name}", description=command.summary)
     return 0 if options is None else module.run(options)
 
 

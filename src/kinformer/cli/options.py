@@ -1,25 +1,26 @@
-"""The options that commands share. Free of PyTorch until :meth:`Computing.device_of` is called."""
+"""The options that commands share, and the groups of options that tasks add to a command. Free of PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from kinformer.core.errors import KinformerError
-
-if TYPE_CHECKING:
-    import torch
+from kinformer.cli.parsing import overrides
+from kinformer.core.errors import require
+from kinformer.tasks.table import tasks
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="N")]
-Number = Annotated[float | None, tyro.conf.arg(metavar="X")]
-Context = Annotated[str | None, tyro.conf.arg(metavar="N|carried")]
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
+Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
+
+__all__ = ["Changes", "Common", "Count", "Hidden", "Member", "RunFolder", "RunFolders", "Text", "asked", "require"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +33,39 @@ class Common:
     """Decides everything random."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Where a command computes."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ... ; auto takes a GPU if there is one."""
-    threads: Count = None
-    """CPU threads (PyTorch's own choice if not given)."""
-
-    def prepare(self, seed: int) -> torch.device:
-        """The device, after setting the threads and PyTorch's global seed."""
-        import torch
-
-        if self.threads is not None:
-            require("--threads", self.threads, 1)
-            torch.set_num_threads(self.threads)
-        require("--seed", seed, 0)
-        torch.manual_seed(seed)
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise KinformerError(f"--device {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
-        return device
+O = TypeVar("O")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Computing(Machine, Common):
-    """What every command that computes takes."""
+def with_task_options(options: type[O], kind: Literal["Options", "Measuring"]) -> type[O]:
+    """``options`` with a group for the own options of every task that has some, under the task's name."""
+    groups = [
+        (_attribute(task.name), Annotated[own, tyro.conf.OmitArgPrefixes], field(default_factory=own))
+        for task in tasks()
+        if fields(own := getattr(task, kind))
+    ]
+    return make_dataclass(options.__name__, groups, bases=(options,), frozen=True, kw_only=True)
 
 
-def require(flag: str, value: float | None, least: float) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is below ``least``."""
-    if value is not None and not value >= least:
-        raise KinformerError(f"{flag} is {value:g} but must be {least:g} or more.")
+def asked(request: type[O], options: Any) -> O:
+    """What a function is asked for by ``options``: the changes as a table, and the tasks' own options that were
+    given."""
+    values = {each.name: getattr(options, each.name) for each in fields(request)}  # type: ignore[arg-type]
+    if "set" in values:
+        values["set"] = overrides(options.set)
+    if "own" in values:
+        values["own"] = _given(options)
+    return request(**values)
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """Of the options in groups those that differ from their defaults."""
+    given: dict[str, Any] = {}
+    for task in tasks():
+        own = getattr(options, _attribute(task.name), None)
+        if own is not None:
+            given |= {each.name: value for each in fields(own) if (value := getattr(own, each.name)) != each.default}
+    return given
+
+
+def _attribute(name: str) -> str:
+    return name.replace("-", "_")

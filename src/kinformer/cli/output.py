@@ -1,16 +1,48 @@
-"""How commands print: JSON, tables (framed on a terminal, plain in a pipe), sizes."""
+"""How commands print: JSON, text, tables (framed on a terminal, plain in a pipe), sizes, notes."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from kinformer.core.progress import LOGGER
+from kinformer.tasks.task import Table
 
 
 def print_json(data: Any) -> None:
     """``data`` as indented JSON on standard output."""
     print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def print_blocks(blocks: Iterable[str | Table]) -> None:
+    """Lines and tables, one after the other."""
+    for block in blocks:
+        if isinstance(block, Table):
+            print_table(*block)
+        else:
+            print(block)
+
+
+@contextmanager
+def printing_notes() -> Iterator[None]:
+    """What the library has to remark meanwhile goes to standard error."""
+    handler, level = _Notes(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"kinformer: {record.getMessage()}", file=sys.stderr)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kinformer.cli.list_ import facts
 from kinformer.cli.options import Changes, Common, Count, Member, require
 from kinformer.cli.output import print_json, print_table, size
-
-if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 MOST_PICTURES = 8
@@ -65,7 +61,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _parameters(model: Decoder | Encoder) -> dict[str, int]:
+def _parameters(model: Any) -> dict[str, int]:
     """Parameters of each part, like parts of all layers together."""
     parts: dict[str, int] = {}
     for name, child in model.named_children():
@@ -78,18 +74,18 @@ def _parameters(model: Decoder | Encoder) -> dict[str, int]:
     return {part: count for part, count in parts.items() if count}
 
 
-def _lengths(model: Decoder | Encoder) -> list[int]:
+def _lengths(model: Any) -> list[int]:
     limit = model.max_length
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
-def _state_bytes(model: Decoder | Encoder, length: int) -> int:
+def _state_bytes(model: Any, length: int) -> int:
     """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters."""
     from kinformer.core.contract import CausalMixer
+    from kinformer.core.model import CausalModel
     from kinformer.core.state import nbytes
-    from kinformer.models.encoder import Encoder
 
-    if isinstance(model, Encoder):
+    if model.config.protocol is not CausalModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
     own = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0) for mixer in mixers)

@@ -28,3 +28,14 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
     if word not in names:
         raise KinformerError(f"{place}: {word!r} is unknown; {nearest(word, names)}")
     return word
+
+
+def flag_of(name: str) -> str:
+    """How an option is called in messages: ``batch_size`` is ``--batch-size``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require(flag: str, value: float | None, least: float) -> None:
+    """Raise a :class:`KinformerError` when an option's ``value`` is below ``least``."""
+    if value is not None and not value >= least:
+        raise KinformerError(f"{flag} is {value:g} but must be {least:g} or more.")

@@ -1,21 +1,20 @@
-"""What a whole model can be asked for: protocols, which training, generation, evaluation and tasks go by.
+"""What a whole model can be asked for: two protocols, which training, generation, evaluation and tasks go by.
 
 A model is input, stack and head. What can be done with it is said by the protocol that its config names, never by the
 name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` reads it at once.
+Free of PyTorch until a function is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from kinformer.core.config import Config
-from kinformer.core.input import Input, InputConfig
-from kinformer.core.stack import Stack, StackConfig
+    from kinformer.core.input import Input
 
 
 class Hidden(NamedTuple):
@@ -28,9 +27,11 @@ class Hidden(NamedTuple):
 
 
 class CausalModel(Protocol):
-    """A model of sequences that grow: ``outputs, state = model(values, state)`` for chunks of any length.
+    """A model of sequences that grow: ``logits, state = model(inputs, state)`` for chunks of any length.
 
-    ``state`` None begins new sequences; see ``kinformer.core.contract`` for the law that all chunks obey.
+    Inputs are [batch, time], or [batch, time, ...] where a position is more than one number. ``state`` None begins new
+    sequences; ``kinformer.core.contract`` says which law all chunks obey. ``max_length`` is how long a sequence may
+    get, None where its positions do not end.
     """
 
     training: bool
@@ -39,10 +40,12 @@ class CausalModel(Protocol):
     def input(self) -> Input: ...
 
     @property
-    def max_length(self) -> int | None: ...
+    def vocab_size(self) -> int:
+        """How many ids a model of tokens knows."""
+        ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def max_length(self) -> int | None: ...
 
     def initial_state(
         self,
@@ -56,31 +59,38 @@ class CausalModel(Protocol):
         """The state of ``batch`` new sequences; ``source`` [batch, length, width] for layers that look at one."""
         ...
 
+    def __call__(
+        self, inputs: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
+        ...
+
     def hidden(
         self,
-        values: Tensor,
+        inputs: Tensor,
         state: Any = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """What the layers make of ``values`` [batch, time, ...]."""
+        """What the layers make of ``inputs``."""
         ...
 
     def head_inputs(
-        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, inputs: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, Any]:
-        """What :meth:`logits` takes, a tensor or a ``NamedTuple`` of tensors [batch, time, ...], and the state."""
+        """What :meth:`logits` needs of every position, a tensor or a NamedTuple of tensors [batch, time, ...], and the
+        state. These are the hidden states, unless the head looks things up by more than those."""
         ...
 
     def logits(self, inputs: Any) -> Tensor:
-        """The head's outputs [batch, time, ...] of some :meth:`head_inputs`."""
+        """Head inputs [batch, time, ...] -> logits [batch, time, ...]."""
         ...
 
 
 class WholeModel(Protocol):
-    """A model that reads its whole input at once and has no state: ``outputs = model(values, valid=)``."""
+    """A model that reads whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
 
     training: bool
 
@@ -90,45 +100,23 @@ class WholeModel(Protocol):
     @property
     def max_length(self) -> int | None: ...
 
-    def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """What the layers make of ``values`` [batch, time, ...]."""
+    def __call__(self, inputs: Tensor, *, valid: Tensor | None = None) -> Tensor:
+        """Logits of every position or of every row."""
+        ...
+
+    def hidden(self, inputs: Tensor, *, valid: Tensor | None = None) -> Any:
+        """The hidden states of every position, with what else the model made of the inputs."""
         ...
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The head's outputs, of positions [batch, time, ...] or of whole inputs [batch, ...]."""
+        """What the head makes of hidden states [..., dim]."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Config):
-    """``build()``: a whole model of the ``input``, the ``layers`` and the ``stack`` that applies them.
-
-    ``protocol`` says what can be done with it: :class:`CausalModel` or :class:`WholeModel`.
-    """
-
-    slot = "model"
-    protocol: ClassVar[type]
-
-    input: InputConfig
-    dim: int
-    layers: tuple[Any, ...]
-    stack: StackConfig
-
-    def build(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def uses(self) -> tuple[Config, ...]:
-        """The config of the layer of every use, in order."""
-        return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder"}
+"""What a member of each protocol is called in messages."""
 
 
-def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
-    stack = getattr(model, "stack", None)
-    return stack.units if isinstance(stack, Stack) else ()
-
-
-def at(inputs: Any, pick: Callable[[Tensor], Tensor]) -> Any:
-    """Some of ``head_inputs``: ``pick`` of the tensor, or of every tensor of the ``NamedTuple``."""
-    return pick(inputs) if isinstance(inputs, Tensor) else type(inputs)(*map(pick, inputs))
+def device_of(model: Any) -> torch.device:
+    """Where the model's weights are."""
+    return next(model.parameters()).device

@@ -6,13 +6,12 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
-from kinformer.core.input import Input
 from kinformer.core.pattern import Pattern
 
 
@@ -224,42 +223,6 @@ class FeatureMapConfig(Config):
 
 class ResidualOutput(nn.Linear):
     """A product that writes into the residual stream; some initialisations shrink these by the model's depth."""
-
-
-class EmbeddingConfig(Config):
-    """``build(vocab_size, dim)``: a table (tokens, positions), both [batch, time] int64, -> [batch, time, dim].
-
-    A tied head reads its ``weight`` [vocab_size, ...].
-    """
-
-    slot = "embedding"
-
-    def build(self, vocab_size: int, dim: int) -> nn.Embedding:
-        raise NotImplementedError
-
-
-class HeadConfig(Config):
-    """``build(dim, input)``: a module (hidden_states [batch, time, dim], input, valid or None) -> logits.
-
-    ``input`` is the model's ``core.input.Input``; a tied head reads its table. Logits are of positions [batch, time,
-    ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
-    """
-
-    slot = "head"
-    per_position: ClassVar[bool] = True
-
-    def build(self, dim: int, input: Input) -> nn.Module:
-        raise NotImplementedError
-
-
-def vocab_size_of(input: Input, head: HeadConfig) -> int:
-    """How many token ids ``input`` knows, for a ``head`` that predicts them; one that knows none is refused."""
-    if input.vocab_size is None:
-        raise KinformerError(
-            f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "
-            "tokens, or another head."
-        )
-    return input.vocab_size
 
 
 def head_width(dim: int, num_heads: int) -> int:

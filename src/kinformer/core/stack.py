@@ -106,6 +106,12 @@ def _owning(layer: nn.Module, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
     return x, states.map_tensors(torch.Tensor.clone, state)
 
 
+def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
+    stack = getattr(model, "stack", None)
+    return stack.units if isinstance(stack, Stack) else ()
+
+
 def share(layers: nn.ModuleList) -> nn.ModuleList:
     """Make one of all parts in ``layers`` that are ``shared`` and have equal configs and shapes, for the stack to own.
 

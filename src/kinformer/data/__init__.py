@@ -1,6 +1,6 @@
 """Embedded and user data: corpora, tokenizers, the order of training, the protocol of measuring, a baseline."""
 
-from kinformer.data.buckets import IGNORED, Buckets, Edges, Rows
+from kinformer.data.buckets import IGNORED, BosEos, Buckets, Rows
 from kinformer.data.corpus import Corpus, default_cache, open_corpus
 from kinformer.data.evaluation import EvaluationStream, Segment
 from kinformer.data.examples import Examples, Labelled
@@ -16,7 +16,7 @@ __all__ = [
     "Buckets",
     "ByteTokenizer",
     "Corpus",
-    "Edges",
+    "BosEos",
     "EvaluationStream",
     "Examples",
     "FileTokenizer",

@@ -43,51 +43,51 @@ class Rows(NamedTuple):
         return Rows(self.tokens[within], valid, labels, places)
 
 
-class Edges(NamedTuple):
-    """What stands before and behind every row, as a model's ``first_token`` and ``last_token``; None is nothing."""
+class BosEos(NamedTuple):
+    """The tokens that begin and end every row, as a model expects them; None is no token."""
 
-    first: int | None = None
-    last: int | None = None
+    bos: int | None = None
+    eos: int | None = None
 
     @property
     def size(self) -> int:
         """How many tokens of a row they take."""
-        return (self.first is not None) + (self.last is not None)
+        return (self.bos is not None) + (self.eos is not None)
 
     @property
     def before(self) -> int:
         """How many stand before the text."""
-        return int(self.first is not None)
+        return int(self.bos is not None)
 
 
-NO_EDGES = Edges()
+NO_ENDS = BosEos()
 
 
-def lay(texts: list[np.ndarray], edges: Edges, width: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """``texts`` between the edges, as tokens int64 [texts, width] and valid, None where every token is."""
+def lay(texts: list[np.ndarray], ends: BosEos, width: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """``texts`` between BOS and EOS, as tokens int64 [texts, width] and valid, None where every token is."""
     tokens = np.zeros((len(texts), width), np.int64)
-    lengths = np.array([len(text) + edges.size for text in texts])
+    lengths = np.array([len(text) + ends.size for text in texts])
     for row, text in zip(tokens, texts, strict=True):
-        row[edges.before : edges.before + len(text)] = text
-        if edges.first is not None:
-            row[0] = edges.first
-        if edges.last is not None:
-            row[edges.before + len(text)] = edges.last
+        row[ends.before : ends.before + len(text)] = text
+        if ends.bos is not None:
+            row[0] = ends.bos
+        if ends.eos is not None:
+            row[ends.before + len(text)] = ends.eos
     valid = np.arange(width) < lengths[:, None]
     return tokens, None if valid.all() else valid
 
 
 class Buckets:
-    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with the edges.
+    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with BOS and EOS.
 
     A pool of ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again.
     """
 
-    def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, edges: Edges = NO_EDGES) -> None:
-        if length <= edges.size:
-            raise KinformerError(f"--length {length}: leaves no room beside the edges of a text; give more.")
-        self.examples, self.batch_size, self.length, self.seed, self.edges = examples, batch_size, length, seed, edges
-        self.lengths = np.minimum(examples.lengths + edges.size, length)
+    def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, ends: BosEos = NO_ENDS) -> None:
+        if length <= ends.size:
+            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
+        self.examples, self.batch_size, self.length, self.seed, self.ends = examples, batch_size, length, seed, ends
+        self.lengths = np.minimum(examples.lengths + ends.size, length)
         self._pool: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def indices(self, step: int) -> np.ndarray:
@@ -113,9 +113,9 @@ class Buckets:
 
     def rows(self, indices: np.ndarray, width: int) -> Rows:
         """Some examples, laid out ``width`` tokens wide."""
-        room = self.length - self.edges.size
+        room = self.length - self.ends.size
         texts = [self.examples.tokens(index)[:room] for index in indices.tolist()]
-        return Rows(*lay(texts, self.edges, width), np.asarray(self.examples.labels[indices]))
+        return Rows(*lay(texts, self.ends, width), np.asarray(self.examples.labels[indices]))
 
     def _sorted(self, number: int) -> np.ndarray:
         size = POOL * self.batch_size

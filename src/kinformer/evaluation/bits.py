@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel
+from kinformer.core.state import map_tensors
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.by_position import Bin, ByPosition
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
-from kinformer.generation.protocol import LanguageModel
 
 CHUNK = 2048
 _LOGITS_AT_ONCE = 1 << 24
@@ -51,14 +52,14 @@ class Measurement:
         return self.nats / log(2) / self.tokens
 
 
-def carries_for_ever(model: Any) -> bool:
+def streamable(model: Any) -> bool:
     """Whether the state stays bounded and positions do not end, so that a stream of any length can be carried."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
     return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
 
 
 def measure(
-    model: LanguageModel,
+    model: CausalModel,
     split: Split,
     windows: Windows | None = None,
     *,
@@ -78,8 +79,8 @@ def measure(
     places = ByPosition()
     nats, done = 0.0, 0
     with torch.inference_mode():
-        for hidden, targets, counted in contexts(model, stream, windows):
-            each = surprise(model, hidden, targets)
+        for inputs, targets, counted in contexts(model, stream, windows):
+            each = negative_log_likelihood(model, inputs, targets)
             if windows is not None:
                 places.add(each, counted)
             nats, done = nats + float(each.where(counted, 0.0).sum()), done + int(counted.sum())
@@ -102,14 +103,15 @@ def measure(
     )
 
 
-def surprise(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-ln p of ``targets`` [batch, n] after ``hidden`` [batch, n, dim], [batch, n] float64."""
-    wanted, states = targets.flatten(), hidden.flatten(0, 1)
+def negative_log_likelihood(model: CausalModel, inputs: Any, targets: Tensor) -> Tensor:
+    """-ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
+    wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
     step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
-    nats = [
-        nn.functional.cross_entropy(_wide(model.logits(some[None])[0]), tokens, reduction="none")
-        for some, tokens in zip(states.split(step), wanted.split(step), strict=True)
-    ]
+    nats = []
+    for start in range(0, len(wanted), step):
+        part = slice(start, start + step)
+        logits = model.logits(map_tensors(lambda x, part=part: x[None, part], flat))[0]  # type: ignore[misc]
+        nats.append(nn.functional.cross_entropy(_wide(logits), wanted[part], reduction="none"))
     return torch.cat(nats).double().view(targets.shape)
 
 
@@ -117,7 +119,7 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check(model: LanguageModel, split: Split, windows: Windows | None, chunk: int) -> None:
+def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int) -> None:
     if chunk < 1:
         raise KinformerError(f"chunk is {chunk} but must be 1 token or more.")
     if model.training:

@@ -19,7 +19,7 @@ class Bin(NamedTuple):
 
 
 class ByPosition:
-    """Sums of surprise by how many tokens of its window a prediction had before it."""
+    """Sums of negative log-likelihoods by how many tokens of its window a prediction had before it."""
 
     def __init__(self) -> None:
         self._nats: dict[int, float] = defaultdict(float)

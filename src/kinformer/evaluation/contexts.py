@@ -9,20 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kinformer.core.model import CausalModel, device_of
 from kinformer.data import EvaluationStream
 from kinformer.evaluation.windows import Windows, batches
-from kinformer.generation.protocol import LanguageModel, device_of
 
 
 class Contexts(NamedTuple):
-    """``hidden`` states [rows, n, dim], the ``targets`` [rows, n] that come next, and which are ``counted``, bool."""
+    """What the head needs of every position (``head_inputs``), leaves [rows, n, ...]; the ``targets`` [rows, n] that
+    come next, and which are ``counted``, bool."""
 
-    hidden: Tensor
+    inputs: Any
     targets: Tensor
     counted: Tensor
 
 
-def contexts(model: LanguageModel, stream: EvaluationStream, windows: Windows | None) -> Iterator[Contexts]:
+def contexts(model: CausalModel, stream: EvaluationStream, windows: Windows | None) -> Iterator[Contexts]:
     """The contexts of all predictions of ``stream``, each of them counted once, in order.
 
     ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
@@ -33,12 +34,12 @@ def contexts(model: LanguageModel, stream: EvaluationStream, windows: Windows | 
         state: Any = None
         for segment in stream:
             tokens, counted = (torch.from_numpy(field).to(device) for field in (segment.tokens, segment.valid))
-            hidden, state, _ = model.hidden(tokens[:, :-1], state)
-            yield Contexts(hidden, tokens[:, 1:], counted)
+            inputs, state = model.head_inputs(tokens[:, :-1], state)
+            yield Contexts(inputs, tokens[:, 1:], counted)
         return
     for group in batches(stream.predictions, windows, max(1, stream.length // windows.context)):
         size = group[0].size
         tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
         unscored = torch.tensor([window.unscored for window in group], device=device)
-        hidden, _, _ = model.hidden(tokens[:, :-1])
-        yield Contexts(hidden, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])
+        inputs, _ = model.head_inputs(tokens[:, :-1])
+        yield Contexts(inputs, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])

@@ -18,8 +18,8 @@ import torch
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
-from kinformer.core.model import units_of
 from kinformer.core.pattern import Pattern
+from kinformer.core.stack import units_of
 from kinformer.evaluation.estimate_checkpoint import held_bytes, is_checkpointed, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
 from kinformer.evaluation.estimate_parts import Costs, distinct, measure, measure_state

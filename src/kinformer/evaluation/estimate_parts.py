@@ -22,8 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
-from kinformer.core.model import units_of
-from kinformer.core.stack import Stack, StackConfig
+from kinformer.core.stack import Stack, StackConfig, units_of
 
 Costs = dict[tuple[str, str], int]
 """Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""

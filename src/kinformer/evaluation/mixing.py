@@ -15,23 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.bits import Progress
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
-from kinformer.generation.protocol import LanguageModel
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
 TEMPERATURES = tuple(float(1 << power) for power in range(11))
 
 
-class StoreModel(LanguageModel, Protocol):
-    """A model whose hidden states hold the keys of a store."""
+class StoreModel(CausalModel, Protocol):
+    """A model whose head inputs are ``hidden``, which ``decoder`` makes logits of, and ``keys`` to search with."""
 
-    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the model alone [batch, time, vocab] and keys [batch, time, width]."""
-        ...
+    @property
+    def decoder(self) -> CausalModel: ...
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,13 @@ def sweep(
     step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
     done = 0
     with torch.inference_mode():
-        for hidden, targets, counted in contexts(model, stream, windows):
-            for some, wanted in zip(hidden[counted].split(step), targets[counted].split(step), strict=True):
-                logits, keys = model.split(some[None])
-                wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+        for inputs, targets, counted in contexts(model, stream, windows):
+            parts = (field[counted].split(step) for field in (inputs.hidden, inputs.keys, targets))
+            for hidden, keys, wanted in zip(*parts, strict=True):
+                logits = model.decoder.logits(hidden[None])[0]
+                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 own = -nn.functional.cross_entropy(wide, wanted, reduction="none").double()
-                found = searcher.search(keys[0], max(grid.neighbours))
+                found = searcher.search(keys, max(grid.neighbours))
                 nats += _scores(own, found, wanted, grid).cpu()
             done += int(counted.sum())
             if not isfinite(float(nats.sum())):

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import map_tensors
 from kinformer.data import Split
-from kinformer.generation.protocol import LanguageModel, device_of
 
 Losses = NDArray[np.float64]
 
@@ -95,7 +96,7 @@ def spread_positions(split: Split, longest: int, count: int) -> NDArray[np.int64
 
 
 def context_losses(
-    model: LanguageModel,
+    model: CausalModel,
     split: Split,
     contexts: Sequence[int],
     positions: NDArray[np.int64],
@@ -125,8 +126,8 @@ def context_losses(
     return losses
 
 
-def _last(model: LanguageModel, tokens: Tensor) -> Tensor:
+def _last(model: CausalModel, tokens: Tensor) -> Tensor:
     """-ln p of the last of ``tokens`` [rows, context + 1], float64."""
-    hidden, _, _ = model.hidden(tokens[:, :-1], None)
-    logits = model.logits(hidden[:, -1:])[:, 0]
+    inputs, _ = model.head_inputs(tokens[:, :-1])
+    logits = model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
     return nn.functional.cross_entropy(logits.double(), tokens[:, -1], reduction="none")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from kinformer.blocks.residual import ResidualConfig
     from kinformer.core.contract import MixerConfig
     from kinformer.core.encoder import EncoderMixerConfig
-    from kinformer.core.parts import HeadConfig, PositionConfig
+    from kinformer.core.model_config import HeadConfig
+    from kinformer.core.parts import PositionConfig
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
 

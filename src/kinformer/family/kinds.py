@@ -29,56 +29,85 @@ def _kinds_of(slot: str, own: dict[str, type[Config]]) -> Registry[type[Config]]
 @cache
 def _own() -> dict[str, dict[str, type[Config]]]:
     """Kinformer's own slots, kinds and config classes."""
-    from kinformer.blocks import feed_forward, layer, macaron, norms, residual
+    table: dict[str, dict[str, type[Config]]] = {}
+    for some in (_models(), _encoders(), _blocks(), _mixers(), _positions(), _patterns(), _other_parts()):
+        for config in some:
+            table.setdefault(config.slot, {})[config.kind] = config
+    return table
+
+
+def _models() -> list[type[Config]]:
+    """Models, what they read, how their layers are applied, and heads."""
     from kinformer.heads import adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, tokens
-    from kinformer.memory import compression, product_keys
-    from kinformer.mixers import compressive, cross, fast_weight, linear, segment_memory, softmax
     from kinformer.models import decoder
     from kinformer.stacks import sequential
 
-    classes: list[type[Config]] = [
+    return [
         decoder.Decoder.Config,
         tokens.Tokens.Config,
+        lookup.Lookup.Config,
+        adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
-        *_encoders(),
+        adaptive.AdaptiveSoftmax.Config,
+        language.LanguageModelHead.Config,
+        modulus_head.ModulusHead.Config,
+        spalm.SpalmHead.Config,
+    ]
+
+
+def _blocks() -> list[type[Config]]:
+    """Layers, residuals, norms and feed-forwards."""
+    from kinformer.blocks import feed_forward, layer, macaron, norms, residual, sha_rnn
+    from kinformer.memory import product_keys
+
+    return [
         layer.DecoderLayer.Config,
+        macaron.MacaronLayer.Config,
+        sha_rnn.ShaRnnLayer.Config,
         residual.PreNorm.Config,
         residual.PostNorm.Config,
-        macaron.MacaronLayer.Config,
-        softmax.SoftmaxAttention.Config,
-        segment_memory.SegmentMemory.Config,
-        compressive.Compressive.Config,
-        compression.Pool.Config,
-        compression.Convolution.Config,
-        compression.Dilated.Config,
-        compression.MostUsed.Config,
-        linear.LinearAttention.Config,
-        *_remembering(),
-        fast_weight.FastWeight.Config,
-        cross.CrossAttention.Config,
         feed_forward.MLP.Config,
         feed_forward.SwiGLU.Config,
         feed_forward.Boom.Config,
         product_keys.ProductKeys.Config,
         norms.LayerNorm,
         norms.RMSNorm,
-        *_positions(),
-        *_patterns(),
-        *_other_parts(),
-        lookup.Lookup.Config,
-        adaptive_embedding.AdaptiveEmbedding.Config,
-        adaptive.AdaptiveSoftmax.Config,
-        language.LanguageModelHead.Config,
-        modulus_head.ModulusHead.Config,
-        spalm.SpalmHead.Config,
     ]
-    table: dict[str, dict[str, type[Config]]] = {}
-    for config in classes:
-        table.setdefault(config.slot, {})[config.kind] = config
-    return table
+
+
+def _mixers() -> list[type[Config]]:
+    """Causal mixers, and how memories are compressed."""
+    from kinformer.memory import compression
+    from kinformer.mixers import (
+        compressive,
+        cross,
+        fast_weight,
+        linear,
+        lstm,
+        memorizing,
+        segment_memory,
+        single_head,
+        softmax,
+    )
+
+    return [
+        softmax.SoftmaxAttention.Config,
+        segment_memory.SegmentMemory.Config,
+        compressive.Compressive.Config,
+        linear.LinearAttention.Config,
+        lstm.LSTM.Config,
+        single_head.SingleHead.Config,
+        memorizing.Memorizing.Config,
+        fast_weight.FastWeight.Config,
+        cross.CrossAttention.Config,
+        compression.Pool.Config,
+        compression.Convolution.Config,
+        compression.Dilated.Config,
+        compression.MostUsed.Config,
+    ]
 
 
 def _encoders() -> list[type[Config]]:
@@ -99,18 +128,6 @@ def _encoders() -> list[type[Config]]:
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
         classification.TokenClassificationHead.Config,
-    ]
-
-
-def _remembering() -> list[type[Config]]:
-    from kinformer.blocks import sha_rnn
-    from kinformer.mixers import lstm, memorizing, single_head
-
-    return [
-        sha_rnn.ShaRnnLayer.Config,
-        lstm.LSTM.Config,
-        single_head.SingleHead.Config,
-        memorizing.Memorizing.Config,
     ]
 
 

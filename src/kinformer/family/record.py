@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kinformer.core.model import ModelConfig
+    from kinformer.core.model_config import ModelConfig
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
 Recipe = Callable[[int | None], "ModelConfig"]

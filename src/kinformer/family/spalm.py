@@ -8,7 +8,7 @@ from kinformer.family import transformer_xl
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
-    from kinformer.core.model import ModelConfig
+    from kinformer.core.model_config import ModelConfig
 
 
 def _recipe(name: str) -> Recipe:

@@ -8,7 +8,7 @@ from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
-    from kinformer.core.model import ModelConfig
+    from kinformer.core.model_config import ModelConfig
     from kinformer.models.decoder import Decoder
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
-from kinformer.generation.protocol import LanguageModel, device_of
+from kinformer.core.model import CausalModel, device_of
 from kinformer.generation.sampling import Sampler, Sampling, SamplingOptions
 from kinformer.generation.stops import StopTokens
 
@@ -29,7 +29,7 @@ class Session:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: CausalModel,
         batch: int = 1,
         *,
         stop: Sequence[Sequence[int]] = (),
@@ -154,13 +154,14 @@ class Session:
 
     def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
         """One chunk into the state; the logits after each row's last token (unchanged where a row has none)."""
-        hidden, self._state, _ = self.model.hidden(tokens, self._state, valid=valid)
+        inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
         if valid is None:
-            self._logits = self.model.logits(hidden[:, -1:])[:, 0]
+            self._logits = self.model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
             return
         places = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
         last = (places.amax(dim=1) - 1).clamp_min(0)
-        logits = self.model.logits(hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])))[:, 0]
+        rows = torch.arange(len(last), device=last.device)
+        logits = self.model.logits(states.map_tensors(lambda x: x[rows, last][:, None], inputs))[:, 0]
         before = torch.zeros_like(logits) if self._logits is None else self._logits
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
 
@@ -192,7 +193,7 @@ class Session:
 
 
 @contextmanager
-def evaluating(model: LanguageModel) -> Iterator[None]:
+def evaluating(model: CausalModel) -> Iterator[None]:
     """The model in eval mode, and back in training mode afterwards if it was."""
     training = model.training
     assert isinstance(model, nn.Module)
@@ -206,7 +207,7 @@ def evaluating(model: LanguageModel) -> Iterator[None]:
 
 
 def generate(
-    model: LanguageModel,
+    model: CausalModel,
     prompt_tokens: Tensor,
     *,
     max_new_tokens: int,

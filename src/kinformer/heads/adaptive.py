@@ -17,7 +17,7 @@ from torch.nn.functional import linear, log_softmax
 
 from kinformer.core.clusters import Clusters, Tables, check_clusters
 from kinformer.core.input import Input
-from kinformer.core.parts import HeadConfig, vocab_size_of
+from kinformer.core.model_config import HeadConfig, vocab_size_of
 
 STD, PROJECTION_STD = 0.02, 0.01
 """Of the weights' first values, as the authors'."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from kinformer.core.contract import select_valid
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
-from kinformer.core.parts import HeadConfig
+from kinformer.core.model_config import HeadConfig
 
 
 class ClassificationHead(nn.Module):

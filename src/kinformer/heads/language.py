@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.input import Input
-from kinformer.core.parts import HeadConfig, vocab_size_of
+from kinformer.core.model_config import HeadConfig, vocab_size_of
 
 
 class LanguageModelHead(nn.Module):

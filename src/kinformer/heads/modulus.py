@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
-from kinformer.core.parts import HeadConfig
+from kinformer.core.model_config import HeadConfig
 from kinformer.heads.language import LanguageModelHead
 
 EPS = 1e-12

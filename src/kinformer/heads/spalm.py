@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding as rows_of
 
 from kinformer.core.input import Input
-from kinformer.core.parts import HeadConfig
+from kinformer.core.model_config import HeadConfig
 from kinformer.heads.language import LanguageModelHead
 
 

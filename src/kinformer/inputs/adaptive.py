@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from kinformer.core.clusters import Clusters, Tables, check_clusters
-from kinformer.core.parts import EmbeddingConfig
+from kinformer.core.model_config import EmbeddingConfig
 
 PROJECTION_STD = 0.01
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kinformer.core.parts import EmbeddingConfig
+from kinformer.core.model_config import EmbeddingConfig
 
 
 class Lookup(nn.Embedding):

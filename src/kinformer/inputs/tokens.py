@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
-from kinformer.core.parts import EmbeddingConfig
+from kinformer.core.model_config import EmbeddingConfig
 from kinformer.inputs.lookup import Lookup
 
 

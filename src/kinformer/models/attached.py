@@ -7,7 +7,7 @@ A decoder without such a sublayer gives its final hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import left_align, select_valid
+from kinformer.core.input import Input
 from kinformer.models.decoder import Decoder
 
 FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
@@ -26,6 +27,14 @@ class Keyed(NamedTuple):
     hidden: Tensor
     keys: Tensor
     state: Any
+
+
+class KeyedStates(NamedTuple):
+    """What a head that looks things up needs of every position: ``hidden`` [batch, time, dim] for the decoder's own
+    prediction, ``keys`` [batch, time, key width] to search with."""
+
+    hidden: Tensor
+    keys: Tensor
 
 
 class KeyedDecoder(nn.Module):
@@ -78,8 +87,7 @@ class KeyedDecoder(nn.Module):
 class AttachedDecoder(nn.Module):
     """A language model like its decoder, but for its logits, which ``head`` (logits [n, vocab], keys [n, width]) makes.
 
-    What :meth:`hidden` gives is the decoder's hidden states and the keys side by side: only :meth:`logits` looks into
-    it. The state is the decoder's; the head's store is no part of it.
+    The state is the decoder's; the head's store is no part of it.
     """
 
     def __init__(self, decoder: Decoder, head: nn.Module) -> None:
@@ -90,6 +98,10 @@ class AttachedDecoder(nn.Module):
     @property
     def decoder(self) -> Decoder:
         return self.keyed.decoder
+
+    @property
+    def input(self) -> Input:
+        return self.decoder.input
 
     @property
     def vocab_size(self) -> int:
@@ -107,29 +119,17 @@ class AttachedDecoder(nn.Module):
         self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
-        return select_valid(self.logits(hidden), valid), state
+        inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
+        return select_valid(self.logits(inputs), valid), state
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        state: Any = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> tuple[Tensor, Any, tuple[Tensor, ...]]:
-        """[batch, time, dim + key width], the state, and no taps: ask the decoder itself for those."""
-        assert not taps
+    def head_inputs(
+        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[KeyedStates, Any]:
+        """Hidden states and keys, and the state after the chunk."""
         hidden, keys, state = self.keyed(tokens, state, valid=valid, reset=reset)
-        return torch.cat([hidden, keys.to(hidden.dtype)], dim=-1), state, ()
+        return KeyedStates(hidden, keys), state
 
-    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the decoder alone and keys, of what :meth:`hidden` gave."""
-        own, keys = hidden.split([hidden.shape[-1] - self.keyed.width, self.keyed.width], dim=-1)
-        return self.decoder.logits(own), keys
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[batch, time, dim + key width] -> [batch, time, vocab]."""
-        logits, keys = self.split(hidden)
-        return self.head(logits.flatten(0, -2), keys.flatten(0, -2)).view(logits.shape)
+    def logits(self, inputs: KeyedStates) -> Tensor:
+        """[batch, time, ...] -> [batch, time, vocab]."""
+        logits = self.decoder.logits(inputs.hidden)
+        return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)

@@ -13,8 +13,8 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import select_valid
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import ModelConfig
-from kinformer.core.parts import HeadConfig, PositionConfig
+from kinformer.core.model_config import HeadConfig, ModelConfig
+from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
 from kinformer.stacks.sequential import Sequential
 

@@ -5,15 +5,15 @@ Both read the same tokens, and the state is that of both; the store is no part o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
+from kinformer.core.input import Input
 from kinformer.core.neighbours import Neighbours, Searcher
-from kinformer.models.attached import KeyedDecoder
+from kinformer.models.attached import KeyedDecoder, KeyedStates
 from kinformer.models.decoder import Decoder
 
 
@@ -27,8 +27,7 @@ class RetrievingState(NamedTuple):
 class RetrievingDecoder(nn.Module):
     """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
 
-    ``retriever`` made the store's keys; it is frozen. What :meth:`hidden` gives is the decoder's hidden states and the
-    retriever's keys side by side, and only :meth:`logits`, which looks into it, asks the store.
+    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` asks the store.
     """
 
     def __init__(self, decoder: Decoder, retriever: KeyedDecoder, searcher: Searcher, neighbours: int) -> None:
@@ -41,6 +40,10 @@ class RetrievingDecoder(nn.Module):
         super().train(mode)
         self.retriever.eval()
         return self
+
+    @property
+    def input(self) -> Input:
+        return self.decoder.input
 
     @property
     def vocab_size(self) -> int:
@@ -68,33 +71,29 @@ class RetrievingDecoder(nn.Module):
         reset: Tensor | None = None,
     ) -> tuple[Tensor, RetrievingState]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        hidden, state, _ = self.hidden(tokens, state, valid=valid, reset=reset)
-        return select_valid(self.logits(hidden), valid), state
+        inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
+        return select_valid(self.logits(inputs), valid), state
 
-    def hidden(
+    def head_inputs(
         self,
         tokens: Tensor,
         state: RetrievingState | None = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> tuple[Tensor, RetrievingState, tuple[Tensor, ...]]:
-        """[batch, time, dim + key width], the state, and no taps: ask the decoder itself for those."""
-        assert not taps
+    ) -> tuple[KeyedStates, RetrievingState]:
+        """The decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        own, after, _ = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset)
+        hidden, after, _ = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
             _, keys, found = self.retriever(tokens, before.retriever, valid=valid, reset=reset)
-        return torch.cat([own, keys], dim=-1), RetrievingState(after, found), ()
+        return KeyedStates(hidden, keys), RetrievingState(after, found)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[batch, time, dim + key width] -> [batch, time, vocab]."""
-        own, keys = hidden.split([hidden.shape[-1] - self.retriever.width, self.retriever.width], dim=-1)
-        found = self.searcher.search(keys.flatten(0, -2).detach(), self.neighbours)
-        own = own.to(self.decoder.input.table.dtype)  # wider where the retriever's keys are
-        neighbours = following(found).view(*own.shape[:-1], -1)
-        return self.decoder.head(own, self.decoder.input, neighbours=neighbours)
+    def logits(self, inputs: KeyedStates) -> Tensor:
+        """[batch, time, ...] -> [batch, time, vocab]."""
+        found = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
+        neighbours = following(found).view(*inputs.hidden.shape[:-1], -1)
+        return self.decoder.head(inputs.hidden, self.decoder.input, neighbours=neighbours)
 
 
 def following(found: Neighbours) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import EmbeddingConfig
+from kinformer.core.model_config import EmbeddingConfig
 
 
 class ComplexOrder(nn.Embedding):

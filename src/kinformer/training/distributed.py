@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import units_of
+from kinformer.core.stack import units_of
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
 

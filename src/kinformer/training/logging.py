@@ -110,7 +110,7 @@ class Progress:
 
 
 class Silence(Progress):
-    """For processes that are not the first."""
+    """For processes that are not the first, and whoever wants to hear nothing."""
 
     def __init__(self) -> None:
         self._bar = None

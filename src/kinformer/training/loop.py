@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, load_weights, save_tensors
-from kinformer.core.model import units_of
-from kinformer.data import Corpus
+from kinformer.core.files import load_weights
+from kinformer.core.stack import units_of
+from kinformer.training.best import Best
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.feeds import Feed, NextTokens
 from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Progress, Silence
-from kinformer.training.objectives import Objective, Step, objective_of
+from kinformer.training.objective import Objective, Step
 from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.pace import seconds_per_step
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
 from kinformer.training.update import Updater, Window
-from kinformer.training.validation import Measured, Validation
+from kinformer.training.validation import Validation
 
-WEIGHTS = "model.safetensors"
-BEST, BEST_ACCURACY = "validation_loss", "validation_accuracy"
 PROBE_SHARE = 0.03
 FORWARD_SHARE, RESERVE = 0.4, 0.97
 
@@ -42,7 +40,8 @@ FORWARD_SHARE, RESERVE = 0.4, 0.97
 class Result:
     """``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
 
-    ``validation``: the best one's figures, such as ``bits_per_byte``; None of a run that was never validated.
+    ``validation``: the best one's figures, such as ``bits_per_byte``; the first is None in a run that was never
+    validated.
     """
 
     steps: int
@@ -53,35 +52,32 @@ class Result:
     best_step: int | None
     signal: int = 0
 
-    @property
-    def validation_bits_per_byte(self) -> float | None:
-        """The best validation of a model of text."""
-        return self.validation["bits_per_byte"]
-
 
 class Trainer:
-    """Trains ``model`` on ``data`` as ``settings`` say, in ``folder``; goes on from the newest checkpoint there.
+    """Trains ``model`` on ``data`` for ``objective`` as ``settings`` say; goes on from the newest checkpoint in
+    ``folder``.
 
-    ``data`` is a corpus for a causal model, any module (tokens, state, valid=, reset=) -> (logits, state) with
-    ``initial_state(batch)``, or else the :class:`Feed` of a task. ``model`` is changed in place; with several processes
-    it belongs to the trainer from then on.
+    ``model`` is any module that the objective can ask; where the data carries, one with ``initial_state(batch)``. It is
+    changed in place; with several processes it belongs to the trainer from then on. ``quiet`` tells nothing meanwhile.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        data: Corpus | Feed,
+        data: DataModule,
+        objective: Objective,
         settings: Settings,
         folder: Path,
         group: Group,
-        objective: Objective | None = None,
+        quiet: bool = False,
     ) -> None:
-        self.settings, self.folder, self.group = settings, folder, group
+        self.data, self.settings, self.folder, self.group = data, settings, folder, group
+        self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
-        whole = Step(self.model, objective or objective_of(settings.objective, model), settings.precision)
+        whole = Step(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
             load_weights(self.model, saved.files["model"], self._place(saved))
@@ -90,14 +86,14 @@ class Trainer:
                 carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
-            _compile(self.model, by_layer=sharded or getattr(whole.objective, "reads_hidden", False))
+            _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
         self.engine = group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
             optimiser.load(saved.files["optimizer"], self._place(saved))
-        self.feed = NextTokens(data, settings) if isinstance(data, Corpus) else data
-        self.update = Updater(self.engine, optimiser, carried, self.feed, settings, group)
-        self.validation = Validation(self.feed, settings.segments, group)
+        self.update = Updater(self.engine, optimiser, carried, data, settings, group)
+        self.validation = Validation(data, group)
+        self.best = Best(folder, data.figures[0])
         self._restore(saved)
 
     def _place(self, saved: Checkpoint) -> str:
@@ -109,12 +105,6 @@ class Trainer:
         self.spent: float = numbers.get("seconds", 0.0)
         self.saved_at = self.begun = time.monotonic()
         self.total: int = self.settings.steps or numbers.get("total") or 0
-        self.best, self.best_step = Measured(math.inf, None), None
-        if (self.folder / WEIGHTS).is_file():
-            metadata = load_tensors(self.folder / WEIGHTS)[1]
-            if BEST in metadata:
-                accuracy = float(metadata[BEST_ACCURACY]) if BEST_ACCURACY in metadata else None
-                self.best, self.best_step = Measured(float(metadata[BEST]), accuracy), int(metadata["step"])
 
     @property
     def seconds(self) -> float:
@@ -127,13 +117,12 @@ class Trainer:
             self.total = self._affordable_steps()
         self.window = Window(self.group)
         schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
-        silent = not self.group.first
-        self.log = None if silent else Log(self.folder, self.step)
+        self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1) as interrupt,
-            Silence() if silent else Progress(self.total, self.step) as told,
+            Silence() if self.silent else Progress(self.total, self.step) as progress,
         ):
-            self.told = told
+            self.progress = progress
             try:
                 self._steps(schedule, interrupt)
             finally:
@@ -144,8 +133,8 @@ class Trainer:
             total=self.total,
             seconds=self.seconds,
             tokens_per_second=self.window.overall,
-            validation=self._figures(self.best, "validation") if self.best_step else {self.feed.figure: None},
-            best_step=self.best_step,
+            validation=self.best.figures or {self.data.figures[0].name: None},
+            best_step=self.best.step,
             signal=interrupt.signal,
         )
 
@@ -161,7 +150,7 @@ class Trainer:
             validates = validate_every and (last or self.step % validate_every == 0)
             saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
             if validates or saves or self.step % self.settings.log_every == 0:
-                self._tell(rate)
+                self._report(rate)
             if validates:
                 self._validate()
             if saves:
@@ -183,9 +172,9 @@ class Trainer:
         )
         return int(signal), bool(over), bool(old)
 
-    def _tell(self, rate: float) -> None:
+    def _report(self, rate: float) -> None:
         """Look at the losses since the last time; anything that is not finite ends the run."""
-        losses, norms, told = self.window.read()
+        losses, norms, metrics = self.window.read()
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -193,22 +182,15 @@ class Trainer:
         if not losses:
             return
         mean = sum(losses) / len(losses)
-        speed, figures = self.window.speed, self._figures([sum(each) / len(each) for each in told], "train")
-        self.told.update(self.step, self._say(figures), speed)
+        means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
+        speed, figures = self.window.speed, self.data.measured(means, "train")
+        self.progress.update(self.step, self._text(figures), speed)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
             self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
 
-    def _figures(self, means: Sequence[float | None], split: str) -> dict[str, float]:
-        """What is told of nats and, where that is counted, correct ones per prediction in a split."""
-        nats, accuracy = means if len(means) == 2 else (means[0], None)
-        assert nats is not None
-        figures = {self.feed.figure: self.feed.bits(nats, split)}
-        return figures if accuracy is None else figures | {"accuracy": accuracy}
-
-    def _say(self, figures: Mapping[str, float]) -> str:
-        accuracy = f", accuracy {figures['accuracy']:.1%}" if "accuracy" in figures else ""
-        return f"{figures[self.feed.figure]:.4f} bits per {self.feed.unit}{accuracy}"
+    def _text(self, figures: Mapping[str, float]) -> str:
+        return ", ".join(figure.text(figures[figure.name]) for figure in self.data.figures)
 
     def _diverged(self, what: str) -> KinformerError:
         steps = self.checkpoints.steps()
@@ -219,19 +201,16 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        measured = self.validation(self.engine)
-        figures = self._figures(measured, "validation")
-        self.told.say(f"step {self.step}/{self.total}  validation {self._say(figures)}")
+        means = self.validation(self.engine)
+        figures = self.data.measured(means, "validation")
+        self.progress.say(f"step {self.step}/{self.total}  validation {self._text(figures)}")
         if self.log:
-            told = {f"validation_{name}": figure for name, figure in figures.items()}
-            self.log.write(self.step, {BEST: measured.nats} | told)
-        if measured.nats < self.best.nats:
-            self.best, self.best_step = measured, self.step
+            values = {f"validation_{name}": figure for name, figure in figures.items()}
+            self.log.write(self.step, {"validation_loss": means[self.data.metrics[0]]} | values)
+        if self.best.improves(figures):
+            self.best.note(figures, self.step)
             weights = gather(self.model.state_dict().items(), self.group.first)
-            metadata = {BEST: repr(measured.nats)}
-            if measured.accuracy is not None:
-                metadata[BEST_ACCURACY] = repr(measured.accuracy)
-            self.group.on_first(lambda: self._write_weights(weights, metadata))
+            self.group.on_first(lambda: self.best.write(weights, self.step))
 
     def _save(self) -> None:
         weights = gather(self.model.state_dict().items(), self.group.first)
@@ -248,11 +227,8 @@ class Trainer:
         if not finite(checkpoint.files["model"]):
             raise self._diverged(f"a weight is no longer finite after step {self.step}")
         self.checkpoints.save(checkpoint)
-        if self.best_step is None:
-            self._write_weights(checkpoint.files["model"], {})
-
-    def _write_weights(self, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        save_tensors(self.folder / WEIGHTS, weights, {"step": str(self.step), **metadata})
+        if self.best.step is None:
+            self.best.write(checkpoint.files["model"], checkpoint.step)
 
     def _affordable_steps(self) -> int:
         """How many steps fit into the time, by the speed of some with learning rate 0 that are then forgotten."""
@@ -266,7 +242,7 @@ class Trainer:
         self.update.forget()
         for buffer, before in buffers:
             buffer.copy_(before)
-        validation = FORWARD_SHARE * each * self.feed.validations
+        validation = FORWARD_SHARE * each * self.data.validations
         every, left = self.settings.validate_every, RESERVE * (budget - self.seconds)
         if every is None:  # as many validations as parts, but no more than steps
             count = max((left - PARTS_OF_A_RUN * validation) / each, left / (each + validation))

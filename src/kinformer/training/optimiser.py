@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import units_of
+from kinformer.core.stack import units_of
 from kinformer.training.settings import Settings
 
 MOMENTUM = 0.9

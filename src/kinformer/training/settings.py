@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, flag_of, require
 
-Objective = Literal[
-    "next-token", "deep-supervision", "masked-language", "mlm-cpc", "classification", "token-classification"
-]
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
 
@@ -48,15 +45,8 @@ class Settings:
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
-    objective: Objective | None = None
-    """What is minimised, by default the member's own; deep-supervision adds losses at all layers, two tokens ahead,
-    mlm-cpc that whole hidden units are told by their global tokens."""
-    mask_share: float = 0.15
-    """With hidden tokens to find (the task mlm): the share of all tokens that is predicted."""
-    whole_words: bool = False
-    """With hidden tokens to find: all tokens of a word are hidden together."""
-    segments: bool = False
-    """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
+    objective: str | None = None
+    """What is minimised, one of the task's objectives; by default the member's own, or the task's usual one."""
     seed: int = 0
     """Decides the first weights, the order of the data and every random mask."""
     validate_every: int | None = None
@@ -76,14 +66,14 @@ class Settings:
         if self.steps is not None and self.minutes is not None:
             raise KinformerError(f"--steps {self.steps} and --minutes {self.minutes:g} contradict; give one of them.")
         for name in ("length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
-            _require(name, getattr(self, name), 1)
+            require(flag_of(name), getattr(self, name), 1)
         for name in ("steps", "validate_every", "checkpoint_every", "minutes", "checkpoint_minutes", "warmup"):
-            _require(name, getattr(self, name), 0)
+            require(flag_of(name), getattr(self, name), 0)
         for name in ("lr", "table_lr", "weight_decay", "clip", "seed"):
-            _require(name, getattr(self, name), 0)
-        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0), ("mask_share", 1.0)):
+            require(flag_of(name), getattr(self, name), 0)
+        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0)):
             if not 0 <= getattr(self, name) <= high:
-                raise KinformerError(f"--{_flag(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
+                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
         if self.steps == 0 or self.minutes == 0:
             raise KinformerError("nothing is to be trained: --steps or --minutes is 0; give more.")
 
@@ -100,12 +90,3 @@ class Settings:
 def cadence(every: int | None, total: int) -> int:
     """Steps between two events of a run of ``total`` steps: as told, or a tenth of the run."""
     return max(1, -(-total // PARTS_OF_A_RUN)) if every is None else every
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _require(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:
-        raise KinformerError(f"--{_flag(name)} is {value:g} but must be {least} or more.")

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.data.permutation import mix
-from kinformer.training.batch import Batch
+from kinformer.training.batch import map_fields, take_rows
 from kinformer.training.carried import Carried
+from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
-from kinformer.training.feeds import Feed
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 
 
 class Done(NamedTuple):
-    """Of an update: ``loss`` and ``norm`` of the gradient, scalars; ``told``, nats of a prediction on average (the loss
-    without what else was minimised) and, where it is counted, the share of correct ones; all processes' ``tokens``."""
+    """Of an update: ``loss`` and ``norm`` of the gradient, scalars; the means of the data's ``metrics`` over
+    predictions; the ``size`` of all processes' rows."""
 
     loss: Tensor
     norm: Tensor
-    told: Tensor
-    tokens: int
+    metrics: Tensor
+    size: int
 
 
 class Updater:
@@ -35,11 +35,11 @@ class Updater:
         engine: nn.Module,
         optimiser: Optimiser,
         carried: Carried,
-        feed: Feed,
+        data: DataModule,
         settings: Settings,
         group: Group,
     ) -> None:
-        self.engine, self.optimiser, self.carried, self.feed = engine, optimiser, carried, feed
+        self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
         self.rows = settings.rows(group.world)
 
@@ -59,19 +59,18 @@ class Updater:
                 costs.append(self._part(part, batch, progress))
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
-        loss, *told = torch.stack(costs).mean(dim=0)
-        return Done(loss, norm.detach(), torch.stack(told), batch.size * self.group.world)
+        loss, *metrics = torch.stack(costs).mean(dim=0)
+        return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
 
-    def _part(self, part: int, batch: Batch, progress: float) -> Tensor:
-        rows = batch.rows(slice(part * self.rows, (part + 1) * self.rows))
+    def _part(self, part: int, batch: Any, progress: float) -> Tensor:
+        rows = take_rows(batch, slice(part * self.rows, (part + 1) * self.rows))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
-        if self.settings.segments:
+        if self.data.carries:
             self.carried.put(part, state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
-        counted = [metrics[name] for name in ("nats", "correct") if name in metrics]
-        shares = [each / metrics["predicted"].clamp_min(1) for each in counted]
-        return torch.stack([loss.detach(), *shares])
+        means = [metrics[name] / metrics["predicted"].clamp_min(1) for name in self.data.metrics]
+        return torch.stack([loss.detach(), *means])
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
@@ -80,8 +79,8 @@ class Updater:
         if self.group.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _batch(self, step: int) -> Batch:
-        return self.feed.batch(step, self.group.rank, self.group.world).map(self._place)
+    def _batch(self, step: int) -> Any:
+        return map_fields(self.data.batch(step, self.group.rank, self.group.world), self._place)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self.group.device.type == "cuda":
@@ -104,19 +103,19 @@ class Window:
         self.updates.append(done)
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
-        """Losses, norms and what was told (means over the processes) of the steps since the last look; waits for the
+        """Losses, norms and metrics (means over the processes) of the steps since the last look; waits for the
         device."""
         if not self.updates:
             return [], [], []
-        ours = torch.stack([torch.cat([done.loss[None], done.told]) for done in self.updates])
-        losses, *told = self.group.mean(ours).T.tolist()
+        ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
+        losses, *metrics = self.group.mean(ours).T.tolist()
         norms = torch.stack([done.norm for done in self.updates]).tolist()
-        seconds, tokens = time.monotonic() - self._mark, sum(done.tokens for done in self.updates)
+        seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
         self.speed, self.overall = tokens / seconds, self._tokens / self._seconds
         self.updates = []
         self.restart()
-        return losses, norms, told
+        return losses, norms, metrics
 
     def restart(self) -> None:
         """Measure time from now on (after something that was no step)."""

@@ -1,0 +1,31 @@
+"""A figure by which a model is judged: its name, its unit, and whether less of it is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+SHARE = "share"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """``name`` as in records (``bits_per_byte``); ``unit`` as it is read ("bits per byte"), SHARE for a share of 1."""
+
+    name: str
+    unit: str
+    lower_is_better: bool = True
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Whether ``value`` is better than another, or any at all where there is no other; nothing that is not
+        finite."""
+        if than is None or not isfinite(value):
+            return isfinite(value)
+        return value < than if self.lower_is_better else value > than
+
+    def text(self, value: float) -> str:
+        """``1.2345 bits per byte``, ``accuracy 51.2%``."""
+        return f"{self.name.replace('_', ' ')} {value:.1%}" if self.unit == SHARE else f"{value:.4f} {self.unit}"
+
+
+ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)

@@ -1,0 +1,73 @@
+"""The configs of whole models and of what only models have: embeddings and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from kinformer.core.config import Config
+from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input, InputConfig
+from kinformer.core.stack import StackConfig
+
+
+class EmbeddingConfig(Config):
+    """``build(vocab_size, dim)``: a table (tokens, positions), both [batch, time] int64, -> [batch, time, dim].
+
+    A tied head reads its ``weight`` [vocab_size, ...].
+    """
+
+    slot = "embedding"
+
+    def build(self, vocab_size: int, dim: int) -> nn.Embedding:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """``build()``: a whole model of the ``input``, the ``layers`` and the ``stack`` that applies them.
+
+    ``protocol`` says what can be done with it: ``core.model.CausalModel`` or ``WholeModel``.
+    """
+
+    slot = "model"
+    protocol: ClassVar[type]
+
+    input: InputConfig
+    dim: int
+    layers: tuple[Any, ...]
+    stack: StackConfig
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def uses(self) -> tuple[Config, ...]:
+        """The config of the layer of every use, in order."""
+        return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+
+
+class HeadConfig(Config):
+    """``build(dim, input)``: a module (hidden_states [batch, time, dim], input, valid or None) -> logits.
+
+    ``input`` is the model's ``core.input.Input``; a tied head reads its table. Logits are of positions [batch, time,
+    ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
+    """
+
+    slot = "head"
+    per_position: ClassVar[bool] = True
+
+    def build(self, dim: int, input: Input) -> nn.Module:
+        raise NotImplementedError
+
+
+def vocab_size_of(input: Input, head: HeadConfig) -> int:
+    """How many token ids ``input`` knows, for a ``head`` that predicts them; one that knows none is refused."""
+    if input.vocab_size is None:
+        raise KinformerError(
+            f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "
+            "tokens, or another head."
+        )
+    return input.vocab_size

@@ -1,0 +1,227 @@
+"""A run with and without a datastore at its head (kNN-LM): at many weights, and with fewer entries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import Figure
+from kinformer.core.progress import note, progressing
+from kinformer.data import Split
+from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
+from kinformer.evaluation.windows import Windows
+from kinformer.memory.datastore import Datastore
+from kinformer.memory.exact import ExactSearch
+from kinformer.runs.options import EvaluateOptions
+from kinformer.runs.run import Run
+from kinformer.runs.store import NEIGHBOURS, TEMPERATURE, WEIGHT, attach_mixture, note_stored, searcher
+from kinformer.tasks.task import Evaluation, Report, Table
+from kinformer.tasks.text import HeldOut, check_positions, first_bytes, held_out, main_windows
+
+if TYPE_CHECKING:
+    from kinformer.models.attached import AttachedDecoder
+
+RECALLED = 256
+EXACT_BELOW = 1 << 16
+BITS = Figure("bits_per_byte", "bits per byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """With ``entries`` entries: the setting, what it was chosen on (None: it was given), and the reported figures."""
+
+    entries: int
+    setting: Setting
+    tuned_on: Split | None
+    sweep: Sweep
+    bytes_read: int
+    recall: float | None
+    recalled: int
+    seconds: float
+
+    @property
+    def bits(self) -> float:
+        return self.sweep.bits_per_byte(self.setting)
+
+    def at(self, weight: float) -> float:
+        """Bits per byte with another weight."""
+        return self.sweep.bits_per_byte(
+            Setting(weight=weight, temperature=self.setting.temperature, neighbours=self.setting.neighbours)
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is measured, and how."""
+
+    options: EvaluateOptions
+    run: Run
+    model: AttachedDecoder
+    store: Datastore
+    windows: Windows | None
+    quiet: bool
+
+
+def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, quiet: bool) -> Report:
+    """Measure a run with the datastore that ``options`` name; ``own`` are its task's options of measuring."""
+    sizes = _sizes(runs, options, own)
+    run = runs[0]
+    model = run.model(options.set).to(options.prepare(options.seed))
+    attached = attach_mixture(run, model, options)
+    if own.plot is not None:
+        from kinformer.evaluation.figure import check
+
+        check(Path(own.plot))
+    windows = main_windows(run, model, own)
+    check_positions(model, windows)
+    store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
+    job = _Job(options, run, attached, store, windows, quiet)
+    held = held_out(run, options, own.holdout)
+    note_stored(store, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)
+    tuning, reported = _parts(held, options)
+    done = [
+        _measure(job, tuning, reported, size)
+        for size in (*(each for each in sizes if each < store.entries), store.entries)
+    ]
+    return _report(job, held, reported, done, own.plot)
+
+
+def _sizes(runs: Sequence[Run], options: EvaluateOptions, own: Any) -> list[int]:
+    """The numbers of entries that are tried too; raises for what does not go together with a datastore."""
+    for flag in ("lengths", "recl", "baseline"):
+        if getattr(own, flag, None):
+            raise KinformerError(f"--{flag}: does not go together with --datastore; leave one out.")
+    if len(runs) > 1:
+        raise KinformerError("--datastore: belongs to one run; give one DIR.")
+    parts = [] if options.sizes is None else [part.strip() for part in options.sizes.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise KinformerError(f"--sizes {options.sizes}: is not a list of numbers of entries; write as in 10000,100000.")
+    return sorted({int(part) for part in parts})
+
+
+def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
+    """What is tuned on, if asked for, and what is reported: never the same tokens."""
+    if not options.tune:
+        return None, held.split
+    splits = held.corpus.splits
+    apart = splits["validation"].extents.pieces != splits["test"].extents.pieces
+    if apart and held.split.name == "test" and len(splits["validation"]) > 1:
+        tuning = splits["validation"]
+        return tuning if options.max_bytes is None else first_bytes(tuning, options.max_bytes), held.split
+    half = len(held.split) // 2
+    tuning, reported = held.split.take(half), held.split.skip(half)
+    for part in (tuning, reported):
+        part.require(2, "tuning on one half and reporting the other")
+    return tuning, reported
+
+
+def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> Outcome:
+    """Tune, if asked for, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
+    options = job.options
+    probes = None if entries < min(EXACT_BELOW, job.store.entries) else options.probes
+    look_up: Any = searcher(job.store, probes, entries)
+    most = NEIGHBOURS if options.neighbours is None else options.neighbours
+    with progressing(job.quiet) as progress:
+        if tuning is None:
+            weight = WEIGHT if options.weight is None else options.weight
+            temperature = TEMPERATURE if options.knn_temperature is None else options.knn_temperature
+            setting = Setting(weight=weight, temperature=temperature, neighbours=most)
+        else:
+            grid = Grid.up_to(most)
+            setting = sweep(job.model, look_up, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
+        look_up = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
+        grid = Grid(tuple(sorted({*WEIGHTS, setting.weight})), (setting.temperature,), (setting.neighbours,))
+        begun = time.perf_counter()
+        swept = sweep(job.model, look_up, reported, job.windows, grid, chunk=options.chunk, progress=progress)
+        seconds = time.perf_counter() - begun
+    return Outcome(
+        entries=entries,
+        setting=setting,
+        tuned_on=tuning,
+        sweep=swept,
+        bytes_read=look_up.bytes_read,
+        recall=look_up.recall(ExactSearch(job.store, entries=entries)) if probes else None,
+        recalled=look_up.queries,
+        seconds=seconds,
+    )
+
+
+def _report(job: _Job, held: HeldOut, reported: Split, done: list[Outcome], plot: str | None) -> Report:
+    whole = done[-1]
+    weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
+    if plot is not None:
+        from kinformer.evaluation.plot_store import plot as draw
+
+        sizes = [(float(each.entries), each.bits) for each in done] if len(done) > 1 else []
+        draw(whole.at(0.0), weights, sizes, Path(plot))
+        note(f"drew {plot}")
+    evaluation = Evaluation(
+        run=str(job.run.folder),
+        member=job.run.member,
+        figures={BITS.name: whole.bits},
+        units=(BITS,),
+        baselines={"bits_per_byte_alone": whole.at(0.0)},
+        data=held.identity,
+        facts=_facts(job, held, reported, done) | {"weights": [list(point) for point in weights]},
+        text=tuple(_blocks(job, held, reported, done)),
+    )
+    return Report([evaluation])
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {"entries": outcome.entries} | asdict(outcome.setting) | {
+        "bits_per_byte": outcome.bits,
+        "bits_per_byte_alone": outcome.at(0.0),
+        "bytes_read_per_query": outcome.bytes_read / outcome.sweep.tokens,
+        "recall": outcome.recall,
+        "recall_queries": outcome.recalled if outcome.recall is not None else None,
+        "seconds": outcome.seconds,
+    }  # fmt: skip
+
+
+def _facts(job: _Job, held: HeldOut, reported: Split, done: list[Outcome]) -> dict[str, Any]:
+    whole, tuned = done[-1], done[-1].tuned_on
+    return (
+        {"run": str(job.run.folder), "member": job.run.member, "datastore": str(job.store.folder)}
+        | {"data": held.identity, "bytes": reported.bytes, "tokens": whole.sweep.tokens}
+        | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
+        | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
+        | {"approximate": job.options.probes is not None, "probes": job.options.probes}
+        | _figures(whole)
+        | {"sizes": [_figures(each) for each in done]}
+    )
+
+
+def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[Outcome]) -> list[str | Table]:
+    whole, setting = done[-1], done[-1].setting
+    blocks: list[str | Table] = [
+        f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
+        f"datastore {job.store.folder}: {job.store.entries:,} entries of {job.store.dim} numbers",
+    ]
+    if whole.tuned_on is not None:
+        same = "first half of the " if whole.tuned_on.name == reported.name else ""
+        rest = ", the figures are of its second half" if same else ""
+        blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({whole.tuned_on.bytes:,} bytes){rest}")
+    way = "exact search"
+    if whole.recall is not None:
+        way = f"{job.options.probes} probes, recall@{setting.neighbours} {whole.recall:.3f} of {whole.recalled} queries"
+    blocks += [
+        f"{whole.bits:.4f} bits per byte with weight {setting.weight:g}, temperature {setting.temperature:g}, "
+        f"{setting.neighbours} neighbours; {whole.at(0.0):.4f} with weight 0, which is the model alone",
+        f"{reported.bytes:,} bytes, {whole.sweep.tokens:,} predictions, {way}, "
+        f"{whole.bytes_read / whole.sweep.tokens:,.0f} bytes read per query, "
+        f"{reported.bytes / whole.seconds:,.0f} bytes/s\n",
+    ]
+    rows = [(f"{weight:g}", f"{whole.at(weight):.4f}") for weight in whole.sweep.grid.weights]
+    blocks.append(Table(("weight", "bits per byte"), rows, (0, 1)))
+    if len(done) > 1:
+        sizes = [
+            (f"{each.entries:,}", f"{each.setting.weight:g}", f"{each.setting.temperature:g}", f"{each.bits:.4f}")
+            for each in done
+        ]
+        blocks += ["", Table(("entries", "weight", "temperature", "bits per byte"), sizes, range(4))]
+    return blocks

@@ -1,0 +1,195 @@
+"""What a run whose head looks things up (SPALM) trains with: its datastore, the retriever that made it, and tables.
+
+``config.json`` names them under ``data.retrieval``. What follows the neighbours of every training and validation token
+is looked up once and kept in the datastore's folder, for all runs that look up as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.core.progress import note, progressing
+from kinformer.data import Corpus, Split
+from kinformer.evaluation.bits import streamable
+from kinformer.evaluation.windows import Windows
+from kinformer.memory.datastore import Datastore, Part
+from kinformer.memory.neighbours import Plan, neighbours_of, own_neighbours, table
+from kinformer.runs.index_text import Source, entries_of
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.run import Run, open_run
+from kinformer.runs.store import GATED_NEIGHBOURS, RETRIEVAL, keyed, looks_up, origin_of, searcher
+from kinformer.training.data_module import DataModule
+from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.core.neighbours import Searcher
+    from kinformer.models.attached import KeyedDecoder
+
+
+@dataclass(frozen=True)
+class _Retrieval:
+    """A datastore, open, with what made it and what finds in it; ``part`` are the run's training tokens, entries
+    ``first`` and on."""
+
+    keys: KeyedDecoder
+    store: Datastore
+    searcher: Searcher
+    neighbours: int
+    probes: int | None
+    part: Part
+    first: int
+
+
+def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, Any]:
+    """What a new run's ``data`` says of its retrieval."""
+    given = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
+    if options.datastore is None:
+        for name, value in given.items():
+            if value is not None:
+                raise KinformerError(f"{flag_of(name)}: says how a datastore is used; give --datastore FOLDER too.")
+        if looks_up(config):
+            note("note: there is no --datastore, so this trains the model without its long-term memory.")
+        return {}
+    if not looks_up(config):
+        raise KinformerError(
+            f"--datastore {options.datastore}: the head of {options.member!r} looks nothing up while it is trained; "
+            "train spalm, or give the datastore to kinformer evaluate and generate."
+        )
+    if options.retriever is None:
+        raise KinformerError(
+            f"--datastore {options.datastore}: is searched with what made it; give --retriever RUN, the run that "
+            "kinformer index was given."
+        )
+    require("--neighbours", options.neighbours, 1)
+    require("--probes", options.probes, 1)
+    paths = {name: str(Path(str(getattr(options, name))).resolve()) for name in ("datastore", "retriever")}
+    return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": options.probes}}
+
+
+def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
+    """What a resumed run's ``data`` says: as it was, but for folders that were moved."""
+    kept = run.data.get(RETRIEVAL)
+    for name in ("datastore", "retriever", "neighbours", "probes"):
+        value = getattr(options, name)
+        moved = kept is not None and name in ("datastore", "retriever")
+        if value is not None and not moved and (kept is None or value != kept[name]):
+            raise KinformerError(
+                f"--{name} {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+                "leave it out, or give another --out."
+            )
+    if kept is None:
+        return {}
+    paths = {name: getattr(options, name) for name in ("datastore", "retriever")}
+    return {RETRIEVAL: kept | {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}}
+
+
+def with_neighbours(rows: DataModule, run: Run, settings: Settings, corpus: Corpus, device: str) -> DataModule:
+    """The run's rows of text with what their neighbours say, where it looks things up."""
+    if RETRIEVAL not in run.data:
+        return rows
+    found = _open(run, corpus, device)
+    _check_settings(run, found, settings, rows.carries)
+    with progressing(False, "looking up neighbours") as progress:
+        plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
+        train = table(found.store, plan, own_neighbours(found.store, found.searcher, found.first, plan), progress)
+        held_out = corpus.splits["validation"].take(settings.validation_tokens)
+        source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
+        plan = _plan(found, "validation", len(held_out) - 1, source)
+        validation = table(
+            found.store,
+            plan,
+            lambda done: neighbours_of(_keys(found, held_out), found.searcher, plan, done),
+            progress,
+        )
+    return rows.with_neighbours(train, validation)
+
+
+def _open(run: Run, corpus: Corpus, device: str) -> _Retrieval:
+    said = run.data[RETRIEVAL]
+    retriever = open_run(said["retriever"])
+    keys = keyed(retriever, retriever.model().to(device))
+    store = Datastore(said["datastore"], origin_of(retriever, keys))
+    part, first = _train_part(store, run, corpus)
+    found = searcher(store, said["probes"])
+    return _Retrieval(keys, store, found, said["neighbours"], said["probes"], part, first)
+
+
+def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[Part, int]:
+    """The part of ``store`` that is the run's training split, entry by entry, and where it begins."""
+    reason, tokenizer = "it holds other data", run.tokenizer
+    assert tokenizer is not None
+    if store.record.origin.tokenizer != tokenizer.fingerprint:
+        raise _foreign(store, run, corpus, "its tokens are those of another tokenizer")
+    first, found = 0, []
+    for part in store.record.parts:
+        source = part.source
+        if source.get("fingerprint") == corpus.fingerprint:
+            kept = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
+            if kept == (["train"], run.data.get("holdout"), None):
+                found.append((part, first))
+            else:
+                reason = "it holds another part of it"
+        first += part.total
+    if len(found) != 1 or reason != "it holds other data" or not _same_tokens(store, *found[0], corpus):
+        raise _foreign(store, run, corpus, reason)
+    return found[0]
+
+
+def _same_tokens(store: Datastore, part: Part, first: int, corpus: Corpus) -> bool:
+    """Whether entry t of ``part`` tells the token behind training token t."""
+    train, step = corpus.splits["train"], 1 << 20
+    if part.total != len(train) - 1:
+        return False
+    return all(
+        np.array_equal(
+            store.tokens[first + start : first + min(start + step, part.total)],
+            train.tokens(1 + start, min(step, part.total - start)),
+        )
+        for start in range(0, part.total, step)
+    )
+
+
+def _foreign(store: Datastore, run: Run, corpus: Corpus, reason: str) -> KinformerError:
+    return KinformerError(
+        f"{store.folder}: is no datastore of the training split of {corpus.name} as this run reads it ({reason}); make "
+        f"one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
+    )
+
+
+def _check_settings(run: Run, found: _Retrieval, settings: Settings, segments: bool) -> None:
+    """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
+    reader, place = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
+    if settings.objective not in (None, "next-token"):
+        raise KinformerError(f"--objective {settings.objective}: looks nothing up; take next-token.")
+    if segments and not streamable(reader):
+        raise KinformerError(
+            f"--segments: the state goes on without end, but that of the retriever {place} grows with every token or "
+            "its positions end; take one with a bounded state, or leave --segments out."
+        )
+    if reader.max_length is not None and settings.length > reader.max_length:
+        raise KinformerError(
+            f"--length {settings.length}: the positions of the retriever {place} end at {reader.max_length}; give "
+            f"--length {reader.max_length} or less, or take another retriever."
+        )
+
+
+def _plan(found: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> Plan:
+    own = {"first": found.first, "probes": found.probes}
+    return Plan(name=name, tokens=tokens, neighbours=found.neighbours, source=own | dict(source))
+
+
+def _keys(found: _Retrieval, split: Split) -> Iterator[Tensor]:
+    """The retriever's keys of ``split``, read as the datastore's text was."""
+    source = found.part.source
+    context = source.get("context")
+    windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
+    text = Source([split], windows, source["chunk"], {})
+    return (keys for keys, _, _ in entries_of(found.keys, text, 0, ()))

@@ -1,0 +1,149 @@
+"""The datastore that belongs to a run or was named: opened, checked to be the run's, and attached to its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError, flag_of
+from kinformer.core.model import CausalModel
+from kinformer.core.progress import note
+from kinformer.runs.options import StoreOptions
+from kinformer.runs.run import Run, open_run
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.memory.datastore import Datastore, Origin
+    from kinformer.memory.exact import ExactSearch
+    from kinformer.memory.lists import ListSearch
+    from kinformer.models.attached import AttachedDecoder, KeyedDecoder
+
+WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
+GATED_NEIGHBOURS = 4
+RETRIEVAL = "retrieval"
+"""What a run's ``data`` calls its datastore, retriever, neighbours and probes."""
+
+
+def looks_up(config: ModelConfig) -> bool:
+    """Whether the head of a model is one that looks things up while it is trained (SPALM)."""
+    return getattr(getattr(config, "head", None), "kind", None) == "spalm"
+
+
+def keyed(run: Run, model: Any) -> KeyedDecoder:
+    """The model with its keys shown; only a causal one has some."""
+    from kinformer.models.attached import KeyedDecoder
+
+    if run.config.protocol is not CausalModel:
+        raise KinformerError(
+            f"{run.folder}: {run.member!r} is no causal decoder, and only such a one can have a store."
+        )
+    return KeyedDecoder(model)
+
+
+def origin_of(run: Run, keys: KeyedDecoder) -> Origin:
+    """What a datastore of this run is told by."""
+    from kinformer.memory.datastore import Origin
+
+    assert run.tokenizer is not None
+    return Origin(
+        weights=run.weights_digest(),
+        representation=keys.representation,
+        dim=keys.width,
+        vocab_size=keys.decoder.vocab_size,
+        tokenizer=run.tokenizer.fingerprint,
+    )
+
+
+def attach_store(run: Run, model: Any, options: StoreOptions | None = None, rows: int | None = None) -> Any:
+    """``model`` with the store that its run or ``options`` name, or as it is where there is none.
+
+    ``rows``: a retriever is made ready to read so many sequences token by token.
+    """
+    options = options or StoreOptions()
+    if looks_up(run.config):
+        return _retrieving(run, model, options, rows)
+    return model if options.datastore is None else attach_mixture(run, model, options)
+
+
+def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecoder:
+    """``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
+    from kinformer.heads.knn import KnnMixture
+    from kinformer.memory.datastore import Datastore
+    from kinformer.models.attached import AttachedDecoder
+
+    assert options.datastore is not None
+    store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
+    head = KnnMixture(
+        searcher(store, options.probes),
+        weight=WEIGHT if options.weight is None else options.weight,
+        temperature=TEMPERATURE if options.knn_temperature is None else options.knn_temperature,
+        neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
+    )
+    return AttachedDecoder(model, head)
+
+
+def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -> Any:
+    """``model`` with its datastore and the retriever that made it (SPALM)."""
+    from kinformer.generation.packed import pack
+    from kinformer.memory.datastore import Datastore
+    from kinformer.models.retrieving import RetrievingDecoder
+
+    for name in ("weight", "knn_temperature", "tune", "sizes"):
+        if getattr(options, name, None) not in (None, False):
+            raise KinformerError(f"{flag_of(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
+    said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS, "probes": None} | dict(run.data.get(RETRIEVAL) or {})
+    said |= {name: given for name in (*said, "datastore", "retriever") if (given := getattr(options, name)) is not None}
+    if "datastore" not in said:
+        return model
+    if "retriever" not in said:
+        raise KinformerError(
+            f"--datastore {said['datastore']}: {run.folder} was trained without; give --retriever RUN, which made it."
+        )
+    retriever = open_run(said["retriever"])
+    keys = keyed(retriever, retriever.model().to(next(model.parameters()).device))
+    store = Datastore(said["datastore"], origin_of(retriever, keys))
+    assert run.tokenizer is not None
+    if store.record.origin.tokenizer != run.tokenizer.fingerprint:
+        raise KinformerError(f"{store.folder}: its tokens are not those of {run.folder}; give one of its tokenizer.")
+    if rows is not None:
+        keys = keyed(retriever, pack(keys.decoder, rows))
+    return RetrievingDecoder(model, keys, searcher(store, said["probes"]), said["neighbours"])
+
+
+def store_of(model: Any) -> Datastore | None:
+    """What a model that :func:`attach_store` gave a trained look-up looks things up in."""
+    from kinformer.models.retrieving import RetrievingDecoder
+
+    if not isinstance(model, RetrievingDecoder):
+        return None
+    found: Any = model.searcher
+    return found.store
+
+
+def lookup_facts(model: Any) -> dict[str, Any] | None:
+    """The same as JSON, with the number of neighbours."""
+    store = store_of(model)
+    if store is None:
+        return None
+    return {"datastore": str(store.folder), "entries": store.entries, "neighbours": model.neighbours}
+
+
+def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None) -> None:
+    """Tell where the store holds the very text that is measured; ``data`` is the text's identity, its split included."""
+    for part in store.record.parts:
+        same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
+        if same and data["split"] in part.source.get("splits", ()):
+            note(
+                f"note: the {data['split']} split of {data['name']} is in the datastore itself, so these figures are "
+                "not of held-out text."
+            )
+
+
+def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
+    """Exact search in the first ``entries`` entries, or with ``probes`` in the store's lists."""
+    from kinformer.memory.exact import ExactSearch
+    from kinformer.memory.lists import ListSearch
+
+    if probes is None:
+        return ExactSearch(store, entries=entries)
+    return ListSearch(store, probes, entries=entries)

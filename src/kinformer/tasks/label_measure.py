@@ -1,0 +1,126 @@
+"""How well a model tells the classes of examples, class by class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from kinformer.core.errors import KinformerError, choose
+from kinformer.core.figure import ACCURACY
+from kinformer.core.model import device_of
+from kinformer.core.progress import Progress, progressing
+from kinformer.data import Buckets, Examples, Labelled
+from kinformer.tasks.classify import BITS_PER_LABEL, Classify
+from kinformer.tasks.label_rows import LabelledBatch
+from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Table, TrainedRun
+from kinformer.tasks.text import ends_of, heading, note_other_data, whole_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelMeasurement:
+    """``bits`` per label; of each class how many ``examples`` it has, for how many it was ``told``, and rightly so."""
+
+    bits: float
+    examples: tuple[int, ...]
+    told: tuple[int, ...]
+    correct: tuple[int, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of examples whose class was told."""
+        return sum(self.correct) / sum(self.examples)
+
+    @property
+    def guessing(self) -> float:
+        """The share of the most frequent class: the accuracy of always telling that one."""
+        return max(self.examples) / sum(self.examples)
+
+
+def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress | None = None) -> LabelMeasurement:
+    """Measure ``model`` (in eval mode) on all examples of ``rows``."""
+    device = device_of(model)
+    counts, nats = np.zeros((3, classes), np.int64), 0.0
+    with torch.inference_mode():
+        for some in rows.in_order():
+            batch = LabelledBatch.of(some)
+            valid = None if batch.valid is None else batch.valid.to(device)
+            logits = model(batch.tokens.to(device), valid=valid).float().cpu()
+            nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
+            if not isfinite(nats):
+                raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            told = logits.argmax(-1).numpy()
+            right = some.labels[told == some.labels]
+            counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, told, right)])
+            if progress is not None:
+                progress(int(counts[0].sum()), len(rows.examples))
+    examples, answers, correct = (tuple(row) for row in counts.tolist())
+    return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, told=answers, correct=correct)
+
+
+def evaluate(task: Classify, subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
+    """A run on held-out examples, class by class, beside the most frequent class."""
+    run, model, changes, _ = subject
+    found, examples, classes = _examples(task, subject, measuring)
+    length = whole_length(run, model)
+    rows = Buckets(examples, max(1, measuring.chunk // length), length, 0, ends_of(model.config))
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        measured = measure_labels(model, rows, len(classes), progress)
+    counts = [
+        {"class": name, "examples": there, "told": told, "correct": correct}
+        for name, there, told, correct in zip(classes, measured.examples, measured.told, measured.correct, strict=True)
+    ]
+    text = (
+        heading(run.folder, run.member, changes, found, measuring.split),
+        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
+        f"{measured.guessing:.1%} are of the most frequent class\n",
+        Table(("class", "examples", "told", "correct"), [list(each.values()) for each in counts], range(1, 4)),
+    )
+    figures = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
+    same = found.fingerprint == (run.data.get("identity") or {}).get("fingerprint")
+    identity = found.identity | {"split": measuring.split, "same_as_run": same}
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
+        **figures, "guessing": measured.guessing,
+        "examples": len(examples), "length": length, "classes": counts, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(ACCURACY, BITS_PER_LABEL),
+        baselines={"guessing": measured.guessing},
+        data=identity,
+        facts=facts,
+        text=text,
+    )
+
+
+def _examples(task: Classify, subject: Subject, measuring: Measuring) -> tuple[Labelled, Examples, Sequence[str]]:
+    """The data, the part to measure on with the numbers that the run gave to its classes, and the names of those."""
+    run = subject.run
+    source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)
+    found = task.open(source, run.options)
+    note_other_data(run, found, measuring.data is not None)
+    known = (run.data.get("identity") or {}).get("classes")
+    if not isinstance(known, list):
+        raise KinformerError(f"{run.folder}: does not say which classes it tells; measure the run that was trained.")
+    part = found.splits[choose(measuring.split, found.splits, "--split")]
+    return found, _renumbered(found, part, known, run), known
+
+
+def _renumbered(found: Labelled, part: Examples, known: Sequence[str], run: TrainedRun) -> Examples:
+    if strange := [name for name in found.classes if name not in known]:
+        raise KinformerError(
+            f"{found.name}: has the class {strange[0]!r}, which {run.folder} was not trained to tell; it tells "
+            f"{', '.join(known)}."
+        )
+    number = np.array([known.index(name) for name in found.classes], np.int64)
+    return replace(part, labels=number[part.labels])

@@ -1,0 +1,110 @@
+"""Masked language modelling: an encoder finds masked tokens of a text (Devlin et al. 2019, BERT, section 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import ACCURACY, Figure
+from kinformer.core.model import WholeModel
+from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import Corpus
+    from kinformer.training.data_module import DataModule
+
+SPECIAL_TOKENS = 3
+"""Ids that a new encoder has for itself: a mask, BOS and EOS."""
+READS_WHOLE_TEXTS = "an encoder, which reads whole texts and continues none; give a run of a causal member."
+HEAD = "masked_language"
+
+
+def bits_per_masked(unit: str) -> Figure:
+    """The figure, by what a token is: a byte, or a tokenizer's token."""
+    return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlmOptions:
+    """Of masked language modelling."""
+
+    mask_share: float = 0.15
+    """The share of all tokens that is predicted."""
+    whole_words: bool = False
+    """All tokens of a word are masked together."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_share < 1:
+            raise KinformerError(f"--mask-share is {self.mask_share:g} but must lie between 0 and 1.")
+
+
+def _masked_language(model: Any) -> Any:
+    from kinformer.tasks.masked_rows import MaskedLanguage
+
+    return MaskedLanguage()
+
+
+def _mlm_cpc(model: Any) -> Any:
+    from kinformer.tasks.cpc import MaskedLanguageCpc
+
+    return MaskedLanguageCpc.of(model)
+
+
+class MaskedLanguageModelling(Task):
+    """Measured on masks that are the same in every evaluation, beside what counting finds of the same tokens."""
+
+    name = "mlm"
+    title = "masked language modelling"
+    description = (
+        "Learns to find masked tokens of a text from all others. Judged in bits per masked byte (with a tokenizer, per "
+        "masked token) and accuracy, beside counts of tokens and of pairs of tokens."
+    )
+    does = "finds masked tokens"
+    protocol = WholeModel
+    figures = (bits_per_masked("byte"), ACCURACY)
+    objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
+    Options = MlmOptions
+    default_data = "stdlib"
+    tokenizes = True
+    generates_nothing = READS_WHOLE_TEXTS
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.head.kind == HEAD
+
+    def open(self, source: Source, options: MlmOptions, cache: Path | None = None) -> Corpus:
+        from kinformer.data import open_corpus
+
+        return open_corpus(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+
+    def vocab_size(self, data: Corpus) -> int:
+        return data.tokenizer.vocab_size + SPECIAL_TOKENS
+
+    def fit(self, config: Any, data: Corpus | None) -> dict[str, Any]:
+        return {} if config.head.kind == HEAD else {"head": HEAD}
+
+    def check(self, plan: Plan, model: nn.Module) -> None:
+        from kinformer.tasks.text import check_ids, check_long_enough, check_sequence
+
+        check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
+        check_sequence(model)
+        check_long_enough(plan.data, 1, plan.settings.length)
+
+    def data_module(self, plan: Plan) -> DataModule:
+        from kinformer.tasks.masked_rows import MaskedTokens, masking_of
+        from kinformer.tasks.text import ends_of
+
+        masking = masking_of(plan.config, plan.tokenizer, plan.options)
+        return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
+
+    def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+        from kinformer.tasks.masked_measure import evaluate
+
+        return evaluate(subject, measuring, quiet)
+
+
+TASK = MaskedLanguageModelling()

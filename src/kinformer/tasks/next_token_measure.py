@@ -1,0 +1,256 @@
+"""Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note, progressing
+from kinformer.data import NgramModel
+from kinformer.evaluation.bits import Measurement, measure
+from kinformer.evaluation.usage import Usage, noting_usage
+from kinformer.evaluation.windows import Windows
+from kinformer.tasks.next_token import BITS_PER_BYTE, NextTokenMeasuring
+from kinformer.tasks.task import Evaluation, Measuring, Report, Subject, Table, TrainedRun
+from kinformer.tasks.text import HeldOut, check_positions, heading, held_out, main_windows
+
+NGRAM_CONTEXT = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
+    ``usage`` of its memories in the first."""
+
+    subject: Subject
+    data: HeldOut
+    first: Measurement
+    rest: list[Measurement]
+    skipped: list[int]
+    seconds: float
+    ngram: float | None
+    usage: tuple[Usage, ...]
+
+    @property
+    def all(self) -> list[Measurement]:
+        """The first and the rest."""
+        return [self.first, *self.rest]
+
+
+def evaluate(subjects: Sequence[Subject], measuring: Measuring, own: NextTokenMeasuring, quiet: bool) -> Report:
+    """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
+    if own.plot is not None:
+        from kinformer.evaluation.figure import check
+
+        check(Path(own.plot))
+        if own.lengths is None and not own.recl:
+            raise KinformerError(f"--plot {own.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
+    lengths = parse_lengths(own.lengths)
+    if own.recl:
+        from kinformer.tasks.next_token_recl import evaluate_recl
+
+        return evaluate_recl(subjects, measuring, own, lengths, quiet)
+    results = [_measure(subject, measuring, own, lengths, quiet) for subject in subjects]
+    names = short_names([subject.run.folder for subject in subjects])
+    if own.plot is not None:
+        _plot(names, results, Path(own.plot))
+    return Report([_evaluation(result) for result in results], _side_by_side(names, results))
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length as it was asked for: ``number`` tokens, or so many times the training length."""
+
+    number: int
+    times: bool
+
+    def tokens(self, run: TrainedRun) -> int:
+        """How many tokens that is for a run."""
+        if not self.times:
+            return self.number
+        trained = trained_at(run)
+        if trained is None:
+            raise KinformerError(
+                f"--lengths {self.number}x: {run.folder} does not say its training length; give tokens."
+            )
+        return self.number * trained
+
+
+def parse_lengths(text: str | None) -> list[Length]:
+    """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?\d+x?", part) for part in parts):
+        raise KinformerError(
+            f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
+            "multiples of the training length."
+        )
+    return [Length(int(part.removesuffix("x")), part.endswith("x")) for part in parts]
+
+
+def trained_at(run: TrainedRun) -> int | None:
+    """The training length of a run, where it says so."""
+    length = run.training.get("length")
+    return length if isinstance(length, int) else None
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names where these tell them apart, else their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _measure(
+    subject: Subject, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
+) -> Measured:
+    run, model = subject.run, subject.model
+    main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
+    tokens, limit = [length.tokens(run) for length in lengths], model.max_length
+    within = [length for length in tokens if limit is None or length <= limit]
+    skipped = [length for length in tokens if length not in within]
+    further = [Windows(context=length, overlap=own.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=own.overlap) for length in skipped if not within]
+    for windows in (main, *beyond):
+        check_positions(model, windows)
+    held = held_out(run, measuring, own.holdout)
+    done: dict[Windows | None, Measurement] = {}
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        with noting_usage(model) as usages:
+            done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
+        seconds = time.perf_counter() - begun
+        for windows in further:
+            if windows not in done:
+                done[windows] = measure(model, held.split, windows, chunk=measuring.chunk, progress=progress)
+    ngram = NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if own.baseline else None
+    if skipped:
+        note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
+    return Measured(
+        subject, held, done[main], [done[windows] for windows in further], skipped, seconds, ngram, usages.read()
+    )
+
+
+def _evaluation(result: Measured) -> Evaluation:
+    run, first = result.subject.run, result.first
+    facts = (
+        {"run": str(run.folder), "member": run.member, "set": list(result.subject.changes)}
+        | {"data": result.data.identity}
+        | _facts(first)
+        | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
+        | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
+        | {"ngram_bits_per_byte": result.ngram}
+        | dict(result.subject.lookup or {})
+        | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
+    )
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures={BITS_PER_BYTE.name: first.bits_per_byte},
+        units=(BITS_PER_BYTE,),
+        baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
+        data=result.data.identity,
+        facts=facts,
+        text=tuple(_lines(result)),
+    )
+
+
+def _lines(result: Measured) -> list[str]:
+    run, data, first = result.subject.run, result.data, result.first
+    lines = [
+        heading(run.folder, run.member, result.subject.changes, data.corpus, data.split.name),
+        f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
+        f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
+    ]
+    if (lookup := result.subject.lookup) is not None:
+        lines.append(
+            f"{lookup['neighbours']} neighbours of each token among the {lookup['entries']:,} entries of "
+            f"{lookup['datastore']}"
+        )
+    for usage in result.usage:
+        lines.append(
+            f"{usage.used:.1%} of the {usage.values:,} values of {usage.part} used, KL {usage.kl:.3f} from even use"
+        )
+    if result.ngram is not None:
+        lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
+    return lines
+
+
+def _way(measured: Measurement) -> str:
+    if measured.context is None:
+        return "state carried"
+    repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
+    return f"windows of {measured.context} tokens{repeated}"
+
+
+def _facts(measured: Measurement) -> dict[str, Any]:
+    return {
+        "context": measured.context,
+        "carried": measured.context is None,
+        "overlap": measured.overlap,
+        "tokens": measured.tokens,
+        "bits_per_byte": measured.bits_per_byte,
+        "bits_per_token": measured.bits_per_token,
+        "by_position": [each._asdict() for each in measured.by_position],
+    }
+
+
+def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | Table]:
+    """The lengths of all runs in one table, and the positions of each; nothing where no lengths were asked for."""
+    if not any(result.rest or result.skipped for result in results):
+        return []
+    blocks: list[str | Table] = ["", _by_length(names, results)]
+    for name, result in zip(names, results, strict=True):
+        where = f", {name}" if len(names) > 1 else ""
+        blocks += [f"\nbits per byte by position in the window{where}", _by_position(result)]
+    return blocks
+
+
+def _by_length(names: Sequence[str], results: Sequence[Measured]) -> Table:
+    """Bits per byte, a row per length and a column per run; "-" where a model's positions do not reach."""
+    columns = [{each.context: f"{each.bits_per_byte:.4f}" for each in result.all} for result in results]
+    contexts = dict.fromkeys(context for column in columns for context in column)
+    beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
+    rows = [
+        [context or "carried", *(column.get(context, "-") for column in columns)] for context in (*contexts, *beyond)
+    ]
+    headers = ("context", *(["bits per byte"] if len(names) == 1 else names))
+    return Table(headers, rows, range(len(headers)))
+
+
+def _by_position(result: Measured) -> Table:
+    """Bits per byte by how many tokens of its window a token had before it, a column per length."""
+    measured = list({each.context: each for each in result.all if each.by_position}.values())
+    columns = [{each.last: each for each in one.by_position} for one in measured]
+    bins = {last: each for column in columns for last, each in column.items()}
+    rows = [
+        [
+            f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last),
+            *(f"{column[last].bits_per_byte:.4f}" if last in column else "" for column in columns),
+        ]
+        for last in sorted(bins)
+    ]
+    headers = ("tokens before", *(f"of {each.context}" for each in measured))
+    return Table(headers, rows, range(len(headers)))
+
+
+def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None:
+    """Every length, and the positions within the longest, of every run."""
+    from kinformer.evaluation.plot_lengths import Curve, plot
+
+    curves = []
+    for name, result in zip(names, results, strict=True):
+        windowed = sorted((each for each in result.all if each.context is not None), key=lambda each: each.context or 0)
+        curves.append(
+            Curve(
+                name=name,
+                trained=trained_at(result.subject.run),
+                lengths=tuple((each.context or 0, each.bits_per_byte) for each in windowed),
+                positions=tuple((each.last, each.bits_per_byte) for each in windowed[-1].by_position),
+            )
+        )
+    plot(curves, path)
+    note(f"drew {path}")

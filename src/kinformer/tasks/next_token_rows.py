@@ -1,0 +1,118 @@
+"""Rows of text for a causal model, and the objective of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
+from kinformer.tasks.next_token import BITS_PER_BYTE
+from kinformer.training.data_module import DataModule
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+
+class TokenBatch(NamedTuple):
+    """``tokens`` [batch, time + 1] int64, inputs and, one apart, targets; ``reset`` and ``valid`` [batch, time] bool or
+    None."""
+
+    tokens: Tensor
+    reset: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many tokens are predicted."""
+        rows, width = self.tokens.shape
+        return rows * (width - 1)
+
+
+class NextTokens(DataModule):
+    """Windows of text, or with ``segments`` consecutive segments, whose state is carried.
+
+    Validation: windows as training has them, each of which begins a new sequence; with segments the state is carried.
+    """
+
+    figures = (BITS_PER_BYTE,)
+
+    def __init__(self, corpus: Corpus, settings: Settings, segments: bool = False) -> None:
+        self.corpus, self.settings, self.carries = corpus, settings, segments
+        self.sampler = (SegmentStreams if segments else RandomWindows)(
+            corpus.splits["train"], settings.batch_size, settings.length, settings.seed
+        )
+        kept = corpus.splits["validation"].take(settings.validation_tokens)
+        streams = max(1, min(settings.batch_size, (len(kept) - 1) // settings.length))
+        self.stream = EvaluationStream(kept, settings.length, streams, reset_documents=segments)
+
+    @property
+    def validations(self) -> int:
+        return len(self.stream)
+
+    def batch(self, step: int, rank: int, world: int) -> Any:
+        tokens = torch.from_numpy(self.sampler.batch(step, rank, world))
+        return TokenBatch(tokens, _marks(self.sampler.resets(step, rank, world)))
+
+    def validation(self, rank: int, world: int) -> Iterator[Any]:
+        for segment in self.stream:
+            tokens, reset, valid = (
+                _share(field, rank, world) for field in (segment.tokens, segment.reset, segment.valid)
+            )
+            whole = valid is None or valid.all()
+            yield TokenBatch(torch.from_numpy(tokens), _marks(reset), None if whole else torch.from_numpy(valid))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
+
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
+        from kinformer.tasks.retrieved import RetrievedTokens
+
+        return RetrievedTokens(self, train, validation)
+
+
+class NextTokenLoss:
+    """Cross-entropy of each next token, in nats, over the valid tokens."""
+
+    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> Outcome:
+        logits, state = model(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
+        loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)
+        return loss, {"nats": nats, "predicted": predicted(batch)}, state
+
+
+def predicted(batch: Any) -> Tensor:
+    """How many tokens of a batch are predicted and count."""
+    return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
+
+
+def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and detached sum of the cross-entropies of ``targets`` [batch, time], in float32, where ``valid``."""
+    count: Tensor | int = max(1, targets.numel())
+    if valid is not None:
+        targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
+    nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return nats / count, nats.detach()
+
+
+def bits_per_byte(nats_per_token: float, split: Split) -> float:
+    """Nats per token as bits per byte of the text that the split's tokens stand for."""
+    return nats_per_token / log(2) * len(split) / split.bytes
+
+
+def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
+    """A process's rows; rows that fill up the last share are invalid."""
+    if field is None:
+        return None
+    size = -(-len(field) // world)
+    padded = np.zeros((size * world, *field.shape[1:]), field.dtype)
+    padded[: len(field)] = field
+    return padded[rank * size : (rank + 1) * size]
+
+
+def _marks(reset: np.ndarray | None) -> Tensor | None:
+    """Where sequences begin, or None where none does, so that nobody works for it; most batches have none."""
+    return None if reset is None or not reset.any() else torch.from_numpy(reset)

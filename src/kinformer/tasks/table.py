@@ -1,0 +1,84 @@
+"""The one list of tasks. The trainer, the command line and the Python functions are driven by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from kinformer.core.errors import KinformerError, choose, flag_of, nearest
+from kinformer.tasks import classify, listops, mlm, next_token
+from kinformer.tasks.task import Task, what_fits
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+
+TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in (next_token, mlm, classify, listops)}
+
+
+def tasks() -> list[Task]:
+    """The records of all tasks, in the order of the table."""
+    return list(TASKS.values())
+
+
+def task(name: str) -> Task:
+    """The record called ``name``; an unknown name is an error that lists the nearest."""
+    return TASKS[choose(name, TASKS, "task")]
+
+
+def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
+    """The task to train a member on: the one asked for, or the first for models like it."""
+    known = tasks()
+    if asked is None:
+        return _first([each for each in known if each.protocol is config.protocol], member)
+    found = task(asked)
+    if found.protocol is not config.protocol:
+        raise KinformerError(
+            f"--task {asked}: {member} is {what_fits(config.protocol, known)}; choose one, or another member."
+        )
+    return found
+
+
+def task_of(config: ModelConfig) -> Task:
+    """The task that a model of ``config``, as it is, was made for."""
+    known = tasks()
+    fitting = [each for each in known if each.fits(config)]
+    return _first(fitting or [each for each in known if each.protocol is config.protocol], config.kind)
+
+
+def _first(fitting: list[Task], name: str) -> Task:
+    if not fitting:
+        raise KinformerError(f"there is no task for {name}; {what_tasks_there_are()}")
+    return fitting[0]
+
+
+def what_tasks_there_are() -> str:
+    """All tasks, for a message."""
+    return f"the tasks are {', '.join(TASKS)}."
+
+
+def option_names(kind: Literal["Options", "Measuring"]) -> dict[str, Task]:
+    """The names of all tasks' own options, for training or for measuring, with the first task that has each."""
+    return {option.name: each for each in reversed(tasks()) for option in fields(getattr(each, kind))}
+
+
+def training_options(found: Task, given: Mapping[str, Any]) -> Any:
+    """The task's own options from those that were given by name; one of another task is refused."""
+    return _own(found, "Options", given, lambda owner: f"the task {owner.name}, not for {found.name}")
+
+
+def measuring_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+    """The task's own options of measuring from those that were given by name; one of another task is refused."""
+    return _own(found, "Measuring", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+
+
+def _own(found: Task, kind: Literal["Options", "Measuring"], given: Mapping[str, Any], owned: Any) -> Any:
+    own, known = getattr(found, kind), option_names(kind)
+    for name, value in given.items():
+        if name in {option.name for option in fields(own)}:
+            continue
+        if name not in known:
+            raise KinformerError(f"{name!r} is not an option of the task {found.name}; {nearest(name, known)}")
+        shown = "" if isinstance(value, bool) or kind == "Measuring" else f" {value}"
+        raise KinformerError(f"{flag_of(name)}{shown}: is for {owned(known[name])}; leave it out.")
+    return own(**given)

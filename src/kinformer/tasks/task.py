@@ -1,0 +1,249 @@
+"""What a task is: what a model is trained for, on which data, and by which figures it is judged.
+
+A page of this folder holds one record, a :class:`Task`, and ``table.py`` lists the pages. Records are read without
+importing PyTorch; what computes is imported by the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.core.figure import Figure
+from kinformer.core.model import PROTOCOLS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.data import Tokenizer
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+    from kinformer.training.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """A task without options of its own."""
+
+
+class Source(NamedTuple):
+    """Where data comes from: ``spec`` names it, ``holdout`` is the share held out, ``tokenizer`` makes ids of text."""
+
+    spec: str
+    holdout: float | None
+    tokenizer: Tokenizer | None
+
+
+class Data(Protocol):
+    """Opened data. ``identity`` is what a run keeps of it, plain enough for JSON; ``fingerprint`` tells it from
+    other."""
+
+    name: str
+    version: str
+    fingerprint: str
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+
+class Plan(NamedTuple):
+    """What a run is going to be: a model's config, the data, the settings, the task's own options."""
+
+    config: Any
+    data: Any
+    settings: Settings
+    options: Any
+    tokenizer: Tokenizer | None
+
+
+class TrainedRun(Protocol):
+    """What a task asks of a run folder."""
+
+    folder: Path
+    member: str
+    config: ModelConfig
+    data: Mapping[str, Any]
+    options: Any
+    training: Mapping[str, Any]
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+class Subject(NamedTuple):
+    """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
+    and what its head looks things up in, as JSON."""
+
+    run: TrainedRun
+    model: Any
+    changes: tuple[str, ...] = ()
+    lookup: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """How runs of any task are measured."""
+
+    data: str | None = None
+    """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
+    split: str = "test"
+    """Which part of the data: train, validation or test."""
+    max_bytes: int | None = None
+    """Measure on the first N bytes only."""
+    chunk: int = 2048
+    """Tokens computed at a time; bounds the memory, does not change the result."""
+    seed: int = 0
+    """Decides everything random."""
+
+    def __post_init__(self) -> None:
+        require("--max-bytes", self.max_bytes, 2)
+        require("--chunk", self.chunk, 1)
+        require("--seed", self.seed, 0)
+
+
+class Table(NamedTuple):
+    """A table as it is printed; the columns in ``numbers`` are aligned to the right."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    numbers: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How good a run is. ``figures``: those of ``units``, which say what they are and whether less is better;
+    ``baselines``: what simple rules have of the deciding figure; ``data``: the identity of what was measured on;
+    ``facts``: all of it and more, as JSON; ``text``: the same for people."""
+
+    run: str
+    member: str
+    figures: Mapping[str, float]
+    units: tuple[Figure, ...]
+    data: Mapping[str, Any]
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    text: tuple[str | Table, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Several evaluations, and what is told of all of them: ``together`` as text, ``facts`` as JSON."""
+
+    evaluations: Sequence[Evaluation]
+    together: Sequence[str | Table] = ()
+    own_facts: Mapping[str, Any] | None = None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """For JSON."""
+        if self.own_facts is not None:
+            return self.own_facts
+        facts = [evaluation.facts for evaluation in self.evaluations]
+        return facts[0] if len(facts) == 1 else {"runs": facts}
+
+    @property
+    def text(self) -> list[str | Table]:
+        """For people."""
+        return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
+
+
+class Task:
+    """A task's record.
+
+    ``protocol``: which models can do it (``core.model``). ``objectives``: what can be minimised for it, by name, the
+    usual one first, each made for a model. ``figures``: what it is judged by; the first decides which weights are the
+    best. ``Options`` and ``Measuring`` are dataclasses of options of its own, for training and for measuring.
+    ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
+    text by a tokenizer. ``refused``: general options that mean nothing to it, with the reason. ``does`` says in two
+    words what its models do.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    description: ClassVar[str]
+    does: ClassVar[str]
+    protocol: ClassVar[type]
+    figures: ClassVar[tuple[Figure, ...]]
+    objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
+    Options: ClassVar[type] = NoOptions
+    Measuring: ClassVar[type] = NoOptions
+    default_data: ClassVar[str | None] = None
+    tokenizes: ClassVar[bool] = False
+    needs: ClassVar[str] = "needs data; give --data PATH."
+    refused: ClassVar[Mapping[str, str]] = {}
+    generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."
+
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether a model of ``config``, as it is, was made for this task."""
+        return config.protocol is self.protocol
+
+    def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
+        """The data that ``source`` names."""
+        raise NotImplementedError
+
+    def vocab_size(self, data: Any) -> int | None:
+        """How many ids a new model must know, special ones included; None where it reads no ids."""
+        return None
+
+    def fit(self, config: Any, data: Any | None) -> dict[str, Any]:
+        """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
+        return {}
+
+    def check(self, plan: Plan, model: nn.Module) -> None:
+        """Raise a :class:`KinformerError` where the model, which is on the meta device, cannot be trained as
+        planned."""
+
+    def data_module(self, plan: Plan) -> DataModule:
+        """The rows to train on and to validate with."""
+        raise NotImplementedError
+
+    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        """The objective called ``name``, or the usual one, for ``model`` on ``data``."""
+        return self.objectives[self.choose_objective(name)](model)
+
+    def choose_objective(self, name: str | None, preferred: str | None = None) -> str:
+        """``name`` if it is one of the objectives; without it the ``preferred`` one, or the usual one."""
+        names = list(self.objectives)
+        if name is None:
+            return preferred if preferred in names else names[0]
+        if name not in names:
+            raise KinformerError(
+                f"--objective {name}: cannot be minimised for the task {self.name}; choose {' or '.join(names)}, or "
+                "leave it out."
+            )
+        return name
+
+    def evaluate(self, subjects: Sequence[Subject], measuring: Measuring, own: Any, quiet: bool = True) -> Report:
+        """Measure runs, one by one unless the task compares them; ``own`` are its own options."""
+        return Report([self.measure(subject, measuring, own, quiet) for subject in subjects])
+
+    def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+        """Measure one run beside the task's baselines."""
+        raise NotImplementedError
+
+    def check_generation(self, run: TrainedRun) -> None:
+        """Raise a :class:`KinformerError` where this task generates nothing."""
+        raise KinformerError(f"{run.folder}: is a run of {run.member!r}, {self.generates_nothing}")
+
+    def generate(self, subject: Subject, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        """What generating means, after :meth:`check_generation`."""
+        raise NotImplementedError
+
+
+def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
+    """Refuse the general options in ``given`` that mean nothing to the task."""
+    for name, reason in task.refused.items():
+        if (value := given.get(name)) is not None:
+            shown = f" {value}" if name == "data" else ""
+            raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
+
+
+def what_fits(protocol: type, tasks: Sequence[Task]) -> str:
+    """What a model of ``protocol`` is, and the tasks for it, for a message."""
+    fitting = ", ".join(task.name for task in tasks if task.protocol is protocol)
+    return f"{PROTOCOLS.get(protocol, protocol.__name__)}, whose tasks are {fitting}"

@@ -1,0 +1,54 @@
+"""The best weights of a run: ``model.safetensors``, whose metadata says at which step they were and how good.
+
+A run that was never validated keeps its newest weights there, without figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kinformer.core.files import load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kinformer.core.figure import Figure
+
+WEIGHTS = "model.safetensors"
+_FIGURES, _STEP = "figures", "step"
+
+
+def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
+    """The figures of the best validation in a run folder, the deciding one first, and its step; None if there is
+    none."""
+    if not (folder / WEIGHTS).is_file():
+        return None
+    metadata = load_tensors(folder / WEIGHTS)[1]
+    return (dict(json.loads(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
+
+
+class Best:
+    """The best validation so far by ``figure``, and the file that keeps its weights."""
+
+    def __init__(self, folder: Path, figure: Figure) -> None:
+        self.folder, self.figure = folder, figure
+        self.figures: dict[str, float] | None = None
+        self.step: int | None = None
+        if (found := best_of(folder)) is not None:
+            self.figures, self.step = found
+
+    def improves(self, figures: Mapping[str, float]) -> bool:
+        """Whether these are better than the best so far."""
+        return self.figure.better(figures[self.figure.name], self.figures and self.figures[self.figure.name])
+
+    def note(self, figures: Mapping[str, float], step: int) -> None:
+        """These are the best now."""
+        self.figures, self.step = dict(figures), step
+
+    def write(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Keep the weights of ``step``."""
+        noted = {} if self.figures is None else {_FIGURES: json.dumps(list(self.figures.items()))}
+        save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})

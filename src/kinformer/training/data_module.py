@@ -1,0 +1,45 @@
+"""The rows of a task: those that a step learns from, those that validate, and the figures that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import Figure
+
+
+class DataModule:
+    """What a trainer asks of a task's data. Rows are a function of the step's number alone, so nothing is to be kept.
+
+    ``metrics``: those of the objective's sums that are told, each divided by its ``predicted``; the first is what is
+    minimised. ``figures``: what is made of their means, the first of which decides which weights are the best.
+    ``carries``: whether the state after a step is that before the next.
+    """
+
+    metrics: tuple[str, ...] = ("nats",)
+    figures: tuple[Figure, ...]
+    carries: bool = False
+
+    @property
+    def validations(self) -> int:
+        """Batches of a validation."""
+        raise NotImplementedError
+
+    def batch(self, step: int, rank: int, world: int) -> Any:
+        """The rows of process ``rank`` of ``world``, on the CPU."""
+        raise NotImplementedError
+
+    def validation(self, rank: int, world: int) -> Iterator[Any]:
+        """The process's rows of a fixed part of the validation split, as many batches for all processes."""
+        raise NotImplementedError
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        """The figures, in order, of the metrics' means over the split "train" or "validation"."""
+        raise NotImplementedError
+
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
+        """The same rows with what a datastore finds for them (see ``tasks.retrieved``)."""
+        raise KinformerError("--datastore: this task looks nothing up; leave it out.")

@@ -1,0 +1,53 @@
+"""What is minimised: ``loss, metrics, state = objective(model, batch, state, progress)``.
+
+``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached scalars:
+``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``. ``progress`` runs
+from 0 to 1 in the course of training. An objective that is a module is trained beside the model and kept in
+checkpoints; one that asks the model for hidden states says so by ``reads_hidden = True``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from kinformer.core import state as states
+from kinformer.training.batch import device_of
+from kinformer.training.precision import autocast
+
+Outcome = tuple[Tensor, dict[str, Tensor], Any]
+"""Loss, metrics and the model's state after the batch, None of a model that has none."""
+
+
+class Objective(Protocol):
+    """Called once per forward pass."""
+
+    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> Outcome: ...
+
+
+class Step(nn.Module):
+    """A model and its objective as one module, so that whatever an objective asks of the model is seen by the engine.
+
+    The side costs in the state (sums over positions, one per row) are added to the loss as a mean over positions.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
+        super().__init__()
+        self.model, self.objective, self.precision = model, objective, precision
+
+    @property
+    def extras(self) -> nn.Module:
+        """What is trained beside the model: the objective's own weights, or nothing."""
+        return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
+
+    def forward(self, batch: Any, state: Any, progress: float) -> Outcome:
+        with autocast(device_of(batch), self.precision):
+            loss, metrics, state = self.objective(self.model, batch, state, progress)
+        if state is None:
+            return loss, metrics, None
+        costs, state = states.pop_aux(state)
+        for name, cost in costs.items():
+            loss = loss + cost.float().sum() / batch.size
+            metrics = metrics | {name: cost.detach().sum()}
+        return loss, metrics, state
