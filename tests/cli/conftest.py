@@ -56,7 +56,7 @@ def gpt_run(make_run):
 def tokenized_run(make_run, text_file):
     """A run whose tokens are those of a tokenizer.json in its folder."""
     pytest.importorskip("tokenizers")
-    folder = make_run("linear-transformer", vocab_size=300)
+    folder = make_run("linear-transformer", **{"input.vocab_size": 300})
     train_tokenizer(open_corpus(str(text_file)).splits["train"], 300, folder / "tokenizer.json")
     replace(open_run(folder), vocabulary="tokenizer.json").save()
     return folder

@@ -33,7 +33,7 @@ def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
         "Radford et al. 2019",
         "exact limit: is exact attention",
         "departure: bytes are the default vocabulary",
-        "layers 1: residual",
+        "layers 1: decoder",
         "window = 4",
         "dropout = 0.1",
         "parameters: 37,760",

@@ -119,7 +119,7 @@ def test_padding_is_never_looked_at(norm):
         outputs.append(layer(chunk, layer.initial_state(2, dtype=torch.float64))[0][valid])
     assert (outputs[0] - outputs[1]).abs().max() < 1e-12
     if norm == "batch":
-        real = layer.feed_forward.query(layer.feed_forward_norm(torch.randn(9, 16, dtype=torch.float64)))
+        real = layer.feed_forward.query(layer.feed_forward_residual.norm(torch.randn(9, 16, dtype=torch.float64)))
         layer.feed_forward._batch_norm(real, None)
         mean = layer.feed_forward.norm.running_mean
         assert mean.abs().max() > 1e-3
@@ -167,7 +167,7 @@ def test_impossible_sizes_are_refused(changes, message):
 def test_the_table_has_an_optimiser_of_its_own():
     """Its rate is constant, it is not clipped, and rows that were not looked up stay."""
     model = tiny(num_keys=32)
-    table = model.layers[1].feed_forward.values.weight
+    table = model.stack.units[1].feed_forward.values.weight
     before = table.detach().clone()
     optimiser = Optimiser(model, Settings(table_lr=0.01))
     assert all(parameter is not table for parameter in optimiser.parameters)

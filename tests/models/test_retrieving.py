@@ -110,7 +110,7 @@ def test_the_state_is_that_of_both():
     declared = sum(
         layer.mixer.state_bytes(TOKENS.shape[1], dtype=torch.float64)
         for decoder in (model.decoder, model.retriever.decoder)
-        for layer in decoder.layers
+        for layer in decoder.stack.units
     )
     counters = 2 * 8
     assert states.nbytes(state) == 3 * (declared + counters)
