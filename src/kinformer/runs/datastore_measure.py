@@ -83,7 +83,10 @@ def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, 
     held = held_out(run, options, own.holdout)
     note_stored(store, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)
     tuning, reported = _parts(held, options)
-    done = [_measure(job, tuning, reported, size) for size in (*(each for each in sizes if each < store.entries), store.entries)]
+    done = [
+        _measure(job, tuning, reported, size)
+        for size in (*(each for each in sizes if each < store.entries), store.entries)
+    ]
     return _report(job, held, reported, done, own.plot)
 
 

@@ -90,9 +90,7 @@ def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
-            raise KinformerError(
-                f"{flag_of(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out."
-            )
+            raise KinformerError(f"{flag_of(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
     said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS, "probes": None} | dict(run.data.get(RETRIEVAL) or {})
     said |= {name: given for name in (*said, "datastore", "retriever") if (given := getattr(options, name)) is not None}
     if "datastore" not in said:
@@ -131,7 +129,7 @@ def lookup_facts(model: Any) -> dict[str, Any] | None:
 
 
 def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None) -> None:
-    """Tell where the store holds the very text that is measured; ``data`` is the text's identity, its split included."""
+    """Tell where the store holds the very text that is measured; ``data`` is the text's identity with its split."""
     for part in store.record.parts:
         same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
         if same and data["split"] in part.source.get("splits", ()):

@@ -1,0 +1,199 @@
+"""A new run: its folder, a model that fits its task and data, and what it is trained on and how."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError, flag_of
+from kinformer.core.parts import ModelConfig
+from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
+from kinformer.data.corpus import STDLIB
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.runs.extend import check_extension, extended_config
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.retrieval import choose_retrieval
+from kinformer.runs.rows import rows_of
+from kinformer.runs.run import BYTES, CONFIG, Run, open_run
+from kinformer.tasks.table import task_for, training_options
+from kinformer.tasks.task import Plan, Source, Task, refuse_options
+from kinformer.training.distributed import Group, check_shared, started_by_torchrun
+from kinformer.training.settings import DEFAULT_STEPS, Settings
+
+TOKENIZER = "tokenizer.json"
+
+
+def create(options: TrainOptions, device: str) -> tuple[Run, Settings]:
+    """A run in a new folder, which holds its config then, and its settings; ``device`` is the type of one.
+
+    Errors: ``KinformerError`` for options that do not go together; no new folder is left behind then.
+    """
+    folder = Path(options.out)
+    _require_empty(folder)
+    base = base_of(options)
+    task = task_for(options.task, recipe_config(options, base, None), options.member)
+    settings, own = _settings(options, task), training_options(task, options.own)
+    check_source(options, task)
+    plan_config(options, base, task, None)
+    with _tidy(folder):
+        spec = named_data(options, task, folder)
+        tokenizer = _tokenizer(options, spec, base) if task.tokenizes else None
+        data = task.open(Source(spec, options.holdout, tokenizer), own)
+        config = plan_config(options, base, task, data)
+        retrieval = choose_retrieval(options, config)
+        plan = Plan(config, data, settings, own, tokenizer)
+        _check_model(plan, task, _group(options, device))
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(folder / TOKENIZER)
+        init = {} if base is None else {"init": str(base.folder.resolve())}
+        run = Run(
+            folder=folder,
+            member=options.member,
+            recipe=options.recipe if base is None or base.member != options.member else base.recipe,
+            config=config,
+            task=task,
+            options=own,
+            data={"spec": spec, "holdout": options.holdout, "identity": data.identity} | retrieval | init,
+            training=vars(settings),
+            vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
+        )
+        rows_of(run, plan, device)
+        run.save()
+    return run, settings
+
+
+def base_of(options: TrainOptions) -> Run | None:
+    """The run to begin with, if one was named: its model and tokenizer are taken over."""
+    if options.init is None:
+        return None
+    base = open_run(options.init)
+    if base.member != options.member and (member(base.member).causal or member(options.member).causal):
+        raise KinformerError(
+            f"--init {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
+        )
+    for name, given in (("tokenizer", options.tokenizer != BYTES), ("train_tokenizer", options.train_tokenizer)):
+        if given:
+            flag = flag_of(name)
+            raise KinformerError(f"{flag}: --init {options.init} brings its own tokenizer; leave {flag} out.")
+    return base
+
+
+def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
+    """The recipe's config for so many ids (None: as many as it likes), or that of the run to begin with."""
+    if base is None:
+        return configure(options.member, options.recipe, vocab_size)
+    if base.member == options.member:
+        return base.config
+    recipe = configure(options.member, options.recipe, base.config.vocab_size)
+    return extended_config(base.config, recipe, base.folder)
+
+
+def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
+    """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
+    config = recipe_config(options, base, None if data is None else task.vocab_size(data))
+    config = override(config, task.fit(config, data), kinds())
+    config = override(config, options.set, kinds())
+    if base is not None and not member(options.member).causal:
+        check_extension(base.config, config, base.folder)
+    return config
+
+
+def check_source(options: TrainOptions, task: Task) -> None:
+    """Refuse data and tokenizers that do not go with the task."""
+    given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer")}
+    refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    if options.data is None and task.default_data is None and not options.resume:
+        raise KinformerError(f"--task {task.name}: {task.needs}")
+
+
+def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
+    """The data as it can be found again: an absolute path, standard input as a file in the run folder."""
+    if options.data is None:
+        assert task.default_data is not None
+        return task.default_data
+    if options.data == STDLIB:
+        return options.data
+    if options.data == "-":
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(spool(sys.stdin.buffer, folder.resolve()))
+    return str(Path(options.data).expanduser().resolve())
+
+
+def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
+    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the training split."""
+    if base is not None and base.tokenizer is not None:
+        return base.tokenizer
+    if options.train_tokenizer is None:
+        return ByteTokenizer() if options.tokenizer == BYTES else FileTokenizer(options.tokenizer)
+    if options.tokenizer != BYTES:
+        raise KinformerError(
+            f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
+        )
+    split = open_corpus(spec, holdout=options.holdout).splits["train"]
+    with tempfile.TemporaryDirectory() as folder:
+        return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
+
+
+def _settings(options: TrainOptions, task: Task) -> Settings:
+    settings = options.settings()
+    if settings.steps is None and settings.minutes is None:
+        settings = replace(settings, steps=DEFAULT_STEPS)
+    return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
+
+
+def _check_model(plan: Plan, task: Task, group: Group) -> None:
+    """Refuse a model that does not go with the data, the length, the objective, or several processes."""
+    with torch.device("meta"):
+        model = plan.config.build()
+        task.objective(plan.settings.objective, model)
+    check_shared(model, group)
+    task.check(plan, model)
+    longest = getattr(model, "max_length", None)
+    if longest is not None and plan.settings.length > longest:
+        raise KinformerError(
+            f"--length {plan.settings.length}: this model's positions end at {longest}; give --length {longest} or "
+            f"less, or --set position.max_length={plan.settings.length}."
+        )
+
+
+def _group(options: TrainOptions, device: str) -> Group:
+    """The processes that are going to train, as the first of them."""
+    world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
+    return Group(torch.device("cuda" if device == "cuda" else "cpu"), world=world, strategy=options.strategy)
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise KinformerError(f"--out {folder}: is a file; give a folder.")
+    if (folder / CONFIG).exists():
+        raise KinformerError(
+            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
+
+
+@contextmanager
+def _tidy(folder: Path) -> Iterator[None]:
+    """Leave no new folder behind when what follows fails before anything is trained."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder.exists():
+            for path in folder.iterdir():
+                path.unlink()
+            if new:
+                folder.rmdir()
+        raise

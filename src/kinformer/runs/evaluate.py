@@ -1,0 +1,64 @@
+"""Runs measured on held-out data, each as its task says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.runs.options import EvaluateOptions
+from kinformer.runs.run import Run, open_run
+from kinformer.runs.spool import spooled
+from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
+from kinformer.tasks.table import measuring_options
+from kinformer.tasks.task import Measuring, Report, Subject
+from kinformer.training.precision import use_fast_products
+
+
+def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> Report:
+    """Measure the runs in ``folders``, side by side where their task compares them."""
+    if not folders:
+        raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
+    options.check_store()
+    runs = [open_run(folder) for folder in folders]
+    _check_alike(runs)
+    own = [measuring_options(run.task, options.own, str(run.folder)) for run in runs]
+    use_fast_products()
+    with spooled(options.data) as data:
+        options = replace(options, data=data)
+        if options.datastore is not None and not all(looks_up(run.config) for run in runs):
+            from kinformer.runs.datastore_measure import evaluate_datastore
+
+            return evaluate_datastore(runs, options, own[0], quiet)
+        measuring = Measuring(**{each.name: getattr(options, each.name) for each in fields(Measuring)})
+        if len({run.task.name for run in runs}) == 1:
+            return _measured(runs, options, measuring, own[0], quiet)
+        parts = [_measured([run], options, measuring, each, quiet) for run, each in zip(runs, own, strict=True)]
+        return Report([part.evaluations[0] for part in parts])
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    """Runs of models that are measured in unlike ways are not measured together."""
+    for run in runs[1:]:
+        if run.task.protocol is not runs[0].task.protocol:
+            raise KinformerError(f"{run.folder}: {run.task.does}, unlike the other runs; measure it by itself.")
+
+
+def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measuring, own: Any, quiet: bool) -> Report:
+    subjects = [subject_of(run, options) for run in runs]
+    report = runs[0].task.evaluate(subjects, measuring, own, quiet)
+    for subject, evaluation in zip(subjects, report.evaluations, strict=True):
+        if (store := store_of(subject.model)) is not None:
+            holdout = getattr(own, "holdout", None)
+            note_stored(store, evaluation.data, subject.run.data.get("holdout") if holdout is None else holdout)
+    return report
+
+
+def subject_of(run: Run, options: EvaluateOptions) -> Subject:
+    """A run and its model, ready to be measured, with the store that it was trained with."""
+    model = run.model(options.set).to(options.prepare(options.seed))
+    if looks_up(run.config):
+        model = attach_store(run, model, options)
+    return Subject(run, model, tuple(f"{path}={value}" for path, value in options.set.items()), lookup_facts(model))

@@ -1,0 +1,36 @@
+"""Generation with a trained run and what belongs to it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.generation.packed import pack
+from kinformer.runs.options import GenerateOptions
+from kinformer.runs.run import open_run
+from kinformer.runs.store import attach_store
+from kinformer.tasks.task import Subject
+
+
+def generate(
+    folder: str | Path, prompt: str | bytes, options: GenerateOptions, write: Callable[[str], None] | None = None
+) -> Any:
+    """What the run's task makes of ``prompt``; see its page for what comes back. ``write`` is given every piece of a
+    single sample as soon as it is there."""
+    options.check_store()
+    run = open_run(folder)
+    run.task.check_generation(run)
+    if not prompt:
+        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
+    options = options if options.seed is not None else replace(options, seed=secrets.randbits(32))
+    assert options.seed is not None
+    device = options.prepare(options.seed)
+    model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    model = attach_store(run, pack(model, options.samples), options, options.samples)
+    return run.task.generate(Subject(run, model), prompt, options, write)

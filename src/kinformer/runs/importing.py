@@ -1,0 +1,86 @@
+"""A checkpoint folder of another library becomes a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import load_weights, read_json, write_atomic
+from kinformer.core.model import CausalModel
+from kinformer.family.build import model_config
+from kinformer.interop import read_checkpoint
+from kinformer.runs.create import TOKENIZER
+from kinformer.runs.run import Run, save_weights
+from kinformer.tasks.table import task_of
+
+if TYPE_CHECKING:
+    from kinformer.core.parts import ModelConfig
+    from kinformer.interop import Imported
+
+
+@dataclass(frozen=True)
+class ImportedRun:
+    """The run, how many parameters its model has, whether it came with a tokenizer, and what is to be known of it."""
+
+    run: Run
+    parameters: int
+    tokenizer: bool
+    notes: tuple[str, ...]
+
+
+def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
+    """Turn the checkpoint in ``folder`` into the run folder ``out``, whose recipe is called ``name``."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise KinformerError(f"--out {out}: is not empty; give a new folder.")
+    imported = read_checkpoint(folder)
+    config = model_config(imported.model, f"{folder}: model")
+    parameters = _checked(imported, config, str(folder))
+    run = _write(imported, config, out, name)
+    notes = [f"{folder}: {note}." for note in imported.notes]
+    if imported.tokenizer is None:
+        calls = "kinformer.load"
+        calls += " and kinformer.generate" if config.protocol is CausalModel else ""
+        notes.append(
+            f"{folder} has no {TOKENIZER}, so the run takes token ids only ({calls}); put the model's {TOKENIZER} into "
+            f"{out} to work with text."
+        )
+    return ImportedRun(run, parameters, imported.tokenizer is not None, tuple(notes))
+
+
+def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
+    """The number of parameters, after making sure that config and weights belong together; allocates nothing."""
+    with torch.device("meta"):
+        model = config.build()
+    load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run:
+    if imported.tokenizer is not None:
+        read_json(imported.tokenizer)
+        write_atomic(out / TOKENIZER, partial(_copy, imported.tokenizer))
+    save_weights(out, imported.weights, {"imported": "1"})
+    task = task_of(config)
+    run = Run(
+        folder=out,
+        member=imported.member,
+        recipe=name,
+        config=config,
+        task=task,
+        options=task.Options(),
+        data={"spec": task.default_data, "holdout": None, "identity": {}},
+        training={},
+        vocabulary=TOKENIZER,
+    )
+    run.save()
+    return run
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes())

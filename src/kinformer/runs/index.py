@@ -1,0 +1,85 @@
+"""A datastore of a trained run: what it makes of every context of a text, and the token that came next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note, progressing
+from kinformer.memory.datastore import Datastore
+from kinformer.memory.lists import Lists, build, has_lists
+from kinformer.memory.writer import Writer
+from kinformer.runs.index_text import Source, entries_of, open_source
+from kinformer.runs.options import IndexOptions
+from kinformer.runs.run import Run, open_run
+from kinformer.runs.spool import spooled
+from kinformer.runs.store import keyed, origin_of
+from kinformer.training.precision import use_fast_products
+
+if TYPE_CHECKING:
+    from kinformer.models.attached import KeyedDecoder
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A datastore after a build that wrote ``new`` entries of ``text`` in ``seconds``."""
+
+    store: Datastore
+    text: dict[str, Any]
+    new: int
+    seconds: float
+    lists: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the datastore's files."""
+        return sum(path.stat().st_size for path in self.store.folder.rglob("*") if path.is_file())
+
+
+def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:
+    """Build a datastore of the run in ``folder``, or go on building; one that is there already is left as it is."""
+    run = open_run(folder)
+    use_fast_products()
+    keys = keyed(run, run.model().to(options.prepare(options.seed)))
+    with spooled(options.data) as data:
+        text = open_source(run, keys.decoder, replace(options, data=data))
+        begun = time.perf_counter()
+        new = _write(run, keys, text, options, quiet)
+        seconds = time.perf_counter() - begun
+        lists = _sort(options, quiet)
+    return Indexed(Datastore(options.datastore), text.identity, new, seconds, None if lists is None else lists.count)
+
+
+def _write(run: Run, keys: KeyedDecoder, text: Source, options: IndexOptions, quiet: bool) -> int:
+    """Write the entries that are not there yet; returns how many."""
+    with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
+        if not options.append and not writer.holds(text.identity):
+            raise KinformerError(
+                f"{options.datastore}: holds a datastore of another text, or read in another way; add --append to add "
+                "to it, or give another folder."
+            )
+        done = before = writer.begin(text.identity, text.entries)
+        try:
+            with progressing(quiet, "indexing") as progress:
+                for vectors, tokens, state in entries_of(keys, text, done, writer.load_state()):
+                    writer.append(vectors, tokens)
+                    done += len(tokens)
+                    if writer.pending >= writer.FLUSHED or done == text.entries:
+                        writer.flush(() if done == text.entries else state)
+                    if progress is not None:
+                        progress(done, text.entries)
+        except KeyboardInterrupt:
+            note(f"kept {writer.record.parts[-1].written:,} entries; give the same command again to go on.")
+            raise
+    return done - before
+
+
+def _sort(options: IndexOptions, quiet: bool) -> Lists | None:
+    """Build the lists that were asked for, or bring those that are there up to date."""
+    if not options.approximate and not has_lists(Path(options.datastore)):
+        return None
+    with progressing(quiet, "sorting") as progress:
+        return build(Datastore(options.datastore), options.lists, seed=options.seed, progress=progress)

@@ -1,0 +1,257 @@
+"""What training, measuring, generating and indexing are asked for: by keyword in Python, by flag on the command line.
+
+Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``own``, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.tasks.task import Measuring
+from kinformer.training.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where it is computed."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ... ; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """CPU threads (PyTorch's own choice if not given)."""
+
+    def prepare(self, seed: int) -> torch.device:
+        """The device, after setting the threads and PyTorch's global seed."""
+        import torch
+
+        if self.threads is not None:
+            require("--threads", self.threads, 1)
+            torch.set_num_threads(self.threads)
+        require("--seed", seed, 0)
+        torch.manual_seed(seed)
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise KinformerError(f"--device {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
+        return device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Settings, Machine):
+    """Train a member. To resume, what is not given is as it was when the run began."""
+
+    member: str
+    """A member of the family (see: kinformer list)."""
+    out: str
+    """The run folder: new, or with --resume an existing one."""
+    data: str | None = None
+    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library,
+    which tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class,
+    or a file of lines: .tsv or .jsonl."""
+    task: str | None = None
+    """What to train for; if not given, next-token for causal members and mlm for encoders."""
+    recipe: str = "small"
+    """Which of the member's recipes (see: kinformer show MEMBER)."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
+    tokenizer: str = "bytes"
+    """bytes, or a tokenizer.json."""
+    train_tokenizer: int | None = None
+    """Train a byte-level tokenizer of so many tokens on the training data first."""
+    holdout: float | None = None
+    """Hold out the last share of the data for validation, instead of the usual 5 %."""
+    init: str | None = None
+    """Begin with the model, weights and tokenizer of another run folder (trained or imported); a head of another task
+    is replaced by a new one."""
+    datastore: str | None = None
+    """Of a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
+    retriever: str | None = None
+    """With --datastore: the run that made it, which reads along, frozen, and is looked up with."""
+    neighbours: int | None = None
+    """With --datastore: entries looked up per token (4 if not given)."""
+    probes: int | None = None
+    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate)."""
+    resume: bool = False
+    """Continue the run in --out from its newest checkpoint."""
+    devices: int = 1
+    """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: each has the whole model (ddp), or a share of it (fsdp)."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the task's own, by name."""
+
+    def settings(self) -> Settings:
+        """What of it decides the weights."""
+        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How a datastore's next tokens are mixed into the model's own prediction (kNN-LM), or which the model's head looks
+    things up in (SPALM)."""
+
+    datastore: str | None = None
+    """A datastore of this run (see: kinformer index) whose next tokens are mixed into its predictions; for a run of
+    spalm, another one than it was trained with."""
+    retriever: str | None = None
+    """With --datastore, for a run of spalm: the run that made it (that which it was trained with if not given)."""
+    weight: float | None = None
+    """With --datastore: the store's share of the prediction, 0 to 1 (0.25 if not given)."""
+    neighbours: int | None = None
+    """With --datastore: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
+    knn_temperature: float | None = None
+    """With --datastore: what squared distances are divided by before their softmax (1 if not given)."""
+    probes: int | None = None
+    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate)."""
+
+    def check_store(self) -> None:
+        """Refuse the options of a store where none is named, and values out of range."""
+        given = [each.name for each in fields(type(self)) if self._is_given(each)]
+        if given and self.datastore is None:
+            raise KinformerError(f"{flag_of(given[0])}: says how a datastore is used; give --datastore FOLDER too.")
+        require("--weight", self.weight, 0)
+        require("--neighbours", self.neighbours, 1)
+        require("--probes", self.probes, 1)
+
+    def _is_given(self, option: Field[Any]) -> bool:
+        """Whether an option of a store, but not the store itself, differs from its default."""
+        own = {each.name for each in fields(StoreOptions)} | {"tune", "sizes"}
+        return option.name in own - {"datastore"} and getattr(self, option.name) != option.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(StoreOptions, Measuring, Machine):
+    """Measure runs of any task on held-out data."""
+
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    tune: bool = False
+    """With --datastore: find weight, temperature and neighbours (up to --neighbours) on the validation split, or on the
+    first half of the text where that is the same; the figures are of what was not used."""
+    sizes: str | None = None
+    """With --datastore: also measure with its first so many entries, as in 10000,100000."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the task's own, by name."""
+
+    def check_store(self) -> None:
+        super().check_store()
+        if self.tune:
+            for name in ("weight", "knn_temperature"):
+                if getattr(self, name) is not None:
+                    raise KinformerError(f"{flag_of(name)}: is what --tune finds; leave one of them out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(StoreOptions, Machine):
+    """Continue a text: every token is written as soon as it is drawn."""
+
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    max_new_tokens: int | None = None
+    """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
+    temperature: float = 1.0
+    """Above 1 more surprising, below 1 less; 0 always takes the most probable token."""
+    top_k: int | None = None
+    """Draw from the N most probable tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens whose probability together reaches X."""
+    stop: tuple[str, ...] = ()
+    """End before this text appears; may be given again."""
+    samples: int = 1
+    """Continue the prompt so many times; several are written one after the other when all are done."""
+    chunk: int = 1024
+    """Tokens of the prompt that the model sees at a time."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in memory."""
+    seed: int | None = None
+    """Decides the draws; a new one each time if not given."""
+
+    def __post_init__(self) -> None:
+        require("--samples", self.samples, 1)
+        require("--max-new-tokens", self.max_new_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions(Machine):
+    """Write what the run makes of every context of a text, and the token that came next, into a datastore.
+
+    A build that was stopped goes on when the same command is given again.
+    """
+
+    datastore: str
+    """The datastore: a new folder, or with --append one that this run made."""
+    data: str | None = None
+    """The text: a path, - for standard input, or stdlib; the run's own if not given."""
+    split: str = "train"
+    """Which part of the data: train, validation, test, or all of it."""
+    holdout: float | None = None
+    """Hold out the last share of the data, instead of the run's."""
+    append: bool = False
+    """Add the text to what the datastore holds."""
+    max_bytes: int | None = None
+    """Take the first N bytes only."""
+    context: str | None = None
+    """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
+    overlap: float = 0.0
+    """The share of each window that is context only: its entries are those of the window before."""
+    chunk: int = 4096
+    """Tokens computed at a time."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Type of the keys on the disk."""
+    approximate: bool = False
+    """Also sort the entries into lists, for approximate search with --probes (needs faiss)."""
+    lists: int | None = None
+    """With --approximate: into how many lists (the root of the number of entries if not given)."""
+    seed: int = 0
+    """Decides everything random."""
+
+    def __post_init__(self) -> None:
+        require("--chunk", self.chunk, 1)
+        require("--max-bytes", self.max_bytes, 2)
+        require("--lists", self.lists, 1)
+        if self.lists is not None and not self.approximate:
+            raise KinformerError(f"--lists {self.lists}: is for approximate search; add --approximate.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
+
+    subject: str
+    """A member of the family, a run folder, a kind of pattern or position, or one as JSON, as in
+    '{"kind": "union", "patterns": [{"kind": "local", "window": 4}, {"kind": "columns", "stride": 8}]}'."""
+    pattern: bool = False
+    """Take the name for a kind of pattern, where a member has it too."""
+    position: bool = False
+    """Take the name for a kind of position, where a member has it too."""
+    recipe: str = "small"
+    """Which of the member's recipes."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """Change the recipe, or an option of the pattern or position, as in --set window=8; may be given again."""
+    length: int | None = None
+    """Tokens in the picture; if not given, as many as it takes to see the structure."""
+    layer: int | None = None
+    """Only this layer, counted from 1."""
+    head: int | None = None
+    """Only this head, counted from 1."""
+    image_width: int | None = None
+    """Also show what one query sees of an image so wide, its positions being pixels line by line."""
+    out: str | None = None
+    """The picture's name, which ends in .png or .svg; NAME.png in this folder if not given."""
+    seed: int = 0
+    """Decides everything random."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "layer", "head", "image_width"):
+            require(flag_of(name), getattr(self, name), 1)
+        require("--seed", self.seed, 0)

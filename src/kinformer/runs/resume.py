@@ -1,0 +1,105 @@
+"""A run that goes on: as it was begun, but for what may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError, flag_of
+from kinformer.data import FileTokenizer
+from kinformer.runs.create import check_source, named_data, plan_config
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.retrieval import resume_retrieval
+from kinformer.runs.rows import data_of
+from kinformer.runs.run import BYTES, CONFIG, Run, open_run
+from kinformer.tasks.table import task as task_called
+from kinformer.tasks.table import training_options
+from kinformer.training.settings import Settings
+
+MAY_CHANGE = {
+    "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
+    "compile",
+}  # fmt: skip
+
+
+def resume(options: TrainOptions) -> tuple[Run, Settings]:
+    """The run in the folder ``options.out`` and its settings, with what was given and may change.
+
+    Errors: ``KinformerError`` for options or data unlike those that it was begun with.
+    """
+    run = open_run(Path(options.out))
+    if run.member != options.member:
+        raise KinformerError(
+            f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another --out."
+        )
+    settings = _merged(run, options)
+    _check_unchanged(run, options)
+    spec = run.data["spec"] if options.data is None else named_data(options, run.task, run.folder)
+    data = dict(run.data) | {"spec": spec} | resume_retrieval(run, options)
+    run = replace(run, data=data, training=vars(settings))
+    found = data_of(run)
+    if found.fingerprint != (begun_with := run.data["identity"].get("fingerprint")):
+        raise KinformerError(
+            f"{spec}: is not the data that the run in {run.folder} was begun with ({found.fingerprint} instead of "
+            f"{begun_with}); give that data, or another --out."
+        )
+    if options.set and _planned(run, options, found) != run.config:
+        path, value = next(iter(options.set.items()))
+        raise _otherwise(run, f"--set {path}={value}")
+    run.save()
+    return run, settings
+
+
+def _merged(run: Run, options: TrainOptions) -> Settings:
+    """The run's own settings, with those that were given and may change."""
+    stored = dict(run.training)
+    if unknown := sorted(stored.keys() - {field.name for field in fields(Settings)}):
+        raise KinformerError(f"{run.folder / CONFIG}: has the unknown setting {unknown[0]!r}; use a matching version.")
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    given = {field.name: given[field.name] for field in fields(Settings) if given[field.name] != field.default}
+    for name, value in given.items():
+        if name not in MAY_CHANGE and value != stored.get(name):
+            flag = flag_of(name)
+            raise KinformerError(
+                f"{flag} {value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
+                f"on as it was; leave {flag} out, or give another --out."
+            )
+    if "steps" in given or "minutes" in given:
+        stored |= {"steps": None, "minutes": None}
+    return Settings(**stored | given)
+
+
+def _check_unchanged(run: Run, options: TrainOptions) -> None:
+    """Refuse a task, its options, a recipe, a tokenizer or a holdout unlike the run's own."""
+    if options.task not in (None, run.task.name):
+        task_called(str(options.task))
+        raise _otherwise(run, f"--task {options.task}")
+    training_options(run.task, options.own)
+    own: Mapping[str, Any] = asdict(run.options)
+    for name, value in options.own.items():
+        if value != own[name]:
+            raise _otherwise(run, f"{flag_of(name)} {value}")
+    check_source(options, run.task)
+    if options.recipe not in ("small", run.recipe):
+        raise _otherwise(run, f"--recipe {options.recipe}")
+    if options.tokenizer != BYTES and (
+        run.tokenizer is None or FileTokenizer(options.tokenizer).fingerprint != run.tokenizer.fingerprint
+    ):
+        raise _otherwise(run, f"--tokenizer {options.tokenizer}")
+    if options.holdout not in (None, run.data.get("holdout")):
+        raise _otherwise(run, f"--holdout {options.holdout}")
+
+
+def _planned(run: Run, options: TrainOptions, data: Any) -> Any:
+    """What the run's model would be by these options."""
+    init = run.data.get("init")
+    return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)
+
+
+def _otherwise(run: Run, changed: str) -> KinformerError:
+    return KinformerError(
+        f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+        "leave it out, or give another --out."
+    )

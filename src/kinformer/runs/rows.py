@@ -1,0 +1,24 @@
+"""What a run learns from: its data, opened, and the rows that its task makes of it."""
+
+from __future__ import annotations
+
+from kinformer.runs.retrieval import with_neighbours
+from kinformer.runs.run import Run
+from kinformer.tasks.task import Data, Plan, Source
+from kinformer.training.data_module import DataModule
+from kinformer.training.settings import Settings
+
+
+def data_of(run: Run) -> Data:
+    """The run's data."""
+    return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
+
+
+def plan_of(run: Run, settings: Settings) -> Plan:
+    """The run as its task sees it."""
+    return Plan(run.config, data_of(run), settings, run.options, run.tokenizer)
+
+
+def rows_of(run: Run, plan: Plan, device: str) -> DataModule:
+    """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
+    return with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device)

@@ -1,0 +1,21 @@
+"""The data that was named, standard input as a file."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def spooled(data: str | None) -> Iterator[str | None]:
+    """``data``, or where that is "-" a file that holds standard input, for the time being."""
+    if data != "-":
+        yield data
+        return
+    from kinformer.data import spool
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(spool(sys.stdin.buffer, Path(folder)))

@@ -1,0 +1,177 @@
+"""Training: a run created or resumed, in this process, in several that are started here, or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kinformer.core.errors import KinformerError, require
+from kinformer.core.figure import Figure
+from kinformer.core.files import load_tensors, load_weights
+from kinformer.core.model import WholeModel
+from kinformer.runs.create import create
+from kinformer.runs.extend import extended_weights
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.resume import resume
+from kinformer.runs.rows import plan_of, rows_of
+from kinformer.runs.run import Run, open_run
+from kinformer.training import distributed
+from kinformer.training.best import WEIGHTS
+from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.distributed import Group
+from kinformer.training.loop import Result, Trainer
+from kinformer.training.precision import use_fast_products
+from kinformer.training.settings import Settings
+
+HEAD = "head."
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run folder that is ready, and how to train in it. Plain enough to be sent to other processes."""
+
+    run: Run
+    settings: Settings
+    device: str
+    strategy: Literal["ddp", "fsdp"]
+    threads: int | None
+    quiet: bool
+
+    def model(self) -> Any:
+        """The model as the run begins: new, or with the weights of the run that it was told to begin with."""
+        model = self.run.build()
+        init = self.run.data.get("init")
+        if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
+            _begin_with(model, self.run, init)
+        return model
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a training: the run's ``folder``, its member and number of ``parameters``, what the trainer says,
+    and what its ``figures`` are."""
+
+    folder: Path
+    member: str
+    parameters: int
+    result: Result
+    figures: tuple[Figure, ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        result = asdict(self.result)
+        validation = {f"validation_{name}": figure for name, figure in result.pop("validation").items()}
+        return {"out": str(self.folder), "member": self.member, "parameters": self.parameters} | result | validation
+
+    @property
+    def best(self) -> str:
+        """The best validation in words."""
+        if self.result.best_step is None:
+            return "not validated"
+        known: Any = self.result.validation
+        words = ", ".join(figure.text(known[figure.name]) for figure in self.figures)
+        return f"best validation {words} (step {self.result.best_step})"
+
+
+def train(options: TrainOptions, quiet: bool = False) -> Summary:
+    """Train as ``options`` say. With ``quiet`` nothing is told meanwhile.
+
+    Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
+    """
+    require("--devices", options.devices, 1)
+    if distributed.started_by_torchrun():
+        return _under_torchrun(options, quiet)
+    options.rows(options.devices)
+    job = prepare(options, quiet)
+    if options.devices > 1:
+        return distributed.launch(_join_and_work, (job,), options.devices)
+    return work(job, Group(options.prepare(job.settings.seed)))
+
+
+def prepare(options: TrainOptions, quiet: bool = False) -> Job:
+    """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+    if options.compile:
+        _require_compiler()
+    device = _device_type(options.device)
+    if device == "cuda" and options.devices > torch.cuda.device_count():
+        raise KinformerError(
+            f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
+        )
+    run, settings = resume(options) if options.resume else create(options, device)
+    return Job(run, settings, device, options.strategy, options.threads, quiet)
+
+
+def work(job: Job, group: Group) -> Summary:
+    """Train in this process, one of ``group``."""
+    use_fast_products()
+    if group.world > 1 and group.device.type == "cpu":
+        torch.set_num_threads(job.threads or max(1, (os.cpu_count() or 1) // group.world))
+    run, settings = job.run, job.settings
+    data = rows_of(run, plan_of(run, settings), job.device)
+    torch.manual_seed(settings.seed)
+    model = job.model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    objective = run.task.objective(settings.objective, model, data)
+    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
+    if result.signal and group.first and not job.quiet:
+        command = f"kinformer train {run.member} --out {run.folder} --resume"
+        remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
+        print(remark, file=sys.stderr, flush=True)
+    return Summary(run.folder, run.member, parameters, result, data.figures)
+
+
+def _join_and_work(job: Job) -> Summary:
+    with distributed.join(job.device, job.strategy) as group:
+        summary = work(job, group)
+    if summary.result.signal:
+        sys.exit(128 + summary.result.signal)  # nobody waits for the result of a process that a signal ended
+    return summary
+
+
+def _under_torchrun(options: TrainOptions, quiet: bool) -> Summary:
+    world = int(os.environ["WORLD_SIZE"])
+    if options.devices not in (1, world):
+        raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
+    with distributed.join(_device_type(options.device), options.strategy) as group:
+        job = group.on_first(lambda: prepare(options, quiet))
+        return work(job, group)
+
+
+def _device_type(device: str) -> str:
+    """The type that the option ``device`` means, such as "cpu"."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
+
+
+def _require_compiler() -> None:
+    """torch.compile writes C++ for a CPU; without a compiler it would fail in the midst of the first step."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise KinformerError(
+            f"--compile: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave --compile out."
+        )
+
+
+def _begin_with(model: Any, run: Run, init: str) -> None:
+    """Give ``model`` the weights of the run in the folder ``init``; of an encoder without a head that differs, and with
+    positions copied over and over where it is to read longer texts."""
+    tensors, _ = load_tensors(Path(init) / WEIGHTS)
+    if run.config.protocol is WholeModel:
+        if not _same_head(open_run(init), run):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD)}
+            tensors |= {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEAD)}
+        tensors = extended_weights(tensors, model, init)
+    load_weights(model, tensors, init)
+
+
+def _same_head(base: Run, run: Run) -> bool:
+    """Whether both predict the same things with the same head."""
+    names = [(each.data.get("identity") or {}).get("classes") for each in (base, run)]
+    heads = [getattr(each.config, "head", None) for each in (base, run)]
+    return names[0] == names[1] and heads[0] == heads[1]
