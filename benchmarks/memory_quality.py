@@ -28,8 +28,8 @@ import torch
 
 from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.errors import KinformerError
-from kinformer.data import open_corpus
 from kinformer.family.build import configure
+from kinformer.runs.rows import plan_of
 from kinformer.runs.run import open_run
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
@@ -140,8 +140,10 @@ def pace(folders: dict[str, Path], rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         for member, folder in folders.items():
             run = open_run(folder)
-            corpus, settings = open_corpus(run.data["spec"], holdout=run.data.get("holdout")), Settings(**run.training)
-            trainer = Trainer(run.build(), corpus, settings, Path(scratch) / member, Group(torch.device("cpu")))
+            settings, model = Settings(**run.training), run.build()
+            data = run.task.data_module(plan_of(run, settings))
+            objective = run.task.objective(settings.objective, model, data)
+            trainer = Trainer(model, data, objective, settings, Path(scratch) / member, Group(torch.device("cpu")))
             contestants.append(Contestant(member, partial(_step, trainer, count()), fast=True))
         interleave(contestants, rounds, warm_up=3)
     return {contestant.name: contestant.median for contestant in contestants}

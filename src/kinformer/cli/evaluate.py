@@ -8,7 +8,7 @@ from kinformer.cli.options import Changes, Common, Hidden, RunFolders, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.runs.options import EvaluateOptions
 
-TASK_OPTIONS = "Measuring"
+TASK_OPTIONS = "MeasuringOptions"
 
 
 @dataclass(frozen=True, kw_only=True)

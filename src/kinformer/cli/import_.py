@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,6 +33,8 @@ def run(options: Options) -> int:
 
     done = import_checkpoint(options.folder, options.out, options.name)
     run = done.run
+    for note in done.notes:
+        print(f"kinformer: {note}", file=sys.stderr)
     if options.json:
         facts = {"out": str(run.folder), "member": run.member, "recipe": run.recipe, "parameters": done.parameters}
         print_json(facts | {"tokenizer": done.tokenizer})

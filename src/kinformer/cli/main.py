@@ -79,8 +79,8 @@ def _dispatch(arguments: list[str]) -> int:
 
     command = COMMANDS[name]
     module: Any = import_module(command.module)
-    kind = getattr(module, "TASK_OPTIONS", None)
-    known = module.Options if kind is None else with_task_options(module.Options, kind)
+    group: Any = getattr(module, "TASK_OPTIONS", None)
+    known = module.Options if group is None else with_task_options(module.Options, group)
     options = parse(known, rest, prog=f"kinformer {name}", description=command.summary)
     return 0 if options is None else module.run(options)
 

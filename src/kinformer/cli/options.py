@@ -36,7 +36,7 @@ class Common:
 O = TypeVar("O")
 
 
-def with_task_options(options: type[O], kind: Literal["Options", "Measuring"]) -> type[O]:
+def with_task_options(options: type[O], kind: Literal["Options", "MeasuringOptions"]) -> type[O]:
     """``options`` with a group for the own options of every task that has some, under the task's name."""
     groups = [
         (_attribute(task.name), Annotated[own, tyro.conf.OmitArgPrefixes], field(default_factory=own))

@@ -16,12 +16,9 @@ class Figure:
     unit: str
     lower_is_better: bool = True
 
-    def better(self, value: float, than: float | None) -> bool:
-        """Whether ``value`` is better than another, or any at all where there is no other; nothing that is not
-        finite."""
-        if than is None or not isfinite(value):
-            return isfinite(value)
-        return value < than if self.lower_is_better else value > than
+    def better(self, value: float, than: float) -> bool:
+        """Whether ``value`` is better than another; nothing is that is not finite."""
+        return isfinite(value) and (value < than if self.lower_is_better else value > than)
 
     def text(self, value: float) -> str:
         """``1.2345 bits per byte``, ``accuracy 51.2%``."""

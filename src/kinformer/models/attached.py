@@ -7,7 +7,7 @@ A decoder without such a sublayer gives its final hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -121,6 +121,18 @@ class AttachedDecoder(nn.Module):
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: Any = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Any, tuple[Tensor, ...]]:
+        """The decoder's."""
+        return self.decoder.hidden(tokens, state, valid=valid, reset=reset, taps=taps)
 
     def head_inputs(
         self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None

@@ -5,6 +5,7 @@ Both read the same tokens, and the state is that of both; the store is no part o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,22 @@ class RetrievingDecoder(nn.Module):
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: RetrievingState | None = None,
+        *,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, RetrievingState, tuple[Tensor, ...]]:
+        """The decoder's hidden states and taps, and the state after the chunk."""
+        before = state or RetrievingState(None, None)
+        hidden, after, tapped = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset, taps=taps)
+        with torch.no_grad():
+            _, found, _ = self.retriever.decoder.hidden(tokens, before.retriever, valid=valid, reset=reset)
+        return hidden, RetrievingState(after, found), tapped
 
     def head_inputs(
         self,

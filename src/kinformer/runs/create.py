@@ -100,7 +100,7 @@ def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | Non
 
 
 def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
-    """The model's config: fitted to the task and its ``data`` (None: nobody knows it yet), with the changes asked for."""
+    """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
     config = override(config, options.set, kinds())
@@ -162,8 +162,8 @@ def _check_model(plan: Plan, task: Task, group: Group) -> None:
     longest = getattr(model, "max_length", None)
     if longest is not None and plan.settings.length > longest:
         raise KinformerError(
-            f"--length {plan.settings.length}: this model's positions end at {longest}; give --length {longest} or less, "
-            f"or --set position.max_length={plan.settings.length}."
+            f"--length {plan.settings.length}: this model's positions end at {longest}; give --length {longest} or "
+            f"less, or --set position.max_length={plan.settings.length}."
         )
 
 

@@ -55,9 +55,9 @@ class TrainOptions(Settings, Machine):
     out: str
     """The run folder: new, or with --resume an existing one."""
     data: str | None = None
-    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library, which
-    tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class, or a
-    file of lines: .tsv or .jsonl."""
+    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library,
+    which tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class,
+    or a file of lines: .tsv or .jsonl."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str = "small"

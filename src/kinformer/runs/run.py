@@ -1,8 +1,8 @@
 """Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
 
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
-``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data`` (how
-it was named, and its identity) and ``training`` (the settings).
+``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
+(how it was named, and its identity) and ``training`` (the settings).
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _read(folder: Path) -> dict[str, Any]:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == 1:
         raise KinformerError(
-            f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it again, "
-            "or read it with kinformer 0.1."
+            f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
+            "again, or read it with kinformer 0.1."
         )
     if schema != SCHEMA:
         raise KinformerError(

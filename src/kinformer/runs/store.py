@@ -129,7 +129,7 @@ def lookup_facts(model: Any) -> dict[str, Any] | None:
 
 
 def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None) -> None:
-    """Tell where the store holds the very text that is measured; ``data`` is the text's identity, its split included."""
+    """Tell where the store holds the very text that is measured; ``data`` is the text's identity with its split."""
     for part in store.record.parts:
         same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
         if same and data["split"] in part.source.get("splits", ()):

@@ -54,8 +54,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a training: the run's ``folder``, its member and number of ``parameters``, what the trainer says, and
-    what its ``figures`` are."""
+    """What came of a training: the run's ``folder``, its member and number of ``parameters``, what the trainer says,
+    and what its ``figures`` are."""
 
     folder: Path
     member: str

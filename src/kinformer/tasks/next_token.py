@@ -86,7 +86,7 @@ class NextToken(Task):
     figures = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision}
     Options = NextTokenOptions
-    Measuring = NextTokenMeasuring
+    MeasuringOptions = NextTokenMeasuring
     default_data = "stdlib"
     tokenizes = True
 

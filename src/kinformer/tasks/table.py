@@ -57,7 +57,7 @@ def what_tasks_there_are() -> str:
     return f"the tasks are {', '.join(TASKS)}."
 
 
-def option_names(kind: Literal["Options", "Measuring"]) -> dict[str, Task]:
+def option_names(kind: Literal["Options", "MeasuringOptions"]) -> dict[str, Task]:
     """The names of all tasks' own options, for training or for measuring, with the first task that has each."""
     return {option.name: each for each in reversed(tasks()) for option in fields(getattr(each, kind))}
 
@@ -69,16 +69,16 @@ def training_options(found: Task, given: Mapping[str, Any]) -> Any:
 
 def measuring_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
     """The task's own options of measuring from those that were given by name; one of another task is refused."""
-    return _own(found, "Measuring", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+    return _own(found, "MeasuringOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
 
 
-def _own(found: Task, kind: Literal["Options", "Measuring"], given: Mapping[str, Any], owned: Any) -> Any:
+def _own(found: Task, kind: Literal["Options", "MeasuringOptions"], given: Mapping[str, Any], owned: Any) -> Any:
     own, known = getattr(found, kind), option_names(kind)
     for name, value in given.items():
         if name in {option.name for option in fields(own)}:
             continue
         if name not in known:
             raise KinformerError(f"{name!r} is not an option of the task {found.name}; {nearest(name, known)}")
-        shown = "" if isinstance(value, bool) or kind == "Measuring" else f" {value}"
+        shown = "" if isinstance(value, bool) or kind == "MeasuringOptions" else f" {value}"
         raise KinformerError(f"{flag_of(name)}{shown}: is for {owned(known[name])}; leave it out.")
     return own(**given)

@@ -43,10 +43,12 @@ class Data(Protocol):
     """Opened data. ``identity`` is what a run keeps of it, plain enough for JSON; ``fingerprint`` tells it from
     other."""
 
-    name: str
-    version: str
-    fingerprint: str
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
     @property
     def identity(self) -> dict[str, Any]: ...
 
@@ -64,13 +66,18 @@ class Plan(NamedTuple):
 class TrainedRun(Protocol):
     """What a task asks of a run folder."""
 
-    folder: Path
-    member: str
-    config: ModelConfig
-    data: Mapping[str, Any]
-    options: Any
-    training: Mapping[str, Any]
-
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def member(self) -> str: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def data(self) -> Mapping[str, Any]: ...
+    @property
+    def options(self) -> Any: ...
+    @property
+    def training(self) -> Mapping[str, Any]: ...
     @property
     def tokenizer(self) -> Any: ...
 
@@ -157,7 +164,7 @@ class Task:
 
     ``protocol``: which models can do it (``core.model``). ``objectives``: what can be minimised for it, by name, the
     usual one first, each made for a model. ``figures``: what it is judged by; the first decides which weights are the
-    best. ``Options`` and ``Measuring`` are dataclasses of options of its own, for training and for measuring.
+    best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training and for measuring.
     ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
     text by a tokenizer. ``refused``: general options that mean nothing to it, with the reason. ``does`` says in two
     words what its models do.
@@ -171,7 +178,7 @@ class Task:
     figures: ClassVar[tuple[Figure, ...]]
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     Options: ClassVar[type] = NoOptions
-    Measuring: ClassVar[type] = NoOptions
+    MeasuringOptions: ClassVar[type] = NoOptions
     default_data: ClassVar[str | None] = None
     tokenizes: ClassVar[bool] = False
     needs: ClassVar[str] = "needs data; give --data PATH."

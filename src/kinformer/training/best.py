@@ -6,7 +6,8 @@ A run that was never validated keeps its newest weights there, without figures.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,11 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
 
 
 class Best:
-    """The best validation so far by ``figure``, and the file that keeps its weights."""
+    """The best validation so far, and the file that keeps its weights. The first of ``known`` figures decides; where it
+    is as it was, the next one does."""
 
-    def __init__(self, folder: Path, figure: Figure) -> None:
-        self.folder, self.figure = folder, figure
+    def __init__(self, folder: Path, known: Sequence[Figure]) -> None:
+        self.folder, self.known = folder, known
         self.figures: dict[str, float] | None = None
         self.step: int | None = None
         if (found := best_of(folder)) is not None:
@@ -42,7 +44,11 @@ class Best:
 
     def improves(self, figures: Mapping[str, float]) -> bool:
         """Whether these are better than the best so far."""
-        return self.figure.better(figures[self.figure.name], self.figures and self.figures[self.figure.name])
+        best = self.figures
+        if best is None:
+            return isfinite(figures[self.known[0].name])
+        deciding = next((each for each in self.known if figures[each.name] != best[each.name]), None)
+        return deciding is not None and deciding.better(figures[deciding.name], best[deciding.name])
 
     def note(self, figures: Mapping[str, float], step: int) -> None:
         """These are the best now."""

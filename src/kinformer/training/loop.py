@@ -93,7 +93,7 @@ class Trainer:
             optimiser.load(saved.files["optimizer"], self._place(saved))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
-        self.best = Best(folder, data.figures[0])
+        self.best = Best(folder, data.figures)
         self._restore(saved)
 
     def _place(self, saved: Checkpoint) -> str:

@@ -1,0 +1,191 @@
+"""A task of somebody else's: frames of a sine wave in, its frequency out. A page; its line is a test's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import Figure
+from kinformer.core.model import WholeModel, device_of
+from kinformer.core.model_config import ModelConfig
+from kinformer.family.record import Member
+from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+from kinformer.training.batch import map_fields
+from kinformer.training.data_module import DataModule
+from kinformer.training.objective import Outcome
+
+ERROR = Figure("mean_squared_error", "squared hertz")
+PERIOD = 4096
+
+
+class FrequencyModel(nn.Module):
+    """Frames [batch, time] float -> frequencies [batch]."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ModelConfig):
+        kind = "toy"
+        protocol = WholeModel
+        time: int
+        dim: int = 8
+        layers: tuple[ModelConfig, ...] = ()
+
+        def build(self) -> FrequencyModel:
+            return FrequencyModel(self)
+
+    max_length = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.inner, self.outer = nn.Linear(config.time, config.dim), nn.Linear(config.dim, 1)
+
+    def forward(self, frames: Tensor, *, valid: Tensor | None = None) -> Tensor:
+        return self.outer(self.inner(frames).relu())[..., 0]
+
+
+MEMBER = Member(
+    name="toy",
+    title="Toy",
+    paper="none",
+    year=2026,
+    axes=(),
+    causal=False,
+    growth="none",
+    departures=(),
+    exact_limit="none",
+    recipes={"small": lambda vocab_size: FrequencyModel.Config(time=8)},
+)
+
+
+class Waves(NamedTuple):
+    """``frames`` [rows, time] and ``frequencies`` [rows], float32."""
+
+    frames: Tensor
+    frequencies: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.frames.numel()
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Waves by number, with noise."""
+
+    noise: float
+    name: str = "waves"
+    version: str = "1"
+
+    @property
+    def fingerprint(self) -> str:
+        return f"waves-{self.noise:g}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+    def rows(self, first: int, count: int, time: int) -> Waves:
+        draws = [torch.Generator().manual_seed(number) for number in range(first, first + count)]
+        frequencies = torch.stack([torch.rand((), generator=draw) for draw in draws])
+        noise = torch.stack([torch.randn(time, generator=draw) for draw in draws])
+        return Waves((frequencies[:, None] * torch.arange(time)).sin() + self.noise * noise, frequencies)
+
+
+class WaveRows(DataModule):
+    metrics = ("squares",)
+    figures = (ERROR,)
+    validations = 2
+
+    def __init__(self, plan: Plan) -> None:
+        self.data, self.settings = plan.data, plan.settings
+
+    def batch(self, step: int, rank: int, world: int) -> Waves:
+        size = self.settings.batch_size // world
+        first = PERIOD + step * self.settings.batch_size + rank * size
+        return self.data.rows(first, size, self.settings.length)
+
+    def validation(self, rank: int, world: int) -> Iterator[Waves]:
+        for part in range(self.validations):
+            yield self.data.rows((part * world + rank) * 8, 8, self.settings.length)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {ERROR.name: means["squares"]}
+
+
+def squared_error(model: Any, batch: Waves, state: Any, progress: float) -> Outcome:
+    loss = functional.mse_loss(model(batch.frames), batch.frequencies)
+    predicted = torch.full((), len(batch.frequencies))
+    return loss, {"squares": loss.detach() * predicted, "predicted": predicted}, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaveOptions:
+    """Of waves."""
+
+    noise: float = 0.1
+    """How much noise there is."""
+
+    def __post_init__(self) -> None:
+        if self.noise < 0:
+            raise KinformerError(f"--noise is {self.noise:g} but must be 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaveMeasuring:
+    """Of waves."""
+
+    waves: int = 64
+    """How many are measured."""
+
+
+class Regression(Task):
+    name = "regression"
+    title = "regression"
+    description = "Learns the frequency of a wave."
+    does = "tells frequencies"
+    protocol = WholeModel
+    figures = (ERROR,)
+    objectives = {"squared-error": lambda model: squared_error}
+    Options = WaveOptions
+    MeasuringOptions = WaveMeasuring
+    default_data = "waves"
+    refused = dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out.")
+
+    def fits(self, config: Any) -> bool:
+        return config.kind == "toy"
+
+    def open(self, source: Source, options: WaveOptions, cache: Any = None) -> Generator:
+        return Generator(options.noise)
+
+    def fit(self, config: Any, data: Generator | None) -> dict[str, Any]:
+        return {"dim": 4}
+
+    def data_module(self, plan: Plan) -> WaveRows:
+        return WaveRows(plan)
+
+    def measure(self, subject: Subject, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:
+        run, model = subject.run, subject.model
+        data = Generator(run.options.noise)
+        waves = map_fields(data.rows(0, own.waves, run.training["length"]), lambda field: field.to(device_of(model)))
+        with torch.inference_mode():
+            figures = {ERROR.name: float(functional.mse_loss(model(waves.frames), waves.frequencies))}
+        mean = {"of_the_mean": float(waves.frequencies.var(correction=0))}
+        return Evaluation(
+            run=str(run.folder),
+            member=run.member,
+            figures=figures,
+            units=(ERROR,),
+            baselines=mean,
+            data=data.identity,
+            facts={"run": str(run.folder), "task": self.name, "data": data.identity} | figures | mean,
+            text=(f"{ERROR.text(figures[ERROR.name])} of {own.waves} waves",),
+        )
+
+
+TASK = Regression()
