@@ -22,9 +22,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.parts import FeatureMap, FeatureMapConfig, PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig
+from kinformer.core.parts import (
+    FeatureMap,
+    FeatureMapConfig,
+    PatternConfig,
+    Position,
+    PositionConfig,
+    Relative,
+    Score,
+    ScoreConfig,
+)
 from kinformer.core.pattern import NONE, SOME, Boxes, Cover, Pattern
 from kinformer.family.record import Member
+from kinformer.tasks.next_token import NextToken
 
 
 class Softplus(FeatureMap):
@@ -130,6 +140,13 @@ def tiny(vocab_size: int | None):
     return configure("linear-transformer", "tiny", vocab_size, {"layers.*.mixer": Leaky.Config()})
 
 
+class NextByte(NextToken):
+    name = "next-byte"
+    title = "next byte"
+
+
+TASK = NextByte()
+
 MEMBER = Member(
     name="leaky",
     title="Leaky averages",
@@ -151,7 +168,11 @@ PARTS = {
     "score.width_scaled_dot": "WidthScaledDot.Config",
     "feature_map.softplus": "Softplus.Config",
 }
-ENTRIES = {"kinformer.parts": PARTS, "kinformer.members": {"leaky": "MEMBER"}}
+ENTRIES = {
+    "kinformer.parts": PARTS,
+    "kinformer.members": {"leaky": "MEMBER"},
+    "kinformer.tasks": {"next-byte": "TASK"},
+}
 
 
 def write_module(folder: Path, module: str = MODULE, source: str = SOURCE) -> None:

@@ -255,12 +255,13 @@ def test_a_run_is_trained_and_told_when_its_package_is_missing(package, tmp_path
 
     run = str(tmp_path / "run")
     settings = ("--recipe", "tiny", "--steps", "2", "--length", "16", "--batch-size", "2")
-    done = command("train", "leaky", *settings, "--data", str(text_file), "--out", run)
+    done = command("train", "leaky", *settings, "--task", "next-byte", "--data", str(text_file), "--out", run)
     assert done.returncode == 0, done.stderr
     generate = ("generate", run, "--prompt", "a", "--max-new-tokens", "3")
     assert (done := command(*generate)).returncode == 0, done.stderr
     done = command(*generate, path=None)
     assert done.returncode == 2 and done.stderr.endswith(
-        "model.layers.0.mixer: the mixer 'leaky' comes from the package 'foreign-parts' (1.2), which is not installed; "
-        "install it.\n"
+        "the member 'leaky' comes from the package 'foreign-parts' (1.2), which is not installed; install it.\n"
     )
+    done = command("train", "leaky", "--out", run, "--resume", path=None)
+    assert done.returncode == 2 and "comes from the package 'foreign-parts' (1.2)" in done.stderr

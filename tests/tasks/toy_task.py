@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import Figure
+from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import WholeModel, device_of
-from kinformer.core.model_config import ModelConfig
+from kinformer.core.model_config import HeadConfig
 from kinformer.family.record import Member
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.models.encoder import Encoder
+from kinformer.positions.learned import Learned
 from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
@@ -24,29 +29,60 @@ ERROR = Figure("mean_squared_error", "squared hertz")
 PERIOD = 4096
 
 
-class FrequencyModel(nn.Module):
-    """Frames [batch, time] float -> frequencies [batch]."""
+class Frames(Input):
+    """values [batch, time] float -> [batch, time, dim]"""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
-        kind = "toy"
-        protocol = WholeModel
-        time: int
-        dim: int = 8
-        layers: tuple[ModelConfig, ...] = ()
+    class Config(InputConfig):
+        kind = "frames"
 
-        def build(self) -> FrequencyModel:
-            return FrequencyModel(self)
+        def build(self, dim: int) -> Frames:
+            return Frames(dim)
 
-    max_length = None
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.config = config
-        self.inner, self.outer = nn.Linear(config.time, config.dim), nn.Linear(config.dim, 1)
+        self.projection = nn.Linear(1, dim)
 
-    def forward(self, frames: Tensor, *, valid: Tensor | None = None) -> Tensor:
-        return self.outer(self.inner(frames).relu())[..., 0]
+    def check(self, values: Tensor) -> None:
+        if values.dim() != 2 or not values.is_floating_point():
+            raise KinformerError(f"frames must be floats [batch, time], but are {values.dtype} {list(values.shape)}.")
+
+    def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return self.projection(values[..., None])
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        return torch.zeros(batch, time, device=device)
+
+
+class Frequency(nn.Module):
+    """hidden_states [batch, time, dim] -> [batch]"""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "frequency"
+        per_position = False
+
+        def build(self, dim: int, input: Input) -> Frequency:
+            return Frequency(dim)
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(dim, 1)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states.mean(1))[..., 0]
+
+
+def recipe(vocab_size: int | None) -> Encoder.Config:
+    """Two layers of the library's own attention over frames."""
+    layer = EncoderLayer.Config(mixer=BidirectionalAttention.Config(num_heads=1))
+    return Encoder.Config(
+        input=Frames.Config(),
+        dim=8,
+        layers=(layer,) * 2,
+        position=Learned.Config(max_length=8),
+        head=Frequency.Config(),
+    )
 
 
 MEMBER = Member(
@@ -59,7 +95,7 @@ MEMBER = Member(
     growth="none",
     departures=(),
     exact_limit="none",
-    recipes={"small": lambda vocab_size: FrequencyModel.Config(time=8)},
+    recipes={"small": recipe},
 )
 
 
@@ -158,7 +194,7 @@ class Regression(Task):
     refused = dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out.")
 
     def fits(self, config: Any) -> bool:
-        return config.kind == "toy"
+        return config.head.kind == "frequency"
 
     def open(self, source: Source, options: WaveOptions, cache: Any = None) -> Generator:
         return Generator(options.noise)

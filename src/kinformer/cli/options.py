@@ -37,12 +37,17 @@ O = TypeVar("O")
 
 
 def with_task_options(options: type[O], kind: Literal["Options", "MeasuringOptions"]) -> type[O]:
-    """``options`` with a group for the own options of every task that has some, under the task's name."""
-    groups = [
-        (_attribute(task.name), Annotated[own, tyro.conf.OmitArgPrefixes], field(default_factory=own))
-        for task in tasks()
-        if fields(own := getattr(task, kind))
-    ]
+    """``options`` with a group for the own options of every task that has some, under the name of the first that has
+    them. An option whose name is taken already keeps its task's name before it: ``--task.option``."""
+    taken, seen, groups = {each.name for each in fields(options)}, set[type](), []  # type: ignore[arg-type]
+    for task in tasks():
+        own = getattr(task, kind)
+        names = {each.name for each in fields(own)}
+        if names and own not in seen:
+            shown = own if names & taken else Annotated[own, tyro.conf.OmitArgPrefixes]
+            groups.append((_attribute(task.name), shown, field(default_factory=own)))
+        taken |= names
+        seen.add(own)
     return make_dataclass(options.__name__, groups, bases=(options,), frozen=True, kw_only=True)
 
 

@@ -13,6 +13,7 @@ Names are read without importing anything; what is behind a name is imported whe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -76,6 +77,16 @@ class Registry(Mapping[str, T]):
         """The names that other packages add, sorted; one of them may be taken already."""
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
         return sorted(name.removeprefix(self.prefix) for name in names)
+
+    def available(self, complain: Callable[[str], object] = warnings.warn) -> list[T]:
+        """All that can be had, Kinformer's own first; ``complain`` is told in a sentence of each that cannot."""
+        found = list(self.own.values())
+        for name in self.added():
+            try:
+                found.append(self[name])
+            except KinformerError as error:
+                complain(str(error))
+        return found
 
     def package(self, name: str) -> str | None:
         """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 
 from kinformer.core import plugins
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import choose
 from kinformer.family import (
     alibi,
     bert,
@@ -104,13 +104,7 @@ def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:
 
     ``complain`` is told in a sentence of every member of another package that cannot be had, and is left out.
     """
-    found = list(MEMBERS.values())
-    for name in FAMILY.added():
-        try:
-            found.append(FAMILY[name])
-        except KinformerError as error:
-            complain(str(error))
-    return found
+    return FAMILY.available(complain)
 
 
 def markdown() -> str:

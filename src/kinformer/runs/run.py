@@ -2,7 +2,8 @@
 
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
-(how it was named, and its identity) and ``training`` (the settings).
+(how it was named, and its identity) and ``training`` (the settings); and ``packages``, where other packages' the
+member and the task are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.files import DIGEST, digest, load_tensors, load_weights, read_json, save_tensors, write_json
 from kinformer.family.build import model_config, storable
 from kinformer.family.kinds import kinds
+from kinformer.family.table import FAMILY
+from kinformer.family.table import member as member_called
+from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
-from kinformer.tasks.table import training_options
 from kinformer.training.best import WEIGHTS, best_of
 
 if TYPE_CHECKING:
@@ -90,6 +93,9 @@ class Run:
             "data": self.data,
             "training": self.training,
         }
+        added = {"member": FAMILY.package(self.member), "task": ALL.package(self.task.name)}
+        if packages := {name: package for name, package in added.items() if package is not None}:
+            data["packages"] = packages
         write_json(self.folder / CONFIG, data)
 
     def build(self) -> Any:
@@ -138,7 +144,10 @@ def open_run(folder: str | Path) -> Run:
     folder = Path(folder)
     data = _read(folder)
     place = folder / CONFIG
-    task = task_called(data["task"]["name"])
+    packages = data.get("packages", {})
+    if package := packages.get("member"):
+        member_called(data["member"], package)
+    task = task_called(data["task"]["name"], packages.get("task"))
     return Run(
         folder=folder,
         member=data["member"],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
 from kinformer.tasks import classify, listops, mlm, next_token
 from kinformer.tasks.task import Task, what_fits
@@ -16,14 +18,34 @@ if TYPE_CHECKING:
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in (next_token, mlm, classify, listops)}
 
 
-def tasks() -> list[Task]:
-    """The records of all tasks, in the order of the table."""
-    return list(TASKS.values())
+ALL: plugins.Registry[Task] = plugins.Registry(
+    "task",
+    TASKS,
+    plugins.TASKS,
+    fits=lambda name, found: isinstance(found, Task) and found.name == name,
+    expected=lambda name: f"a Task of the name {name!r}",
+)
+"""Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""
 
 
-def task(name: str) -> Task:
-    """The record called ``name``; an unknown name is an error that lists the nearest."""
-    return TASKS[choose(name, TASKS, "task")]
+def tasks(complain: Callable[[str], object] = warnings.warn) -> list[Task]:
+    """The records of all tasks, Kinformer's own first, in the order of the table.
+
+    ``complain`` is told in a sentence of every task of another package that cannot be had, and is left out.
+    """
+    return ALL.available(complain)
+
+
+def task(name: str, package: str | None = None) -> Task:
+    """The record called ``name``; an unknown name is an error that lists the nearest.
+
+    ``package`` ("name version", as ``ALL.package(name)`` gave it) is where the task came from when that was written
+    down; if it is not found there any more, the error says so.
+    """
+    if package is not None:
+        found = plugins.KINFORMER if name in TASKS else ALL.package(name)
+        plugins.require_package(package, f"the task {name!r}", found)
+    return ALL[choose(name, ALL, "task")]
 
 
 def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
@@ -54,7 +76,7 @@ def _first(fitting: list[Task], name: str) -> Task:
 
 def what_tasks_there_are() -> str:
     """All tasks, for a message."""
-    return f"the tasks are {', '.join(TASKS)}."
+    return f"the tasks are {', '.join(ALL)}."
 
 
 def option_names(kind: Literal["Options", "MeasuringOptions"]) -> dict[str, Task]:
