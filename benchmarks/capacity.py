@@ -30,9 +30,9 @@ from kinformer.core.parts import FeatureMapConfig
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.relu import Relu
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.softmax import Span, softmax_attention
 from kinformer.tasks.recall import AssociativeRetrieval, Retrieval
 
 WIDTH, RATE, SOLVED = 64, 1e-3, 1e-3
@@ -91,8 +91,7 @@ class Retriever(nn.Module):
         q = self.phi(self.query(self.embedding.weight)[example.queries])
         v = functional.one_hot(example.values, self.num_keys).to(k.dtype)
         if self.rule == "softmax":
-            everything = Span(behind=None, ahead=None)
-            return softmax_attention(q[:, None], k[:, None], v[:, None], span=everything, scale=WIDTH**-0.5)[:, 0]
+            return attention(q[:, None], k[:, None], v[:, None], Visibility(), Scoring(WIDTH**-0.5)).out[:, 0]
         if self.rule == "sum":
             return self._sum(q, k, v)
         return self._delta(q, k, v, self._of_pairs(self.strength, example)[..., 0].sigmoid())

@@ -20,9 +20,9 @@ from torch.nn.functional import normalize
 
 from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.contract import Chunk
+from kinformer.core.reserved import KeysValues
 from kinformer.kernels.lookup import Filed, Lists, Piece, Search, look_up
 from kinformer.kernels.lookup.lists import centroids, file_away, places_of
-from kinformer.kernels.softmax.buffers import KeysValues
 from kinformer.mixers.memorizing import Memorizing, MemorizingState
 
 DIM, HEADS, SEGMENT, TOPK, LISTS, PROBES = 512, 8, 512, 32, 64, 3

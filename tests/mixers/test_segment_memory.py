@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.core.reserved import ReservedSlots
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.positions.rope import Rope

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, real_resets, select_valid
-from kinformer.core.host import numbers
+from kinformer.core.host import host_ints
 
 
 class Rows(NamedTuple):
@@ -50,7 +50,7 @@ def by_place(chunk: Chunk, state: Any, past: int, run: Run) -> tuple[Tensor, Any
 def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[Rows]:
     """Rows that have seen as many tokens, get as many and begin anew at the same places."""
     batch, time = chunk.x.shape[:2]
-    before = numbers(seen, past)
+    before = host_ints(seen, past)
     assert before is not None
     counts = [time] * batch if chunk.valid is None else chunk.valid.sum(dim=1).tolist()
     begin: list[list[int]] = [[] for _ in range(batch)]

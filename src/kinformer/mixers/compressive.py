@@ -34,8 +34,7 @@ from kinformer.core.contract import (
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.core.rows import Rows, by_place
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, column_sums
-from kinformer.kernels.softmax import Dropout
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.memory.compression import CompressionConfig, Convolution, Expansion
 from kinformer.memory.reconstruction import attention_loss, content_loss
 from kinformer.patterns.causal import Causal
@@ -123,6 +122,7 @@ class Compressive(CausalMixer):
         self.expansion = Expansion(self.compression.rate, dim) if autoencodes else None
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
+        check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
         self.kept = config.memory + config.segment - 1
         self.even_costs = 512 % config.segment == 0
 
@@ -226,11 +226,12 @@ class Compressive(CausalMixer):
         k = self.position.rotate_keys(k, places)
         dropout = Dropout.drawn(self.config.dropout, self.training)
         relative = None if call.relative is None else call.relative.below(slots)
-        problem = Problem(self.pattern, self.scale, places[:, -time:], relative, dropout=dropout)
-        y = block_sparse_attention(q, k, v, problem, self.config.impl)
+        visibility = Visibility(self.pattern, places[:, -time:], whole=True)
+        scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl
+        y = attention(q, k, v, visibility, scoring, impl=impl).out
         if call.watch is None and not self.compression.counts:
             return y, y.new_zeros(batch, slots)
-        return y, column_sums(q, k, v, problem).mean(1)
+        return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
     def _turned(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""

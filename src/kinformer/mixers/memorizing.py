@@ -30,13 +30,14 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.errors import KinformerError
-from kinformer.core.host import numbers
+from kinformer.core.host import host_ints
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.pattern import Band
+from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.lookup import Lists, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Away, Rules, Run, Store, join
-from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.kernels.softmax.buffers import KeysValues, ReservedKeysValues
 
 _PARTS = 16
 """How many times the memory is copied while it fills: what is put away is put away in so many parts."""
@@ -122,7 +123,8 @@ class Memorizing(CausalMixer):
         self.gate = nn.Parameter(torch.zeros(config.num_heads))
         self.out = ResidualOutput(width, dim, bias=config.bias)
         back = config.window - 1 if config.sees_itself else config.window
-        self.span = Span(behind=back, ahead=0 if config.sees_itself else -1)
+        self.pattern = Band(behind=back, ahead=0 if config.sees_itself else -1)
+        check_impl(config.impl, Needs(memories=config.memory_size > 0), "memorizing")
         self.batch_of = config.segment * max(1, config.memory_size // config.segment // _PARTS)
         """How many memories are put away at a time, counted by positions."""
         self.kept = max(back, self.batch_of - 1) if config.memory_size else back
@@ -162,7 +164,7 @@ class Memorizing(CausalMixer):
         positions = recent.positions(chunk.x.shape[1])
         q, k, v = self._project(chunk.x)
         k, v, kept, full = recent.append(k, v, self.kept)
-        y = self._local(q, k, v, None if full else positions)
+        y = self._local(q, k, v, positions, whole=full)
         external, away = self._external(chunk, q, k, v, positions[:, 0], state)
         return self._mix(y, external), MemorizingState(kept, *away)  # type: ignore[call-arg]
 
@@ -171,8 +173,8 @@ class Memorizing(CausalMixer):
         seen = advance(recent.seen, chunk, positions)
         q, k, v = self._project(select_valid(chunk.x, chunk.valid))
         past = recent.k.shape[2]
-        seeing = _after(recent, k, v, self.span.behind or 0)
-        y = self._local(q, *seeing, positions if past or chunk.reset is not None else None)
+        seeing = _after(recent, k, v, self.pattern.behind or 0)
+        y = self._local(q, *seeing, positions, whole=not past and chunk.reset is None)
         k, v = _after(recent, k, v, past)
         external, away = self._external(chunk, q, k, v, recent.seen, state)
         k, v = (newest(chunk, slots, seen, self.kept) for slots in (k, v))
@@ -189,9 +191,9 @@ class Memorizing(CausalMixer):
     def _scaled(self, q: Tensor) -> Tensor:
         return q * self.scale.abs()[:, None, None].to(q.dtype)
 
-    def _local(self, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> Tensor:
-        impl = self.config.impl
-        return softmax_attention(self._scaled(q), k, v, span=self.span, scale=1.0, reach=reach, impl=impl)
+    def _local(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
+        visibility = Visibility(self.pattern, positions, whole)
+        return attention(self._scaled(q), k, v, visibility, Scoring(1.0), impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
         """``external`` None: there is no memory, and no share for it."""
@@ -210,7 +212,7 @@ class Memorizing(CausalMixer):
         old = Away(*(each.detach() for each in state[1:]))
         if not self.config.memory_size:
             return None, old
-        seen = numbers(before, 0)
+        seen = host_ints(before, 0)
         assert seen is not None
         lists = None if self.centroids is None else Lists(self.centroids, self.config.probes)
         search = Search(self.config.search, self.config.topk, lists, self.config.impl)
@@ -230,7 +232,7 @@ class Memorizing(CausalMixer):
         if chunk.valid is None and reset is None and len(set(seen)) == 1:
             yield slice(0, batch), [Run(0, time, seen[0], True)]
             return
-        counts = [time] * batch if chunk.valid is None else numbers(chunk.valid.sum(dim=1), time)
+        counts = [time] * batch if chunk.valid is None else host_ints(chunk.valid.sum(dim=1), time)
         for row, (count, position) in enumerate(zip(counts or (), seen, strict=True)):
             begins = [] if reset is None else reset[row].nonzero()[:, 0].tolist()
             runs = [

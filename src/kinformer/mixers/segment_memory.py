@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.autocast import autocast_together
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -28,18 +27,23 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
-from kinformer.core.errors import choose
-from kinformer.core.host import numbers
+from kinformer.core.host import host_ints
 from kinformer.core.parts import PositionConfig, ProjectionConfig, ScoreConfig, check_forgetful, head_width, merge_heads
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, chunked, reference
-from kinformer.kernels.softmax import Dropout
-from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.core.reserved import ReservedSlots
+from kinformer.kernels.attention import (
+    Attended,
+    Dropout,
+    Needs,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+)
 from kinformer.patterns.segments import Segments, check_sizes
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.shared import Shared
 from kinformer.scores.scaled_dot import ScaledDot
-
-_WITH_SUMS = {"auto": chunked, "chunked": chunked, "reference": reference}
 
 
 class SegmentState(NamedTuple):
@@ -92,7 +96,7 @@ class SegmentMemory(CausalMixer):
 
         def __post_init__(self) -> None:
             check_sizes(self.segment, self.memory)
-            choose(self.impl, _WITH_SUMS, "impl")
+            check_impl(self.impl, Needs(band=False, lse=True), "segment_memory")
 
         def build(self, dim: int) -> SegmentMemory:
             return SegmentMemory(self, dim)
@@ -109,7 +113,7 @@ class SegmentMemory(CausalMixer):
         self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
-        self.even_costs = 512 % config.segment == 0
+        self.even_costs = self.pattern.even_costs
 
     @property
     def retained(self) -> int:
@@ -150,9 +154,7 @@ class SegmentMemory(CausalMixer):
             k, v = state.k[:, :, :0].detach(), state.v[:, :, :0].detach()
         else:
             k, v = (torch.cat(both, dim=2) for both in zip(self._past(state, k), (k, v), strict=True))
-            y = block_sparse_attention(
-                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
-            )
+            y = self._attend(q, k, v, self.pattern, positions).out
             k, v = (newest(chunk, slots, seen, self.retained) for slots in (k, v))
         hidden = self._settled(newest(chunk, hidden, seen, self.retained), seen)
         y = select_valid(self.out(merge_heads(y)), chunk.valid)
@@ -164,8 +166,7 @@ class SegmentMemory(CausalMixer):
         q, k = self.position.rotate(q, k, positions)
         new = chunk.x[:, None].to(k.dtype), k, self.position.values(v)
         (_, k, v), state, _ = state.extend(new, self.retained)
-        y = block_sparse_attention(self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl)
-        return self.out(merge_heads(y)), state
+        return self.out(merge_heads(self._attend(q, k, v, self.pattern, positions).out)), state
 
     def _past(self, state: SegmentState, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the past without gradients: those that were kept, and those of the other slots."""
@@ -178,7 +179,7 @@ class SegmentMemory(CausalMixer):
         self, chunk: Chunk, state: SegmentState, own: tuple[Tensor, Tensor, Tensor], positions: Tensor
     ) -> Tensor:
         """Attention with gradients. Where a row's queries are of one segment, every key is either live or memory; else
-        some are both, and attention to the own segments and to their memories are two calls, merged by their sums."""
+        some are both, and attention to the own segments and to their memories are two calls, merged."""
         q, k, v = own
         past, time = state.hidden.shape[2], chunk.x.shape[1]
         extent = self._extent(positions, chunk.reset is not None, past)
@@ -188,26 +189,23 @@ class SegmentMemory(CausalMixer):
                 recent = _cut(recent, state.seen % self.segment, extent.live)
                 older = self._keys_values(recent, _before(state.seen, recent.shape[2]))
                 k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-            return block_sparse_attention(
-                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
-            )
+            return self._attend(q, k, v, self.pattern, positions).out
         if extent.live:
             places = _before(state.seen, extent.live)
             older = self._keys_values(state.hidden[:, :, past - extent.live :], places)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-        y, total = self._attend(q, k, v, self.own, positions)
+        own_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
         if not self.memory:
-            return y
+            return own_segment.out
         memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
         places = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
         k, v = self._keys_values(memory, places)
         k, v = (pad(x, (0, 0, 0, time - extent.later)) for x in (k, v))
-        before, memory_total = self._attend(q, k, v, self.older, positions)
-        return torch.lerp(y, before, torch.sigmoid(memory_total - total).to(y.dtype)[..., None])
+        return merge(own_segment, self._attend(q, k, v, self.older, positions, lse=True)).out
 
     def _extent(self, positions: Tensor, resets: bool, past: int) -> _Extent:
         time = positions.shape[1]
-        first = numbers(positions[:, 0], past)
+        first = host_ints(positions[:, 0], past)
         if first is None:
             return _Extent(False, min(past, self.segment - 1), time)
         live = min(past, max(position % self.segment for position in first))
@@ -221,21 +219,24 @@ class SegmentMemory(CausalMixer):
         k, v = self.projection.keys_values(hidden[:, 0])
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a part of the keys."""
-        q, k, v = autocast_together(self.score.queries(q), k, v)
-        return _WITH_SUMS[self.impl].attend(q, k, v, self._problem(pattern, positions, k))
-
-    def _problem(self, pattern: Segments, positions: Tensor, k: Tensor) -> Problem:
-        relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
-        dropout = Dropout.drawn(self.dropout, self.training)
-        return Problem(pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor, lse: bool = False
+    ) -> Attended:
+        scoring = Scoring(
+            self.score.scale,
+            self.score.form,
+            self.score.vector(),
+            self.position.relative(0, min(k.shape[2] - 1, self.retained)),
+            dropout=Dropout.drawn(self.dropout, self.training),
+        )
+        visibility = Visibility(pattern, positions)
+        return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _settled(self, hidden: Tensor, seen: Tensor) -> Tensor:
         """The slots of a state: those of segments that are over are cut from the graph."""
         if not hidden.requires_grad:
             return hidden
-        own = numbers(seen, hidden.shape[2])
+        own = host_ints(seen, hidden.shape[2])
         most = self.segment - 1 if own is None else max(count % self.segment for count in own)
         return _cut(hidden, seen % self.segment, min(most, hidden.shape[2]))
 

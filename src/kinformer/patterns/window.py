@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
-from kinformer.core.pattern import Pattern
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band, Pattern
 from kinformer.patterns.comb import Comb
 from kinformer.patterns.per_head import per_head
 
