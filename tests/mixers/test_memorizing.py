@@ -45,7 +45,8 @@ def begun(mixer, z):
     """A first segment as theirs: attention to a window of zeros too, and a share for memories that are not there."""
     q, k, v = mixer._project(z)
     zeros = torch.zeros(len(z), 2, 6, 4, dtype=torch.float64)
-    local = mixer._local(q, torch.cat([zeros, k], dim=2), torch.cat([zeros, v], dim=2), None)
+    k, v, positions = torch.cat([zeros, k], dim=2), torch.cat([zeros, v], dim=2), torch.arange(6).expand(len(z), -1)
+    local = mixer._local(q, k, v, positions, whole=True)
     return mixer._mix(local, torch.zeros_like(local))
 
 
