@@ -226,7 +226,7 @@ def test_dropout_repeats_its_seed_and_no_other():
 
 
 def test_dropout_keeps_its_share_without_pattern():
-    mask = Dropout(0.3, 11).kept(2, 4, 128, 128, torch.device("cpu")).double()
+    mask = Dropout(0.3, 11).kept((2, 4, 128, 128), torch.device("cpu")).double()
     noise = 0.46 / math.sqrt(128)
     assert abs(float(mask.mean()) - 0.7) < 4 * 0.46 / math.sqrt(mask.numel())
     for axes in ((0, 1, 2), (0, 1, 3)):

@@ -145,9 +145,9 @@ class BidirectionalAttention(EncoderMixer):
         return Attended(out, torch.cat([part.lse for part in parts if part.lse is not None])[order] if lse else None)
 
     def _local(self, qkv: Sequence[Tensor], pattern: Pattern, padding: Tensor | None, lse: bool) -> Attended:
-        time = qkv[0].shape[2]
-        visibility = Visibility(pattern, key_padding_mask=padding)
-        return self._attend(*qkv, visibility, relative=self.position.relative(1 - time, time - 1), lse=lse)
+        q, k, v = qkv
+        relative = self.position.relative(1 - q.shape[2], q.shape[2] - 1)
+        return self._attend(q, k, v, Visibility(pattern, key_padding_mask=padding), relative, lse)
 
     def _attend(
         self,

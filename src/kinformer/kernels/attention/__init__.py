@@ -66,7 +66,8 @@ def attention(
     scoring = _checked(scoring)
     if isinstance(k, Projected) and isinstance(v, Projected):
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            return few.attend_projected(*_cast(q, k, v), visibility, scoring)
+            found = few.attend_projected(*_cast(q, k, v), visibility, scoring)
+            return found if lse else Attended(found.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are both projected, or both made"
     q, k, v = autocast_together(q, k, v)
@@ -75,15 +76,8 @@ def attention(
         impl = choose_impl(q, k, visibility, scoring, lse)
     else:
         check_impl(impl, Needs.of_call(visibility, scoring, lse))
-    if impl == "chunked":
-        return _chunked(q, k, v, visibility, scoring, lse)
-    if impl == "sdpa":
-        return sdpa.attend(q, k, v, visibility, scoring)
-    if impl == "reference":
-        return reference.attend(q, k, v, visibility, scoring)
-    from kinformer.kernels.attention import flex
-
-    return flex.attend(q, k, v, visibility, scoring)
+    found = _by(impl, q, k, v, visibility, scoring, lse)
+    return found if lse else Attended(found.out)
 
 
 def slot_sums(
@@ -95,6 +89,18 @@ def slot_sums(
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")
     return (reference if impl == "reference" else block_sparse.chunked).slot_sums(q, k, v, visibility, scoring)
+
+
+def _by(impl: str, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
+    if impl == "chunked":
+        return _chunked(q, k, v, visibility, scoring, lse)
+    if impl == "sdpa":
+        return sdpa.attend(q, k, v, visibility, scoring)
+    if impl == "reference":
+        return reference.attend(q, k, v, visibility, scoring)
+    from kinformer.kernels.attention import flex
+
+    return flex.attend(q, k, v, visibility, scoring)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
@@ -144,11 +150,12 @@ def _checked(scoring: Scoring) -> Scoring:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
-        raise KinformerError(f"{_PLACE}: {shapes}; expected [batch, heads, time, head_dim], batch and head_dim alike.")
+        raise KinformerError(
+            f"{_PLACE}: {_shapes(q, k, v)}; expected [batch, heads, time, head_dim], batch and head_dim alike."
+        )
     if k.shape[:3] != v.shape[:3]:
-        raise KinformerError(f"{_PLACE}: {shapes}; expected k and v to differ in their last size at most.")
+        raise KinformerError(f"{_PLACE}: {_shapes(q, k, v)}; expected k and v to differ in their last size at most.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise KinformerError(f"{_PLACE}: {q.shape[1]} query heads over {k.shape[1]} kv heads; expected a multiple.")
     if not q.dtype == k.dtype == v.dtype:
@@ -158,7 +165,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
             raise KinformerError(f"{_PLACE}: positions and distances without a pattern; give one, such as Band().")
         return
     if k.shape[2] < q.shape[2]:
-        raise KinformerError(f"{_PLACE}: {shapes}; expected k to hold the past and all {q.shape[2]} queries' slots.")
+        raise KinformerError(
+            f"{_PLACE}: {_shapes(q, k, v)}; expected k to hold the past and all {q.shape[2]} queries' slots."
+        )
     if visibility.attn_mask is not None or scoring.bias is not None:
         raise KinformerError(f"{_PLACE}: attn_mask or bias with a pattern; give pairs one by one or by a pattern.")
     positions = visibility.positions
@@ -167,3 +176,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
             f"{_PLACE}: positions is {positions.dtype} {list(positions.shape)}, "
             f"expected torch.int64 [batch, time] = {[q.shape[0], q.shape[2]]}."
         )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ class Dropout(NamedTuple):
         """With a seed from PyTorch's global generator; None, and nothing drawn, where nothing is to be dropped."""
         return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
 
-    def kept(self, batch: int, heads: int, time: int, slots: int, device: torch.device) -> Tensor:
-        """[batch, heads, time, slots] bool: which probabilities are kept, all at once."""
+    def kept(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Bool of the ``shape`` [batch, heads, time, slots]: which probabilities are kept, all at once."""
+        batch, heads, time, slots = shape
         places = (torch.arange(count, device=device) for count in (batch * heads, time, slots))
         rows, columns = dropout_words(self.seed, *places)
         words = rows[:, :, None] + columns

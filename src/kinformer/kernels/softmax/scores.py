@@ -34,5 +34,6 @@ def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> T
         real, imaginary = (part @ k.mT for part in complex_queries(q))
         return scoring.scale * (real.square() + imaginary.square() + EPS).sqrt()
     if scoring.form == "additive":
+        assert vector is not None
         return scoring.scale * ((q[..., None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
     return (q * scoring.scale) @ k.mT
