@@ -33,7 +33,7 @@ from kinformer.core.contract import (
 )
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
-from kinformer.core.rows import Rows, by_place
+from kinformer.core.rows import RowGroup, by_position
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.memory.compression import CompressionConfig, Convolution, Expansion
 from kinformer.memory.reconstruction import attention_loss, content_loss
@@ -128,8 +128,8 @@ class Compressive(CausalMixer):
 
     @property
     def retained(self) -> int:
-        reach = self.memory + self.config.compressed * self.compression.rate
-        return max(self.kept, -(-reach // self.segment) * self.segment)
+        lookback = self.memory + self.config.compressed * self.compression.rate
+        return max(self.kept, -(-lookback // self.segment) * self.segment)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -169,9 +169,9 @@ class Compressive(CausalMixer):
     def _absorb(self, chunk: Chunk, state: CompressiveState, watch: Tensor | None) -> tuple[Tensor, CompressiveState]:
         most = state.hidden.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
         relative = self.position.relative(0, min(most, self.config.compressed + self.kept + 1) - 1)
-        return by_place(chunk, state, state.hidden.shape[2], partial(self._rows, call=_Call(relative, watch)))
+        return by_position(chunk, state, state.hidden.shape[2], partial(self._rows, call=_Call(relative, watch)))
 
-    def _rows(self, x: Tensor, state: CompressiveState, rows: Rows, call: _Call) -> tuple[Tensor, CompressiveState]:
+    def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
         """``x`` [rows, time, dim] of sequences at one place, piece by piece: until a segment or a sequence ends."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
@@ -236,14 +236,14 @@ class Compressive(CausalMixer):
     def _turned(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""
         state = state._replace(hidden=state.hidden.detach())
-        reach = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
-        falling = reach - min(seen, self.memory)
+        lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
+        falling = lookback - min(seen, self.memory)
         if not falling or not self.config.compressed:
             return state
-        start = state.hidden.shape[2] - reach
+        start = state.hidden.shape[2] - lookback
         old, usage = state.hidden[:, 0, start : start + falling], None
         if self.compression.counts:
-            asked = torch.arange(reach, reach - falling, -1, device=old.device)
+            asked = torch.arange(lookback, lookback - falling, -1, device=old.device)
             usage = state.usage[:, 0, start : start + falling, 0] / asked
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:

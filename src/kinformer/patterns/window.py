@@ -34,5 +34,5 @@ class Window(PatternConfig):
         return per_head([self._window(dilation) for dilation in self.dilations or (self.dilation,)])
 
     def _window(self, dilation: int) -> Pattern:
-        reach = self.window * dilation
-        return Band(behind=reach, ahead=reach) if dilation == 1 else Comb(behind=reach, ahead=reach, stride=dilation)
+        far = self.window * dilation
+        return Band(behind=far, ahead=far) if dilation == 1 else Comb(behind=far, ahead=far, stride=dilation)

@@ -156,7 +156,7 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
     top = _top(lse)
     sums = torch.zeros(*q.shape[:2], k.shape[2], 1, dtype=lse.dtype, device=q.device)
     for section in call.sections():
-        rows, heads = section.place(sums, 1)
+        rows, heads = section.index_in(sums, 1)
         target = sums[:, :, section.slots]
         for loop in call.loops(section):
             found = loop.slot_sums(section.queries(top))

@@ -97,12 +97,12 @@ class Distances:
                 scores[..., overlap.start : overlap.stop].mul_(view.unsqueeze(1))
         for overlap in overlaps:
             width = overlap.stop - overlap.start
-            place = scores[..., overlap.start : overlap.stop]
+            part = scores[..., overlap.start : overlap.stop]
             if "keys" in self.tables:
                 products = _spread(q, self._slice("keys", heads, overlap, rows))
-                place.add_(skew(products.flatten(0, 3), width).view(place.shape))
+                part.add_(skew(products.flatten(0, 3), width).view(part.shape))
             if "bias" in self.tables:
-                place.add_(toeplitz(self._slice("bias", heads, overlap, rows), width).unsqueeze(1))
+                part.add_(toeplitz(self._slice("bias", heads, overlap, rows), width).unsqueeze(1))
         return rectified
 
     def add_gradients(
@@ -111,18 +111,18 @@ class Distances:
         """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
         rows = errors.shape[-2]
         for overlap in self.overlaps(tile):
-            place = errors[..., overlap.start : overlap.stop]
+            part = errors[..., overlap.start : overlap.stop]
             if "bias" in self.tables and "bias" in self.learned:
-                self._collect("bias", place, heads, overlap)
+                self._collect("bias", part, heads, overlap)
             if "keys" in self.tables:
-                far = unskew(place).to(q.dtype)
+                far = unskew(part).to(q.dtype)
                 dq.add_(_mix(far, self._slice("keys", heads, overlap, rows)))
                 _outer(far, q, self._gradient("keys", heads, overlap, rows))
             if rectified is not None:
                 if "factor" in self.learned:
-                    self._collect("factor", place * rectified[..., overlap.start : overlap.stop], heads, overlap)
+                    self._collect("factor", part * rectified[..., overlap.start : overlap.stop], heads, overlap)
                 view = toeplitz(self._slice("factor", heads, overlap, rows), overlap.stop - overlap.start)
-                place.mul_(view.unsqueeze(1))
+                part.mul_(view.unsqueeze(1))
         if rectified is not None:
             errors.masked_fill_(rectified <= 0, 0)
 
@@ -143,9 +143,9 @@ class Distances:
         if "values" in self.tables:
             rows = weights.shape[-2]
             for overlap in self.overlaps(tile):
-                place = errors[..., overlap.start : overlap.stop]
+                part = errors[..., overlap.start : overlap.stop]
                 products = _spread(grad, self._slice("values", heads, overlap, rows))
-                place.add_(skew(products.flatten(0, 3), overlap.stop - overlap.start).view(place.shape))
+                part.add_(skew(products.flatten(0, 3), overlap.stop - overlap.start).view(part.shape))
                 far = unskew(weights[..., overlap.start : overlap.stop]).to(grad.dtype)
                 _outer(far, grad, self._gradient("values", heads, overlap, rows))
 

@@ -68,7 +68,7 @@ class Section(NamedTuple):
         simple = isinstance(self.rows, slice) and isinstance(self.heads, slice)
         return simple and times.stop - times.start == length
 
-    def place(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    def index_in(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """Index of the section's rows and of its heads, which of ``group`` share one in ``target``."""
         rows = torch.arange(target.shape[0])[self.rows][:, None]
         if isinstance(self.heads, slice):
@@ -103,7 +103,7 @@ class Gathered:
             self.found = x.reshape(self.shape)
             return
         target = self.value()[:, :, section.times]
-        rows, heads = section.place(target, 1)
+        rows, heads = section.index_in(target, 1)
         target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
 
     def value(self) -> Tensor:
@@ -126,7 +126,7 @@ class Summed:
             self.found = x if self.found is None else self.found.add_(x)
             return
         target = self.value()[:, :, section.slots]
-        rows, heads = section.place(target, group)
+        rows, heads = section.index_in(target, group)
         target.index_put_((rows, heads), x.reshape(len(rows), heads.shape[0], *target.shape[2:]), accumulate=True)
 
     def value(self) -> Tensor:
@@ -146,14 +146,14 @@ def sections(
         past = slots - positions.shape[1] + times.start
         oldest = max(0, past - first)
         interval = Interval(first - (past - oldest), first, first + times.stop - times.start)
-        place = slice(oldest, past + times.stop - times.start)
+        keys = slice(oldest, past + times.stop - times.start)
         if pattern.num_heads is not None and not separate_heads and stack(pattern, interval) is not None:
             every = slice(0, heads) if kv_heads == heads else list(range(heads))
-            yield Section(pattern, interval, rows, times, place, every, heads)
+            yield Section(pattern, interval, rows, times, keys, every, heads)
             continue
         for alike, group in _heads(pattern, heads):
             owners = len(group) if isinstance(group, list) else kv_heads
-            yield Section(alike, interval, rows, times, place, group, owners)
+            yield Section(alike, interval, rows, times, keys, group, owners)
 
 
 def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:

@@ -28,7 +28,7 @@ from kinformer.kernels.block_sparse.plan import (
 )
 
 _WASTE = 1.25
-"""Stacked heads may compute so many times the pairs that tiles of the same height compute apart."""
+"""Stacked heads may compute so many times the pairs that tiles of the same height compute one by one."""
 
 
 @lru_cache(maxsize=256)
@@ -44,14 +44,14 @@ def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
     if any(len(term) != 1 or term[0].stride != 1 for term in terms):
         return None
     with _disable_current_modes():
-        best, apart = None, 0
+        best, separate = None, 0
         for rows in ROWS:
             plans = [Cutter(term[0], interval, rows, False).plan() for term in terms]
             plan = _stacked(plans)
             if best is not None and cost(plan) > cost(best):
                 break
-            best, apart = plan, sum(each.computed for each in plans)
-    return best if best is not None and best.computed <= _WASTE * apart else None
+            best, separate = plan, sum(each.computed for each in plans)
+    return best if best is not None and best.computed <= _WASTE * separate else None
 
 
 def _stacked(plans: Sequence[TermPlan]) -> TermPlan:
@@ -88,8 +88,8 @@ def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
 def _masks(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[PartialMask]:
     """Over the keys that are hidden from somebody; equal ones are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
-        plan = np.ascontiguousarray(hidden[:, None, :, start:stop])
-        name = bytes(str(plan.shape), "ascii") + np.packbits(plan).tobytes()
+        block = np.ascontiguousarray(hidden[:, None, :, start:stop])
+        name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
         if name not in known:
-            known[name] = torch.zeros(plan.shape).masked_fill_(torch.from_numpy(plan), -torch.inf)
+            known[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
         yield PartialMask(start, stop, known[name])

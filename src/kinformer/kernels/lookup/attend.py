@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding_bag
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.lookup.pieces import Piece
+from kinformer.kernels.lookup.slices import MemorySlice
 
 
-def attend(q: Tensor, found: Tensor, pieces: list[Piece]) -> Tensor:
+def attend(q: Tensor, found: Tensor, pieces: list[MemorySlice]) -> Tensor:
     """q [batch, heads, time, head_dim] -> y of that shape, 0 where nothing was found.
 
     found: [batch, heads, time, topk] as ``look_up`` gives it.
@@ -42,7 +42,7 @@ def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
     return table.detach().reshape(-1, table.shape[-1]).to(dtype)
 
 
-def _slots(found: Tensor, pieces: list[Piece]) -> Tensor:
+def _slots(found: Tensor, pieces: list[MemorySlice]) -> Tensor:
     """Rows of each piece's table [pieces, batch * heads * time, topk]; -1 where it is not in that piece."""
     batch, heads = found.shape[:2]
     row = torch.arange(batch * heads, device=found.device).view(batch, heads, 1, 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+class MemorySlice(NamedTuple):
     """``size`` memories from slot ``first`` on of ``k``, ``v`` [batch, heads, slots, head_dim]."""
 
     k: Tensor
