@@ -15,6 +15,7 @@ from kinformer.kernels import block_sparse
 from kinformer.kernels.attention import (
     Attended,
     Dropout,
+    Gathered,
     Needs,
     Projected,
     Scoring,
@@ -117,6 +118,27 @@ def test_keys_and_values_need_not_be_made(time: int, dropout: Dropout | None) ->
         out = attention(q, Projected(x, key, bias), Projected(x, value, bias), visibility, scoring, impl=impl).out
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, x, key, value, bias))])
     assert_alike(*results)
+
+
+def test_keys_that_each_query_found() -> None:
+    """Among memories in two tables, of which ranges count; some queries found less, one nothing."""
+    generator = torch.Generator().manual_seed(4)
+    q = operands(7)[0]
+    tables = tuple(torch.randn(BATCH, HEADS, 20, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4))
+    found = torch.randint(-1, 14, (BATCH, HEADS, 7, 5), generator=generator)
+    found[0, 1, 2] = -1
+    extents = (3, 9), (0, 5)
+    keys, values = Gathered(found, tables[:2], extents), Gathered(found, tables[2:], extents)
+    results = []
+    for impl in ("auto", "reference"):
+        out, lse = attention(q, keys, values, Visibility(), Scoring(0.7), impl=impl, lse=True)
+        assert lse is not None
+        total = out.square().sum() + lse.where(lse.isfinite(), 0).sum()
+        results.append([out, lse, *torch.autograd.grad(total, (q,))])
+    assert_alike(*results)
+    assert not results[0][0][0, 1, 2].any()
+    with pytest.raises(KinformerError, match="look-up among memories"):
+        attention(q, keys, values, Visibility(), Scoring(0.7), impl="sdpa")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

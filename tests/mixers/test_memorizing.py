@@ -12,7 +12,8 @@ from kinformer.cli.main import main
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, attend, look_up
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
 from kinformer.kernels.lookup.lists import centroids, insert, places_of
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -92,14 +93,15 @@ def test_they_find_the_same():
         filled = int((k[row, 0].abs().sum(-1) > 0).sum())
         piece = MemorySlice(k[row : row + 1], v[row : row + 1], 0, filled)
         q = golden[f"{now}queries"][row : row + 1].transpose(1, 2)
+        scale = golden["w.tbase/_kvq/attention_scale"].abs()[:, None, None]
         for impl in ("reference", "chunked"):
             found = look_up(q, [piece], Search("bucketed", 3, impl=impl))
             heads = torch.arange(2)[:, None, None]
             want = golden[f"{now}retrieved_values"][row].transpose(0, 1)
             assert (v[row][heads, found[0]] - want).abs().max() < 1e-6, (segment, impl)
-        scale = golden["w.tbase/_kvq/attention_scale"].abs()[:, None, None]
-        y = attend(q * scale, found, [piece]).transpose(1, 2)
-        assert (y - golden[f"{now}external_attention"][row]).abs().max() < 5e-6
+            keys, values = gathered(found, [piece])
+            y = attention(q * scale, keys, values, Visibility(), Scoring(1.0), impl=impl).out.transpose(1, 2)
+            assert (y - golden[f"{now}external_attention"][row]).abs().max() < 5e-6
 
 
 def outputs(config, x, change=None):

@@ -16,16 +16,17 @@ from kinformer.core.autocast import autocast_together
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
 from kinformer.kernels import band, block_sparse
-from kinformer.kernels.attention import few, one_query, reference, sdpa
+from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.softmax.dropout import Dropout
 from kinformer.kernels.softmax.merge import merge
-from kinformer.kernels.softmax.request import Attended, Projected, Scoring, Visibility
+from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
 
 __all__ = [
     "IMPLS",
     "Attended",
     "Dropout",
+    "Gathered",
     "Needs",
     "Projected",
     "Scoring",
@@ -42,8 +43,8 @@ _PLACE = "attention"
 
 def attention(
     q: Tensor,
-    k: Tensor | Projected,
-    v: Tensor | Projected,
+    k: Tensor | Projected | Gathered,
+    v: Tensor | Projected | Gathered,
     visibility: Visibility,
     scoring: Scoring,
     *,
@@ -54,7 +55,7 @@ def attention(
 
     q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
-        Slots that nobody sees must hold finite numbers. Both may be ``Projected``.
+        Slots that nobody sees must hold finite numbers. Both may be ``Projected``, or ``Gathered`` by each query.
     impl: one of ``IMPLS``; "auto" is what :func:`choose_impl` says, any other name is taken at its word.
     lse: whether the log-sum-exp is asked for, by which results over disjoint keys are merged.
 
@@ -64,12 +65,14 @@ def attention(
     Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that cannot do what is asked.
     """
     scoring = _checked(scoring)
+    if isinstance(k, Gathered) and isinstance(v, Gathered):
+        return _gathered(q, k, v, visibility, scoring, impl, lse)
     if isinstance(k, Projected) and isinstance(v, Projected):
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
             found = few.attend_projected(*_cast(q, k, v), visibility, scoring)
             return found if lse else Attended(found.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
-    assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are both projected, or both made"
+    assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, scoring)
     if impl == "auto":
@@ -89,6 +92,21 @@ def slot_sums(
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")
     return (reference if impl == "reference" else block_sparse.chunked).slot_sums(q, k, v, visibility, scoring)
+
+
+def _gathered(
+    q: Tensor, k: Gathered, v: Gathered, visibility: Visibility, scoring: Scoring, impl: str, lse: bool
+) -> Attended:
+    check_impl(impl, Needs(memories=True))
+    assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], "a query sees what it found, by products"
+    if impl != "reference":
+        return gathered.attend(q, k, v, scoring.scale, lse)
+    batch, heads, time, width = q.shape
+    found = Visibility(attn_mask=(k.found >= 0).view(batch, heads * time, 1, -1))
+    single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
+    out, sums = reference.attend(single, k.made(q), v.made(q), found, scoring)
+    assert sums is not None
+    return Attended(out.view(batch, heads, time, -1), sums.view(batch, heads, time) if lse else None)
 
 
 def _by(impl: str, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:

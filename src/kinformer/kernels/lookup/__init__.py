@@ -18,11 +18,10 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.lookup import chunked, lists, reference
-from kinformer.kernels.lookup.attend import attend
 from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile
-from kinformer.kernels.lookup.slices import MemorySlice
+from kinformer.kernels.lookup.slices import MemorySlice, gathered
 
-__all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "attend", "look_up"]
+__all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "gathered", "look_up"]
 
 SEARCHES = ("exact", "bucketed", "inverted")
 IMPLS = ("auto", "reference", "chunked")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, attend, look_up
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, gathered, look_up
 from kinformer.kernels.lookup.lists import insert, places_of
 
 
@@ -88,7 +89,8 @@ class Store:
             pieces, filed = [MemorySlice(k, v, k.shape[2] - (border - first), border - first), fresh], None
         else:
             pieces, filed = [MemorySlice(k, v, 0, k.shape[2]), fresh], InvertedFile(k, places, first)
-        return attend(scaled, look_up(q, pieces, self.search, filed), pieces)
+        keys, values = gathered(look_up(q, pieces, self.search, filed), pieces)
+        return attention(scaled, keys, values, Visibility(), Scoring(1.0), impl=self.search.impl).out
 
     def _evict(self, stop: int, run: Subsequence) -> None:
         part, lists, size = self.rules.batch_of, self.search.lists, self.rules.memory_size
