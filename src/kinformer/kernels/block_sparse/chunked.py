@@ -2,7 +2,8 @@
 
 A tile of queries meets all its keys of one term at once, so no running maximum is needed; the terms of a pattern are
 disjoint, and their outputs are merged by their log-sum-exps. The backward recomputes P = exp(S - lse) of the whole and
-uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse. Memory is linear in time.
+uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.py``) S is ``scores``, P ``weights``, O
+``out``, dO ``grad``, and ``errors`` is dP, then dS. Memory is linear in time.
 """
 
 from __future__ import annotations
