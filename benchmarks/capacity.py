@@ -27,13 +27,12 @@ from torch.nn import functional
 
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.core.parts import FeatureMapConfig
-from kinformer.data.recall import AssociativeRetrieval, Retrieval
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.relu import Relu
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.softmax import Span, softmax_attention
 
 WIDTH, RATE, SOLVED = 64, 1e-3, 1e-3
 FEATURES: dict[str, FeatureMapConfig] = {
@@ -91,8 +90,7 @@ class Retriever(nn.Module):
         q = self.phi(self.query(self.embedding.weight)[example.queries])
         v = functional.one_hot(example.values, self.num_keys).to(k.dtype)
         if self.rule == "softmax":
-            everything = Span(behind=None, ahead=None)
-            return softmax_attention(q[:, None], k[:, None], v[:, None], span=everything, scale=WIDTH**-0.5)[:, 0]
+            return attention(q[:, None], k[:, None], v[:, None], Visibility(), Scoring(WIDTH**-0.5)).out[:, 0]
         if self.rule == "sum":
             return self._sum(q, k, v)
         return self._delta(q, k, v, self._of_pairs(self.strength, example)[..., 0].sigmoid())

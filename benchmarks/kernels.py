@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
+from kinformer.core.pattern import Band
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.softmax import Span, softmax_attention
 
 Attention = Callable[..., Tensor]
 Field = dict[str, tuple[Attention, str]]
@@ -104,7 +105,7 @@ def delta_textbook(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, chunk: int = 6
 
 
 def softmax_ours(q: Tensor, k: Tensor, v: Tensor, behind: int | None = None) -> Tensor:
-    return softmax_attention(q, k, v, span=Span(behind=behind, ahead=0), scale=q.shape[3] ** -0.5)
+    return attention(q, k, v, Visibility(Band(behind=behind)), Scoring(q.shape[3] ** -0.5)).out
 
 
 def softmax_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch.nn.functional import normalize
 
 from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.contract import Chunk
-from kinformer.kernels.lookup import Filed, Lists, Piece, Search, look_up
-from kinformer.kernels.lookup.lists import centroids, file_away, places_of
-from kinformer.kernels.softmax.buffers import KeysValues
+from kinformer.core.reserved import KeysValues
+from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
+from kinformer.kernels.lookup.lists import centroids, insert, places_of
 from kinformer.mixers.memorizing import Memorizing, MemorizingState
 
 DIM, HEADS, SEGMENT, TOPK, LISTS, PROBES = 512, 8, 512, 32, 64, 3
@@ -49,8 +49,8 @@ def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
     k, v = old, torch.randn_like(old)
     if mixer.centroids is not None:
         border = seen // mixer.batch_of * mixer.batch_of
-        places = places_of(old, border - size, Lists(mixer.centroids, PROBES))
-        k, v, places = file_away(k, v, places, size)
+        places = places_of(old, border - size, CoarseQuantizer(mixer.centroids, PROBES))
+        k, v, places = insert(k, v, places, size)
     return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), k, v, places)
 
 
@@ -79,12 +79,12 @@ def gate() -> dict[str, float]:
 def find(name: str, q: Tensor, k: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Scores of what is found (-1 where nothing is), and which of ``k`` it is."""
     if name != "inverted":
-        found = look_up(q, [Piece(k, k, 0, k.shape[2])], Search(name, TOPK, impl=impl))
+        found = look_up(q, [MemorySlice(k, k, 0, k.shape[2])], Search(name, TOPK, impl=impl))
         return (q @ k.mT).gather(-1, found), found
-    lists = Lists(centroids(k.shape[1], LISTS, WIDTH), PROBES)
-    filed, _, places = file_away(k, k, places_of(k, 0, lists), k.shape[2])
-    pieces = [Piece(filed, filed, 0, k.shape[2]), Piece(k, k, 0, 0)]
-    found = look_up(q, pieces, Search(name, TOPK, lists, impl), Filed(filed, places, 0))
+    lists = CoarseQuantizer(centroids(k.shape[1], LISTS, WIDTH), PROBES)
+    filed, _, places = insert(k, k, places_of(k, 0, lists), k.shape[2])
+    pieces = [MemorySlice(filed, filed, 0, k.shape[2]), MemorySlice(k, k, 0, 0)]
+    found = look_up(q, pieces, Search(name, TOPK, lists, impl), InvertedFile(filed, places, 0))
     positions = places[:, :, None, :, 1].expand(-1, -1, q.shape[2], -1).gather(-1, found.clamp_min(0))
     positions = torch.where(found < 0, -1, positions)
     scores = (q @ k.mT).gather(-1, positions.clamp_min(0))

@@ -21,10 +21,9 @@ from torch.nn import functional
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.core.parts import PositionConfig
-from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, explain
-from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.block_sparse import chunked, explain
 from kinformer.patterns.blockwise import Blockwise
 from kinformer.patterns.dilated import Dilated
 from kinformer.patterns.fixed import Fixed
@@ -70,13 +69,13 @@ PATTERNS: dict[str, Pattern] = {
 
 def sparse(pattern: Pattern) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, Problem(pattern, SCALE, torch.arange(q.shape[2])[None]), "chunked")
+        return chunked.attend(q, k, v, Visibility(pattern), Scoring(SCALE)).out
 
     return attend
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return softmax_attention(q, k, v, span=Span(behind=WINDOW - 1), scale=SCALE)
+    return attention(q, k, v, Visibility(Band(behind=WINDOW - 1)), Scoring(SCALE)).out
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,7 +138,8 @@ class Positioned(nn.Module):
         places = torch.arange(q.shape[2])[None]
         q, k = self.position.rotate(q, k, places)
         relative = self.position.relative(0, q.shape[2] - 1)
-        return block_sparse_attention(q, k, v, Problem(Band(), SCALE, places, relative), "chunked")
+        scoring = Scoring(SCALE, relative=relative)
+        return chunked.attend(q, k, v, Visibility(Band(), places), scoring).out
 
 
 def positions() -> dict[str, Positioned]:

@@ -13,6 +13,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Band
 from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
 from kinformer.evaluation.estimate_length import at_length
 from kinformer.evaluation.estimate_parts import measure, measure_state, outputs
@@ -20,8 +21,10 @@ from kinformer.evaluation.estimate_rules import rules_of_thumb
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.heads.classification import ClassificationHead
+from kinformer.kernels.band import chunked
+from kinformer.kernels.band.tiles import limits
 from kinformer.kernels.block_sparse import explain
-from kinformer.kernels.softmax import Span, chunked
+from kinformer.kernels.softmax.request import Visibility
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 
@@ -123,15 +126,15 @@ def test_flops_are_those_of_the_counter(config, batch, length):
 
 def test_counter_sees_the_products_inside_the_softmax_kernel():
     q, k, v = torch.randn(2, 4, 300, 8), torch.randn(2, 2, 420, 8), torch.randn(2, 2, 420, 6)
-    for span in (Span(), Span(behind=70), Span(ahead=None)):
-        limits = list(span.limits(300, 120))
+    for pattern in (Band(), Band(behind=70), Band(ahead=None)):
+        call = q, k, v, None, *limits(Visibility(pattern), 300, 420), 0.3, 0.0, 0
         inner, outer = FlopCounterMode(display=False), FlopCounterMode(display=False)
         with inner:
-            out, lse = chunked._forward._init_fn(q, k, v, None, limits, 0.3, 0.0, 0)
-            chunked._backward._init_fn([out, lse], [q, k, v, out, lse], None, limits, 0.3, 0.0, 0)
+            out, lse = chunked._forward._init_fn(*call)
+            chunked._backward._init_fn(out, lse, out, lse, *call)
         with outer:
-            torch.ops.kinformer.softmax_attention(q, k, v, None, limits, 0.3, 0.0, 0)
-            torch.ops.kinformer.softmax_attention_backward([out, lse], [q, k, v, out, lse], None, limits, 0.3, 0.0, 0)
+            torch.ops.kinformer.band_attention(*call)
+            torch.ops.kinformer.band_attention_backward(out, lse, out, lse, *call)
         assert inner.get_total_flops() == outer.get_total_flops() > 0
 
 

@@ -11,19 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
-from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse import (
-    Dropout,
-    Problem,
-    block_sparse_attention,
-    chunked,
-    column_sums,
-    explain,
-    reference,
-)
+from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention, reference, slot_sums
+from kinformer.kernels.block_sparse import chunked, explain
 from kinformer.kernels.block_sparse.plan import Interval, plan
-from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.patterns.band import Band
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.blockwise import Blockwise
 from kinformer.patterns.dilated import Dilated
@@ -38,6 +29,16 @@ from kinformer.patterns.random_blocks import RandomBlocks
 from kinformer.patterns.strided import Strided
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 4
+Problem = tuple[Visibility, Scoring]
+
+
+def problem_of(
+    pattern, scale, positions, relative=None, form="dot", vector=None, dropout=None, padding=None
+) -> Problem:
+    visibility = Visibility(pattern, positions, key_padding_mask=padding)
+    return visibility, Scoring(scale, form, vector, relative, dropout=dropout)
+
+
 LEAVES = {
     "causal": Band(),
     "full": Band(ahead=None),
@@ -83,7 +84,7 @@ def operands(time: int, past: int, batch: int = 2, seed: int = 0) -> tuple[list[
 
 def outcome(attend, inputs: list[Tensor], problem: Problem, upstream: Tensor, others: list[Tensor]) -> list[Tensor]:
     """Output, finite log-sum-exps, and all gradients."""
-    out, lse = attend(*inputs, problem)
+    out, lse = attend(*inputs, *problem)
     seen = torch.where(lse > -torch.inf, lse, 0)
     total = (out * upstream[..., :3]).sum() + (seen * upstream[..., 3]).sum()
     if not total.requires_grad:
@@ -106,19 +107,19 @@ def counting(time: int, first: int, batch: int = 2) -> Tensor:
 @settings(max_examples=120, deadline=None)
 @given(pattern=expressions(), time=st.integers(1, 75), past=st.integers(0, 30), first=st.integers(0, 40))
 def test_any_expression_equals_the_dense_mask(pattern: Pattern, time: int, past: int, first: int) -> None:
-    agree(Problem(pattern, 0.7, counting(time, first)), time, past)
+    agree(problem_of(pattern, 0.7, counting(time, first)), time, past)
 
 
 @pytest.mark.parametrize("name", sorted(LEAVES))
 def test_long_enough_for_many_tiles(name: str) -> None:
-    agree(Problem(LEAVES[name], 0.7, counting(300, 5, 1)), 300, 5, batch=1)
+    agree(problem_of(LEAVES[name], 0.7, counting(300, 5, 1)), 300, 5, batch=1)
 
 
 def test_images_in_two_dimensions() -> None:
     pattern = Image2D.Config(
         height=16, width=16, block_height=4, block_width=8, flange_height=2, flange_width=3
     ).build()
-    agree(Problem(pattern, 0.7, counting(250, 6, 1)), 250, 6, batch=1)
+    agree(problem_of(pattern, 0.7, counting(250, 6, 1)), 250, 6, batch=1)
 
 
 def tables(names: str, heads: int, distances: int, lowest: int = 0) -> tuple[Relative, tuple[Tensor, ...]]:
@@ -135,14 +136,14 @@ def tables(names: str, heads: int, distances: int, lowest: int = 0) -> tuple[Rel
 @pytest.mark.parametrize("name", DECODER)
 def test_distances_in_every_pattern(name: str, names: str, heads: int) -> None:
     relative, others = tables(names, heads, 90)
-    agree(Problem(LEAVES[name], 0.7, counting(70, 20), relative), 70, 20, others)
+    agree(problem_of(LEAVES[name], 0.7, counting(70, 20), relative), 70, 20, others)
 
 
 @pytest.mark.parametrize("names", ["bias", "keys values"])
 def test_a_narrow_range_of_distances_on_both_sides(names: str) -> None:
     relative, others = tables(names, HEADS, 9, lowest=-4)
     for pattern in (Band(ahead=None), Band(behind=40, ahead=11), LEAVES["dilated"] | LEAVES["two-sided"]):
-        agree(Problem(pattern, 0.7, counting(150, 0), relative), 150, 0, others)
+        agree(problem_of(pattern, 0.7, counting(150, 0), relative), 150, 0, others)
 
 
 @pytest.mark.parametrize("form", ["modulus", "additive"])
@@ -150,7 +151,7 @@ def test_a_narrow_range_of_distances_on_both_sides(names: str) -> None:
 def test_forms(name: str, form: str) -> None:
     vector = torch.randn(HEADS, WIDTH, dtype=torch.float64, requires_grad=True) if form == "additive" else None
     relative, others = tables("bias", HEADS, 60)
-    problem = Problem(LEAVES[name], 0.7, counting(50, 10), relative, form, vector)
+    problem = problem_of(LEAVES[name], 0.7, counting(50, 10), relative, form, vector)
     agree(problem, 50, 10, (*others, *(() if vector is None else (vector,))))
 
 
@@ -159,7 +160,7 @@ def test_forms(name: str, form: str) -> None:
 def test_dropout_drops_the_same(name: str, names: str) -> None:
     relative, others = tables(names, 1, 80)
     agree(
-        Problem(LEAVES[name], 0.7, counting(60, 20), relative if names else None, dropout=Dropout(0.3, 9)),
+        problem_of(LEAVES[name], 0.7, counting(60, 20), relative if names else None, dropout=Dropout(0.3, 9)),
         60,
         20,
         others,
@@ -172,7 +173,7 @@ def test_rows_of_their_own_and_new_beginnings(name: str) -> None:
     positions[1, 17:] -= 42
     positions[2, 30:] -= 55
     relative, others = tables("bias keys", HEADS, 60)
-    agree(Problem(LEAVES[name], 0.7, positions, relative), 40, 20, others, batch=3)
+    agree(problem_of(LEAVES[name], 0.7, positions, relative), 40, 20, others, batch=3)
 
 
 @pytest.mark.parametrize("names", ["", "bias", "factor", "keys values"])
@@ -183,9 +184,9 @@ def test_one_query(name: str, names: str) -> None:
         vector = torch.randn(HEADS, WIDTH, dtype=torch.float64) if form == "additive" else None
         for positions in (torch.tensor([[44], [44]]), torch.tensor([[31], [7]])):
             inputs, _ = operands(1, 44)
-            problem = Problem(LEAVES[name], 0.7, positions, relative if names else None, form, vector)
-            mine = block_sparse_attention(*inputs, problem)
-            torch.testing.assert_close(mine, reference.attend(*inputs, problem)[0])
+            problem = problem_of(LEAVES[name], 0.7, positions, relative if names else None, form, vector)
+            mine = attention(*inputs, *problem).out
+            torch.testing.assert_close(mine, reference.attend(*inputs, *problem)[0])
 
 
 @pytest.mark.parametrize("names", ["", "bias keys"])
@@ -194,39 +195,41 @@ def test_slots_that_are_hidden_row_by_row(name: str, names: str) -> None:
     relative, others = tables(names, HEADS, 60) if names else (None, ())
     hidden = torch.arange(60) >= torch.tensor([60, 37, 1])[:, None]
     hidden[1, 3:9] = True
-    problem = Problem(LEAVES[name], 0.7, counting(50, 10, batch=3), relative, hidden=hidden)
+    problem = problem_of(LEAVES[name], 0.7, counting(50, 10, batch=3), relative, padding=hidden)
     agree(problem, 50, 10, others, batch=3)
     inputs, _ = operands(1, 59, batch=3)
-    one = problem._replace(positions=counting(1, 59, batch=3))
-    truth = block_sparse_attention(*inputs, one, "reference")
-    torch.testing.assert_close(block_sparse_attention(*inputs, one), truth, rtol=1e-9, atol=1e-9)
+    one = problem[0]._replace(positions=counting(1, 59, batch=3)), problem[1]
+    truth = attention(*inputs, *one, impl="reference").out
+    torch.testing.assert_close(attention(*inputs, *one).out, truth, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["window", "strided", "fixed per head", "random"])
-def test_column_sums(name: str) -> None:
+def test_sums_by_slot(name: str) -> None:
     inputs, _ = operands(60, 12)
     q, k, _ = inputs
     positions = counting(60, 12).clone()
     positions[1, 20:] -= 32
     relative, _ = tables("bias", HEADS, 72)
-    problem = Problem(LEAVES[name], 0.7, positions, relative)
+    problem = problem_of(LEAVES[name], 0.7, positions, relative)
     every = torch.eye(72, dtype=torch.float64).expand(2, KV_HEADS, -1, -1)
-    probabilities = reference.attend(q, k, every, problem)[0]
-    torch.testing.assert_close(column_sums(*inputs, problem), probabilities.sum(2).detach())
+    probabilities = reference.attend(q, k, every, *problem)[0]
+    torch.testing.assert_close(slot_sums(*inputs, *problem), probabilities.sum(2).detach())
 
 
 def test_equals_the_softmax_kernel() -> None:
     inputs, _ = operands(200, 10)
-    mine = chunked.attend(*inputs, Problem(Band(behind=20), 0.7, counting(200, 10)))[0]
-    torch.testing.assert_close(mine, softmax_attention(*inputs, span=Span(behind=20), scale=0.7, impl="reference"))
+    mine = chunked.attend(*inputs, *problem_of(Band(behind=20), 0.7, counting(200, 10)))[0]
+    torch.testing.assert_close(
+        mine, attention(*inputs, Visibility(Band(behind=20)), Scoring(0.7), impl="reference").out
+    )
 
 
 def test_bfloat16_is_as_good_as_its_inputs() -> None:
     inputs, _ = operands(100, 0)
     relative, _ = tables("bias keys", HEADS, 100)
-    exact = reference.attend(*inputs, Problem(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
+    exact = reference.attend(*inputs, *problem_of(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
     low = [x.detach().bfloat16() for x in inputs]
-    mine = chunked.attend(*low, Problem(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
+    mine = chunked.attend(*low, *problem_of(LEAVES["strided"], 0.7, counting(100, 0), relative))[0]
     assert mine.dtype == torch.bfloat16
     torch.testing.assert_close(mine.double(), exact, rtol=0.1, atol=0.05)
 
@@ -240,9 +243,9 @@ def test_flex_attention_says_the_same(name: str, names: str) -> None:
     relative, _ = tables(names, HEADS, 320)
     if names:
         relative = relative._replace(bias=relative.bias.detach().float())
-    problem = Problem(LEAVES[name], 0.7, counting(300, 20), relative if names else None)
-    mine = block_sparse_attention(*inputs, problem, "flex")
-    torch.testing.assert_close(mine, block_sparse_attention(*inputs, problem, "reference"), rtol=1e-4, atol=1e-4)
+    problem = problem_of(LEAVES[name], 0.7, counting(300, 20), relative if names else None)
+    mine = attention(*inputs, *problem, impl="flex").out
+    torch.testing.assert_close(mine, attention(*inputs, *problem, impl="reference").out, rtol=1e-4, atol=1e-4)
 
 
 def test_flex_attention_refuses_what_it_cannot() -> None:
@@ -250,10 +253,10 @@ def test_flex_attention_refuses_what_it_cannot() -> None:
     uneven = counting(20, 0).clone()
     uneven[1, 5:] -= 5
     with pytest.raises(KinformerError, match="count up by one"):
-        block_sparse_attention(*inputs, Problem(Band(), 1.0, uneven), "flex")
+        attention(*inputs, *problem_of(Band(), 1.0, uneven), impl="flex")
     relative, _ = tables("keys", 1, 20)
-    with pytest.raises(KinformerError, match="impl='chunked'"):
-        block_sparse_attention(*inputs, Problem(Band(), 1.0, counting(20, 0), relative), "flex")
+    with pytest.raises(KinformerError, match="use one of auto, reference, chunked"):
+        attention(*inputs, *problem_of(Band(), 1.0, counting(20, 0), relative), impl="flex")
 
 
 @pytest.mark.gpu
@@ -261,10 +264,10 @@ def test_flex_attention_refuses_what_it_cannot() -> None:
 @pytest.mark.parametrize("name", ["window", "strided", "fixed per head"])
 def test_on_a_gpu(name: str) -> None:
     inputs = [torch.randn(2, HEADS, 512, 64, device="cuda", requires_grad=True) for _ in range(3)]
-    problem = Problem(LEAVES[name], 0.125, counting(512, 0).cuda())
+    problem = problem_of(LEAVES[name], 0.125, counting(512, 0).cuda())
     results = []
     for impl in ("reference", "flex", "chunked"):
-        out = block_sparse_attention(*inputs, problem, impl)
+        out = attention(*inputs, *problem, impl=impl).out
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for one in results[1:]:
         for mine, truth in zip(one, results[0], strict=True):
@@ -319,7 +322,9 @@ def test_flops_are_those_of_the_products(name: str) -> None:
     pattern, time = LEAVES[name], 256
     meta = [torch.empty(1, HEADS, time, 16, device="meta", requires_grad=True) for _ in range(3)]
     with FlopCounterMode(display=False) as counter:
-        out, _ = chunked.attend(*meta, Problem(pattern, 1.0, torch.empty(1, time, dtype=torch.int64, device="meta")))
+        out, _ = chunked.attend(
+            *meta, *problem_of(pattern, 1.0, torch.empty(1, time, dtype=torch.int64, device="meta"))
+        )
         forward = counter.get_total_flops()
         out.sum().backward()
     assert forward == explain(pattern, time).computed * HEADS * 4 * 16

@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.kernels.lookup import Filed, Lists, Piece, Search, look_up
+from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
 from kinformer.kernels.lookup import numbered as rounding
-from kinformer.kernels.lookup.lists import centroids, file_away, places_of
+from kinformer.kernels.lookup.lists import centroids, insert, places_of
 from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64
@@ -32,7 +32,9 @@ def test_what_is_chosen_of_many_is_nearly_the_best(kind, dtype):
     k, q = points(kind, MEMORIES, True).to(dtype), points(kind, 64, False).to(dtype)
     scores = q.double() @ k.double().mT
     for topk in (1, 32):
-        found = look_up(q, [Piece(k, k, 0, 5120), Piece(k, k, 5120, MEMORIES - 5120)], Search("bucketed", topk))
+        found = look_up(
+            q, [MemorySlice(k, k, 0, 5120), MemorySlice(k, k, 5120, MEMORIES - 5120)], Search("bucketed", topk)
+        )
         best = scores.unflatten(-1, (-1, topk)).amax(dim=-2)
         worse = best - scores.gather(-1, found)
         assert torch.equal(found % topk, torch.arange(topk).expand_as(found)) and worse.min() >= 0
@@ -44,11 +46,11 @@ def test_what_is_chosen_of_many_is_nearly_the_best(kind, dtype):
 def test_what_is_chosen_of_long_lists_is_nearly_the_best(kind, first):
     torch.manual_seed(0)
     k, q = points(kind, MEMORIES, True), points(kind, 64, False)
-    lists = Lists(centroids(HEADS, 5, WIDTH), 2)
-    k, _, places = file_away(k, k, places_of(k, 0, lists), MEMORIES)
-    pieces = [Piece(k, k, 0, MEMORIES), Piece(k, k, 0, 0)]
+    lists = CoarseQuantizer(centroids(HEADS, 5, WIDTH), 2)
+    k, _, places = insert(k, k, places_of(k, 0, lists), MEMORIES)
+    pieces = [MemorySlice(k, k, 0, MEMORIES), MemorySlice(k, k, 0, 0)]
     found, want = (
-        look_up(q, pieces, Search("inverted", 12, lists, impl), Filed(k, places, first))
+        look_up(q, pieces, Search("inverted", 12, lists, impl), InvertedFile(k, places, first))
         for impl in ("chunked", "reference")
     )
     assert torch.equal(found < 0, want < 0)
@@ -93,10 +95,10 @@ def test_integers_are_for_many_of_float32_that_are_there():
 def test_filed_by_parts_is_filed_at_once(keep):
     torch.manual_seed(0)
     k, v = (torch.randn(2, 3, 100, 8) for _ in range(2))
-    new = (k, v, places_of(k, 7, Lists(centroids(3, 5, 8), 2)))
-    want = file_away(*new, keep=keep)
-    filed = file_away(*(each[:, :, :70] for each in new), keep=min(70, keep))
-    got = file_away(*(each[:, :, 70:] for each in new), keep=keep, filed=filed)
+    new = (k, v, places_of(k, 7, CoarseQuantizer(centroids(3, 5, 8), 2)))
+    want = insert(*new, keep=keep)
+    filed = insert(*(each[:, :, :70] for each in new), keep=min(70, keep))
+    got = insert(*(each[:, :, 70:] for each in new), keep=keep, filed=filed)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other) and one.shape[2] == keep
 
@@ -105,5 +107,5 @@ def test_filed_by_parts_is_filed_at_once(keep):
 def test_products_of_integers_are_counted():
     q, k = points("even", 64, False), points("even", MEMORIES, True)
     with FlopCounterMode(display=False) as counter:
-        look_up(q, [Piece(k, k, 0, MEMORIES)], Search("bucketed", 32))
+        look_up(q, [MemorySlice(k, k, 0, MEMORIES)], Search("bucketed", 32))
     assert counter.get_total_flops() == 2 * HEADS * 64 * MEMORIES * WIDTH

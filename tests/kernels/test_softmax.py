@@ -11,26 +11,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax import (
+from kinformer.core.pattern import Band
+from kinformer.kernels.attention import (
     Dropout,
-    Span,
+    Scoring,
+    Visibility,
+    attention,
     choose_impl,
-    chunked,
-    dropout_mask,
-    softmax_attention,
-    softmax_attention_lse,
+    merge,
 )
+from kinformer.kernels.band import chunked
+from kinformer.kernels.band.tiles import Layout, limits
 
-SPANS = [
-    Span(),
-    Span(behind=0),
-    Span(behind=2),
-    Span(behind=9),
-    Span(ahead=None),
-    Span(behind=4, ahead=3),
-    Span(behind=0, ahead=None),
-    Span(ahead=-1),
-    Span(behind=-1, ahead=2),
+BANDS = [
+    Band(),
+    Band(behind=0),
+    Band(behind=2),
+    Band(behind=9),
+    Band(ahead=None),
+    Band(behind=4, ahead=3),
+    Band(behind=0, ahead=None),
+    Band(ahead=-1),
+    Band(behind=-1, ahead=2),
 ]
 REACHES = ("none", "ragged", "reset")
 
@@ -40,7 +42,15 @@ def small_tiles(monkeypatch):
     """Tiles small enough for short sequences to be cut into many."""
     monkeypatch.setattr(chunked, "_ROWS", 8)
     monkeypatch.setattr(chunked, "_FEWEST_ROWS", 4)
-    monkeypatch.setattr(chunked, "_PAIRS", 200)
+    monkeypatch.setattr(chunked, "PAIRS", 200)
+
+
+def softmax_attention_lse(q, k, v, *, span, scale, reach=None, dropout=None, impl="auto"):
+    return attention(q, k, v, Visibility(span, reach), Scoring(scale, dropout=dropout), impl=impl, lse=True)
+
+
+def softmax_attention(q, k, v, *, span, scale, reach=None, dropout=None, impl="auto"):
+    return attention(q, k, v, Visibility(span, reach), Scoring(scale, dropout=dropout), impl=impl).out
 
 
 def operands(seed, batch, q_heads, kv_heads, time, past, dim, width, dtype=torch.float64):
@@ -88,7 +98,7 @@ def cases(draw):
     dim, width = draw(st.sampled_from([(4, 4), (3, 5)]))
     qkv = operands(draw(st.integers(0, 99)), batch, kv_heads * group, kv_heads, time, past, dim, width)
     options = {
-        "span": draw(st.sampled_from(SPANS)),
+        "span": draw(st.sampled_from(BANDS)),
         "scale": draw(st.sampled_from([0.3, 1.0])),
         "reach": reach_of(draw(st.sampled_from(REACHES)), batch, time, past),
     }
@@ -112,7 +122,7 @@ def test_sdpa_and_the_plain_call_are_the_reference(case):
         assert_alike(outcome(impl, qkv, with_lse=False, **options), expected, 1e-9)
 
 
-@pytest.mark.parametrize("span", SPANS[:4], ids=str)
+@pytest.mark.parametrize("span", BANDS[:4], ids=str)
 @pytest.mark.parametrize("impl", ["reference", "chunked", "sdpa"])
 def test_every_cut_gives_one_result(span, impl):
     time, options = 37, {"span": span, "scale": 0.5, "impl": impl}
@@ -136,7 +146,7 @@ def test_every_cut_gives_one_result(span, impl):
 
 
 @pytest.mark.parametrize("dropout", [None, Dropout(0.5, 3)])
-@pytest.mark.parametrize("span", [Span(), Span(behind=3, ahead=1)], ids=str)
+@pytest.mark.parametrize("span", [Band(), Band(behind=3, ahead=1)], ids=str)
 def test_gradcheck(span, dropout):
     qkv = [x.requires_grad_() for x in operands(3, 1, 2, 1, 10, 3, 2, 3)]
 
@@ -148,11 +158,10 @@ def test_gradcheck(span, dropout):
 
 def test_disjoint_slots_merge_by_their_lse():
     q, k, v = operands(4, 2, 3, 3, 20, 5, 4, 4)
-    near = softmax_attention_lse(q, k, v, span=Span(behind=6), scale=0.5)
-    far = softmax_attention_lse(q, k, v, span=Span(ahead=-7), scale=0.5)
-    weights = torch.softmax(torch.stack([near[1], far[1]]), 0)[..., None]
-    merged = weights[0] * near[0] + weights[1] * far[0]
-    torch.testing.assert_close(merged, softmax_attention(q, k, v, span=Span(), scale=0.5), rtol=0, atol=1e-12)
+    near = softmax_attention_lse(q, k, v, span=Band(behind=6), scale=0.5)
+    far = softmax_attention_lse(q, k, v, span=Band(ahead=-7), scale=0.5)
+    merged = merge(near, far).out
+    torch.testing.assert_close(merged, softmax_attention(q, k, v, span=Band(), scale=0.5), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked", "sdpa"])
@@ -160,18 +169,18 @@ def test_disjoint_slots_merge_by_their_lse():
 def test_a_query_that_sees_nothing_gives_zero_and_takes_no_gradient(impl, time):
     qkv = operands(5, 2, 2, 2, time, 0, 4, 4)
     reach = torch.zeros(2, time, dtype=torch.int64)
-    out, dq, dk, dv = outcome(impl, qkv, with_lse=False, span=Span(ahead=-1), scale=0.5, reach=reach)
+    out, dq, dk, dv = outcome(impl, qkv, with_lse=False, span=Band(ahead=-1), scale=0.5, reach=reach)
     for x in (out, dq, dk, dv):
         assert torch.equal(x, torch.zeros_like(x))
     if impl != "sdpa":
-        lse = softmax_attention_lse(*qkv, span=Span(ahead=-1), scale=0.5, reach=reach, impl=impl)[1]
+        lse = softmax_attention_lse(*qkv, span=Band(ahead=-1), scale=0.5, reach=reach, impl=impl)[1]
         assert bool((lse == -math.inf).all())
 
 
 @pytest.mark.parametrize("impl", ["chunked", "sdpa"])
 def test_bfloat16_is_near_float64(impl):
     qkv = operands(6, 2, 4, 2, 40, 9, 16, 16, torch.bfloat16)
-    options = {"span": Span(behind=20), "scale": 0.25}
+    options = {"span": Band(behind=20), "scale": 0.25}
     expected = outcome("reference", [x.double() for x in qkv], with_lse=False, **options)
     found = outcome(impl, qkv, with_lse=False, **options)
     assert all(x.dtype == torch.bfloat16 for x in found)
@@ -182,15 +191,15 @@ def test_bfloat16_is_near_float64(impl):
 def test_autocast_brings_all_to_its_dtype():
     q, k, v = operands(7, 1, 2, 2, 9, 0, 8, 8, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = softmax_attention_lse(q, k.bfloat16(), v, span=Span(), scale=0.3)
+        out, lse = softmax_attention_lse(q, k.bfloat16(), v, span=Band(), scale=0.3)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    torch.testing.assert_close(out.float(), softmax_attention(q, k, v, span=Span(), scale=0.3), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(out.float(), softmax_attention(q, k, v, span=Band(), scale=0.3), rtol=0.05, atol=0.05)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = operands(8, 1, 2, 2, 30, 0, 4, 4, torch.float32)
-    expected = outcome("reference", [q.double() * 1e3, k.double(), v.double()], span=Span(), scale=1.0)
-    for x, y in zip(outcome("chunked", [q * 1e3, k, v], span=Span(), scale=1.0), expected):
+    expected = outcome("reference", [q.double() * 1e3, k.double(), v.double()], span=Band(), scale=1.0)
+    for x, y in zip(outcome("chunked", [q * 1e3, k, v], span=Band(), scale=1.0), expected):
         torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-3 * float(y.abs().max()))
 
 
@@ -201,23 +210,23 @@ def test_a_slice_of_a_buffer_and_transposed_operands_are_read_where_they_are():
         buffer[:, :, :17] = x
     slices = [buffer[:, :, :17] for buffer in buffers]
     outside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    expected = softmax_attention(q, k, v, span=Span(), scale=0.5, impl="reference")
+    expected = softmax_attention(q, k, v, span=Band(), scale=0.5, impl="reference")
     for impl in ("chunked", "sdpa"):
         for operand in ([q, *slices], outside):
-            found = softmax_attention(*operand, span=Span(), scale=0.5, impl=impl)
+            found = softmax_attention(*operand, span=Band(), scale=0.5, impl=impl)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_dropout_repeats_its_seed_and_no_other():
     qkv = operands(10, 2, 2, 1, 25, 3, 4, 4)
     first, again, other = (
-        softmax_attention(*qkv, span=Span(), scale=0.5, dropout=Dropout(0.3, seed)) for seed in (1, 1, 2**40 + 1)
+        softmax_attention(*qkv, span=Band(), scale=0.5, dropout=Dropout(0.3, seed)) for seed in (1, 1, 2**40 + 1)
     )
     assert torch.equal(first, again) and not torch.allclose(first, other)
 
 
 def test_dropout_keeps_its_share_without_pattern():
-    mask = dropout_mask(Dropout(0.3, 11), 2, 4, 128, 128, torch.device("cpu")).double()
+    mask = Dropout(0.3, 11).kept((2, 4, 128, 128), torch.device("cpu")).double()
     noise = 0.46 / math.sqrt(128)
     assert abs(float(mask.mean()) - 0.7) < 4 * 0.46 / math.sqrt(mask.numel())
     for axes in ((0, 1, 2), (0, 1, 3)):
@@ -232,9 +241,9 @@ def test_dropout_keeps_its_share_without_pattern():
 
 def test_dropout_is_unbiased_over_seeds():
     qkv = operands(11, 1, 2, 2, 16, 0, 4, 4)
-    expected = softmax_attention(*qkv, span=Span(), scale=0.5)
+    expected = softmax_attention(*qkv, span=Band(), scale=0.5)
     samples = torch.stack(
-        [softmax_attention(*qkv, span=Span(), scale=0.5, dropout=Dropout(0.4, seed)) for seed in range(200)]
+        [softmax_attention(*qkv, span=Band(), scale=0.5, dropout=Dropout(0.4, seed)) for seed in range(200)]
     )
     error = (samples.mean(0) - expected) / (samples.std(0) / math.sqrt(200) + 1e-12)
     assert float(error.abs().max()) < 5
@@ -248,7 +257,7 @@ def test_compiles_into_one_graph(impl):
     dropout = Dropout(0.2, 5) if impl != "sdpa" else None
 
     def attend(q, k, v):
-        return softmax_attention(q, k, v, span=Span(behind=6), scale=0.5, reach=reach, dropout=dropout, impl=impl)
+        return softmax_attention(q, k, v, span=Band(behind=6), scale=0.5, reach=reach, dropout=dropout, impl=impl)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     expected, found = attend(q, k, v), compiled(q, k, v)
@@ -262,7 +271,7 @@ def test_compiles_into_one_graph(impl):
 
 def test_the_kernel_describes_itself_to_torch():
     q, k, v = (x.requires_grad_() for x in operands(13, 1, 2, 1, 9, 2, 3, 3))
-    torch.library.opcheck(chunked._forward, (q, k, v, reach_of("ragged", 1, 9, 2), [4, 0], 0.5, 0.0, 0))
+    torch.library.opcheck(chunked._forward, (q, k, v, reach_of("ragged", 1, 9, 2), 4, 0, 0.5, 0.0, 0))
 
 
 def test_memory_is_linear_in_time():
@@ -270,32 +279,32 @@ def test_memory_is_linear_in_time():
     time, kept = 256, []
     q, k, v = (x.requires_grad_() for x in operands(14, 1, 2, 2, time, 0, 8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        softmax_attention(q, k, v, span=Span(), scale=0.5, impl="chunked")
+        softmax_attention(q, k, v, span=Band(), scale=0.5, impl="chunked")
     assert 0 < sum(kept) <= 2 * time * (4 * 8 + 1)
 
 
-@pytest.mark.parametrize("span", [Span(), Span(behind=15), Span(behind=12, ahead=6)], ids=str)
+@pytest.mark.parametrize("span", [Band(), Band(behind=15), Band(behind=12, ahead=6)], ids=str)
 def test_work_follows_the_attended_pairs(span):
     q, k, _ = operands(15, 1, 1, 1, 512, 0, 1, 1)
-    layout = chunked.Layout.of(q, k, span.limits(512, 0), None)
-    tiles = layout.tiles(chunked._rows_per_tile(layout), chunked._PAIRS)
+    behind, ahead = limits(Visibility(span), 512, 512)
+    layout = Layout.of(q, k, behind, ahead, None)
+    tiles = layout.tiles(chunked.rows_per_tile(layout), chunked.PAIRS)
     computed = sum(math.prod(tile.shape) for tile in tiles)
     distance = torch.arange(512)[:, None] - torch.arange(512)
-    behind, ahead = span.limits(512, 0)
     attended = int(((distance <= behind) & (distance >= -ahead)).sum())
     assert attended <= computed <= 1.6 * attended
 
 
 AUTO = [
-    ("a small call", "sdpa", (1, 4, 64, 0, 32), Span(), torch.float32, None),
-    ("a training shape", "chunked", (8, 4, 512, 0, 64), Span(), torch.float32, None),
-    ("a long plain one", "sdpa", (1, 8, 4096, 0, 64), Span(), torch.float32, None),
-    ("a long one in bfloat16", "chunked", (1, 8, 4096, 0, 64), Span(), torch.bfloat16, None),
-    ("a long window", "chunked", (1, 8, 4096, 0, 64), Span(behind=255), torch.float32, None),
-    ("a long one after a past", "chunked", (1, 8, 4096, 9, 64), Span(), torch.float32, None),
-    ("generating", "sdpa", (1, 8, 1, 783, 32), Span(), torch.float32, None),
-    ("generating many", "chunked", (16, 8, 1, 783, 32), Span(), torch.float32, None),
-    ("dropout", "chunked", (1, 2, 8, 0, 4), Span(), torch.float32, Dropout(0.1, 1)),
+    ("a small call", "sdpa", (1, 4, 64, 0, 32), Band(), torch.float32, None),
+    ("a training shape", "chunked", (8, 4, 512, 0, 64), Band(), torch.float32, None),
+    ("a long plain one", "sdpa", (1, 8, 4096, 0, 64), Band(), torch.float32, None),
+    ("a long one in bfloat16", "chunked", (1, 8, 4096, 0, 64), Band(), torch.bfloat16, None),
+    ("a long window", "chunked", (1, 8, 4096, 0, 64), Band(behind=255), torch.float32, None),
+    ("a long one after a past", "chunked", (1, 8, 4096, 9, 64), Band(), torch.float32, None),
+    ("generating", "sdpa", (1, 8, 1, 783, 32), Band(), torch.float32, None),
+    ("generating many", "chunked", (16, 8, 1, 783, 32), Band(), torch.float32, None),
+    ("dropout", "chunked", (1, 2, 8, 0, 4), Band(), torch.float32, Dropout(0.1, 1)),
 ]
 
 
@@ -304,39 +313,39 @@ def test_auto_chooses_by_shape(case):
     _, expected, shape, span, dtype, dropout = case
     batch, heads, time, past, dim = shape
     q, k = (torch.empty(1, dtype=dtype).expand(batch, heads, size, dim) for size in (time, past + time))
-    assert choose_impl(q, k, span, None, dropout) == expected
+    assert choose_impl(q, k, Visibility(span), Scoring(0.5, dropout=dropout)) == expected
 
 
 @pytest.mark.parametrize("time", [1, 8, 200])
 def test_auto_takes_what_it_says(time):
     q, k, v = operands(16, 1, 2, 2, time, 0, 4, 4)
-    said = choose_impl(q, k, Span(), None, None)
-    found = softmax_attention(q, k, v, span=Span(), scale=0.5)
-    assert torch.equal(found, softmax_attention(q, k, v, span=Span(), scale=0.5, impl=said))
+    said = choose_impl(q, k, Visibility(Band()), Scoring(0.5))
+    found = softmax_attention(q, k, v, span=Band(), scale=0.5)
+    assert torch.equal(found, softmax_attention(q, k, v, span=Band(), scale=0.5, impl=said))
 
 
 def test_errors_name_the_value_and_the_remedy():
     q, k, v = operands(17, 1, 4, 2, 6, 0, 4, 4)
-    call = {"span": Span(), "scale": 0.5}
+    call = {"span": Band(), "scale": 0.5}
     with pytest.raises(KinformerError, match="'flash'.*reference, chunked, sdpa"):
         softmax_attention(q, k, v, impl="flash", **call)
-    with pytest.raises(KinformerError, match=r"dropout p=0\.1 with impl='sdpa'"):
+    with pytest.raises(KinformerError, match="'sdpa', which knows no dropout"):
         softmax_attention(q, k, v, dropout=Dropout(0.1, 0), impl="sdpa", **call)
-    with pytest.raises(KinformerError, match="with lse: impl is 'sdpa'"):
+    with pytest.raises(KinformerError, match="'sdpa', which knows no log-sum-exps"):
         softmax_attention_lse(q, k, v, impl="sdpa", **call)
     with pytest.raises(KinformerError, match="4 query heads over 3"):
         softmax_attention(q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], **call)
     with pytest.raises(KinformerError, match="hold the past"):
         softmax_attention(q, k[:, :, :5], v[:, :, :5], **call)
-    with pytest.raises(KinformerError, match=r"reach is torch.float64 \[1, 6\]"):
+    with pytest.raises(KinformerError, match=r"positions is torch.float64 \[1, 6\]"):
         softmax_attention(q, k, v, reach=torch.zeros(1, 6, dtype=torch.float64), **call)
     with pytest.raises(KinformerError, match="dtypes"):
         softmax_attention(q, k.float(), v.float(), **call)
     with pytest.raises(KinformerError, match="scale is 0"):
-        softmax_attention(q, k, v, span=Span(), scale=0.0)
+        softmax_attention(q, k, v, span=Band(), scale=0.0)
     with pytest.raises(KinformerError, match=r"dropout p is 1\.0"):
         softmax_attention(q, k, v, dropout=Dropout(1.0, 0), **call)
     with pytest.raises(KinformerError, match="behind=-3 and ahead=2"):
-        Span(behind=-3, ahead=2)
+        Band(behind=-3, ahead=2)
     with pytest.raises(KinformerError, match="behind is 1.5"):
-        Span(behind=1.5)
+        Band(behind=1.5)

@@ -44,7 +44,7 @@ def test_contract(name, check):
 def dense(mixer, x, text):
     """All pairs at once, row by row: what a token may see is written out."""
     q, k, v = mixer.projection(x)
-    own = mixer.projection.for_globals()
+    own = mixer.projection.global_projection()
     heads, time, side = q.shape[1], x.shape[1], text.side
     outputs = []
     for row in range(len(x)):

@@ -12,8 +12,9 @@ from kinformer.cli.main import main
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.lookup import Filed, Lists, Piece, Search, attend, look_up
-from kinformer.kernels.lookup.lists import centroids, file_away, places_of
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
+from kinformer.kernels.lookup.lists import centroids, insert, places_of
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
@@ -45,7 +46,8 @@ def begun(mixer, z):
     """A first segment as theirs: attention to a window of zeros too, and a share for memories that are not there."""
     q, k, v = mixer._project(z)
     zeros = torch.zeros(len(z), 2, 6, 4, dtype=torch.float64)
-    local = mixer._local(q, torch.cat([zeros, k], dim=2), torch.cat([zeros, v], dim=2), None)
+    k, v, positions = torch.cat([zeros, k], dim=2), torch.cat([zeros, v], dim=2), torch.arange(6).expand(len(z), -1)
+    local = mixer._local(q, k, v, positions, whole=True)
     return mixer._mix(local, torch.zeros_like(local))
 
 
@@ -89,16 +91,17 @@ def test_they_find_the_same():
         k, v = (golden[f"{before}memory_{name}_db"].view(2, 2, 12, 4) for name in ("key", "value"))
         row = 0  # whose document goes on
         filled = int((k[row, 0].abs().sum(-1) > 0).sum())
-        piece = Piece(k[row : row + 1], v[row : row + 1], 0, filled)
+        piece = MemorySlice(k[row : row + 1], v[row : row + 1], 0, filled)
         q = golden[f"{now}queries"][row : row + 1].transpose(1, 2)
+        scale = golden["w.tbase/_kvq/attention_scale"].abs()[:, None, None]
         for impl in ("reference", "chunked"):
             found = look_up(q, [piece], Search("bucketed", 3, impl=impl))
             heads = torch.arange(2)[:, None, None]
             want = golden[f"{now}retrieved_values"][row].transpose(0, 1)
             assert (v[row][heads, found[0]] - want).abs().max() < 1e-6, (segment, impl)
-        scale = golden["w.tbase/_kvq/attention_scale"].abs()[:, None, None]
-        y = attend(q * scale, found, [piece]).transpose(1, 2)
-        assert (y - golden[f"{now}external_attention"][row]).abs().max() < 5e-6
+            keys, values = gathered(found, [piece])
+            y = attention(q * scale, keys, values, Visibility(), Scoring(1.0), impl=impl).out.transpose(1, 2)
+            assert (y - golden[f"{now}external_attention"][row]).abs().max() < 5e-6
 
 
 def outputs(config, x, change=None):
@@ -168,13 +171,13 @@ def test_one_list_is_attention_to_all_memories():
 def test_a_query_finds_the_best_of_its_lists():
     torch.manual_seed(2)
     k, q = (torch.nn.functional.normalize(torch.randn(1, 2, n, 8, dtype=torch.float64), dim=-1) for n in (300, 21))
-    lists = Lists(centroids(2, 5, 8).double(), 2)
+    lists = CoarseQuantizer(centroids(2, 5, 8).double(), 2)
     places = places_of(k, 1000, lists)
-    kept, _, places = file_away(k, k, places, 300)
+    kept, _, places = insert(k, k, places, 300)
     assert (places[..., 0].diff(dim=-1) >= 0).all()
-    pieces = [Piece(kept, kept, 0, 300), Piece(k, k, 0, 0)]
+    pieces = [MemorySlice(kept, kept, 0, 300), MemorySlice(k, k, 0, 0)]
     for first in (0, 1100, 1299):
-        filed = Filed(kept, places, first)
+        filed = InvertedFile(kept, places, first)
         found, want = (
             look_up(q, pieces, Search("inverted", 12, lists, impl), filed) for impl in ("chunked", "reference")
         )
@@ -184,7 +187,7 @@ def test_a_query_finds_the_best_of_its_lists():
         wanted = (q @ lists.centroids.mT).topk(2).indices.repeat_interleave(4, dim=-1) + 1
         assert ((where[..., 0] == torch.nn.functional.pad(wanted, (0, 4))) | (found < 0)).all()
         assert ((where[..., 1] >= first) | (found < 0)).all()
-    scores, found = q @ kept.mT, look_up(q, pieces, Search("inverted", 12, lists), Filed(kept, places, 0))
+    scores, found = q @ kept.mT, look_up(q, pieces, Search("inverted", 12, lists), InvertedFile(kept, places, 0))
     inside = scores.gather(-1, found[..., :8])
     best = scores.amax(dim=-1)
     assert (inside.amax(-1) == best).double().mean() > 0.5
@@ -196,7 +199,7 @@ def test_a_query_finds_the_best_of_its_lists():
 def test_searches_find_what_all_scores_find(search, dtype, time):
     torch.manual_seed(1)
     k, q = (torch.nn.functional.normalize(torch.randn(2, 3, n, 8, dtype=dtype), dim=-1) for n in (5000, time))
-    pieces = [Piece(k[:, :, :3000], k[:, :, :3000], 1000, 1600), Piece(k, k, 3000, 2000)]
+    pieces = [MemorySlice(k[:, :, :3000], k[:, :, :3000], 1000, 1600), MemorySlice(k, k, 3000, 2000)]
     found, want = (look_up(q, pieces, Search(search, 16, impl=impl)) for impl in ("chunked", "reference"))
     assert found.shape == (2, 3, time, 16) and found.min() >= 0 and found.max() < 3600
     keys = torch.cat([piece.keys for piece in pieces], dim=2)

@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.core.reserved import ReservedSlots
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.positions.rope import Rope
@@ -190,7 +190,7 @@ def test_a_state_holds_no_graph_of_segments_that_are_over():
     _, state = mixer(Chunk(first), state)
     second = inputs(3, batch=1, seed=2).requires_grad_()
     _, state = mixer(Chunk(second), state)
-    gradients = torch.autograd.grad(state.hidden.sum(), [first, second], allow_unused=True)
+    gradients = torch.autograd.grad(state.hidden_states.sum(), [first, second], allow_unused=True)
     assert gradients[0] is None or not gradients[0].any()
     assert gradients[1].all()
 
@@ -201,7 +201,7 @@ def test_memory_is_kept_projected_without_gradients_only():
     _, with_graph = mixer(Chunk(x), mixer.initial_state(2, dtype=torch.float64))
     with torch.no_grad():
         _, without = mixer(Chunk(x), mixer.initial_state(2, dtype=torch.float64))
-        assert (with_graph.k.shape[2], without.k.shape[2], without.hidden.shape[2]) == (0, 9, 9)
+        assert (with_graph.k.shape[2], without.k.shape[2], without.hidden_states.shape[2]) == (0, 9, 9)
         want, _ = mixer(Chunk(inputs(9, seed=4)), without)
         got, after = mixer(Chunk(inputs(9, seed=4)), with_graph)
         assert (got - want).abs().max() < 1e-12

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band
 from kinformer.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn
 from kinformer.patterns.blocks import Blocks
 from kinformer.patterns.blockwise import Blockwise

@@ -11,7 +11,8 @@ import torch
 
 from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, explain
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns import random_tables
@@ -113,8 +114,8 @@ def dense(inputs, counts, mask):
 
 def sparse(inputs, pattern, mask):
     positions = torch.arange(inputs[0].shape[2]).expand(len(mask), -1)
-    problem = Problem(pattern, inputs[0].shape[-1] ** -0.5, positions, hidden=mask == 0)
-    return block_sparse_attention(*inputs, problem) * mask[:, None, :, None]
+    visibility = Visibility(pattern, positions, key_padding_mask=mask == 0)
+    return attention(*inputs, visibility, Scoring(inputs[0].shape[-1] ** -0.5)).out * mask[:, None, :, None]
 
 
 def both(golden, table, masked):

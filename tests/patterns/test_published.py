@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.columns import Columns
 from kinformer.patterns.fixed import Fixed
@@ -56,7 +56,7 @@ def attended(pattern, arrays, scale):
     *inputs, upstream = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
     inputs = [array.clone().requires_grad_() for array in inputs]
     positions = torch.arange(upstream.shape[2]).expand(upstream.shape[0], -1)
-    out = block_sparse_attention(*inputs, Problem(pattern, scale, positions))
+    out = attention(*inputs, Visibility(pattern, positions), Scoring(scale)).out
     (out * upstream).sum().backward()
     return [out.detach().numpy(), *(array.grad.numpy() for array in inputs)]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from kinformer.core.contract import Chunk
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention
+from kinformer.core.pattern import Band
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.band import Band
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.shaw import Shaw
 from kinformer.positions.t5 import T5, buckets
@@ -42,9 +42,8 @@ def attend(q, k, v, position, scale, ahead, impl):
     positions = torch.arange(time).expand(q.shape[0], -1)
     q, k = position.rotate(q, k, positions)
     relative = position.relative(1 - time if ahead is None else 0, time - 1)
-    return block_sparse_attention(
-        q, k, position.values(v), Problem(Band(ahead=ahead), scale, positions, relative), impl
-    )
+    visibility, scoring = Visibility(Band(ahead=ahead), positions), Scoring(scale, relative=relative)
+    return attention(q, k, position.values(v), visibility, scoring, impl=impl).out
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -12,7 +12,7 @@ import torch
 
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.full import Full
 from kinformer.projections.complex import Complex
@@ -34,9 +34,8 @@ def complexes(x):
 
 
 def attend(q, k, v, score):
-    positions = torch.arange(q.shape[2]).expand(len(q), -1)
-    problem = Problem(Full.Config().build(), score.scale, positions, form=score.form)
-    return block_sparse_attention(score.queries(q), k, v, problem, "reference")
+    visibility, scoring = Visibility(Full.Config().build()), Scoring(score.scale, score.form)
+    return attention(score.queries(q), k, v, visibility, scoring, impl="reference").out
 
 
 def test_bare_attention_is_that_of_the_authors():

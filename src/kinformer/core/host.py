@@ -1,4 +1,4 @@
-"""What the host knows: numbers of small integer tensors, where control flow depends on them, and its processor."""
+"""What the host knows: the entries of small integer tensors, where control flow depends on them, and its processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def numbers(x: Tensor, otherwise: int) -> list[int] | None:
+def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     """The entries of ``x`` [n]; ``otherwise`` n times where it has none (shapes alone are known, as when costs are
     counted), None while a graph is captured, which must hold for all numbers."""
     if torch.compiler.is_compiling():

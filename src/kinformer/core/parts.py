@@ -131,7 +131,7 @@ class ScoreConfig(Config):
         raise NotImplementedError
 
 
-class Apart(nn.Module):
+class GlobalProjection(nn.Module):
     """The products with which an encoder's global tokens see: dim -> the width of all heads, each."""
 
     def __init__(self, dim: int, width: int, bias: bool) -> None:
@@ -158,7 +158,7 @@ class Projection(nn.Module):
         """k and v alone, of tokens that ask nothing."""
         return self(x)[1:]
 
-    def for_globals(self) -> Apart | None:
+    def global_projection(self) -> GlobalProjection | None:
         """What projects for global tokens that look at all others, or None where that is as for all tokens."""
         return None
 

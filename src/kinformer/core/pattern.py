@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kinformer.core.errors import KinformerError
+
 Ints = NDArray[np.int64]
 Cover = NDArray[np.int8]
 
@@ -66,6 +68,16 @@ class Pattern:
         """[n] of NONE, SOME, ALL: how many of a box's pairs are allowed. SOME is always true, only less useful."""
         raise NotImplementedError
 
+    @property
+    def band(self) -> tuple[int | None, int | None] | None:
+        """``(behind, ahead)`` where the distance alone decides, -ahead <= q - k <= behind (None bounds nothing)."""
+        return None
+
+    @property
+    def even_costs(self) -> bool:
+        """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
+        return self.band is not None
+
     def at(self, head: int) -> Pattern:
         """The pattern of one head."""
         return self
@@ -90,6 +102,45 @@ class Pattern:
 
     def __invert__(self) -> Pattern:
         return Not(self)
+
+
+@dataclass(frozen=True)
+class Band(Pattern):
+    """Pairs by their distance alone: -ahead <= q - k <= behind, where None bounds nothing.
+
+    Causal, full and local patterns are bands; a window of w tokens is ``behind = w - 1``. Negative values leave the
+    query's own position out (``ahead = -1``: strictly the past).
+    """
+
+    behind: int | None = None  # type: ignore[misc]
+    ahead: int | None = 0  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        for name, value in (("behind", self.behind), ("ahead", self.ahead)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise KinformerError(f"Band: {name} is {value!r}, expected a number of positions or None for all.")
+        if self.behind is not None and self.ahead is not None and self.behind < -self.ahead:
+            raise KinformerError(
+                f"Band: behind={self.behind} and ahead={self.ahead} leave no key to see; "
+                "expected behind >= -ahead, so make one of them larger."
+            )
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return self.behind, self.ahead
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        distance = q - k
+        seen = distance == distance if self.behind is None else distance <= self.behind
+        return seen if self.ahead is None else seen & (distance >= -self.ahead)
+
+    def cover(self, boxes: Boxes) -> Cover:
+        nearest, farthest = boxes.q_low - boxes.k_high, boxes.q_high - boxes.k_low
+        behind = np.inf if self.behind is None else self.behind
+        ahead = np.inf if self.ahead is None else self.ahead
+        some = (nearest <= behind) & (farthest >= -ahead)
+        every = (farthest <= behind) & (nearest >= -ahead)
+        return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import pad
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.softmax import Span, softmax_attention
+from kinformer.kernels.attention import Scoring, Visibility, attention
 
 
 def content_loss(old: Tensor, rebuilt: Tensor) -> Tensor:
@@ -33,10 +32,5 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
 
 
 def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Every query sees every key. Queries are a set here, so those beyond the number of keys are taken as further heads
-    of the same keys."""
-    time, slots = q.shape[2], k.shape[2]
-    groups = -(-time // slots)
-    q = pad(q, (0, 0, 0, groups * slots - time)).unflatten(2, (groups, slots)).flatten(1, 2)
-    y = softmax_attention(q, k, v, span=Span(ahead=None), scale=scale, impl="chunked")
-    return y.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time]
+    """Every query sees every key."""
+    return attention(q, k, v, Visibility(), Scoring(scale), impl="chunked").out

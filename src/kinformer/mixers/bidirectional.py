@@ -1,8 +1,8 @@
 """Softmax attention over a whole text (Devlin et al. 2018; Beltagy et al. 2020; Zaheer et al. 2020).
 
 A token of the document sees what the pattern allows and every global token, in one softmax; a global token sees all.
-So there are three pieces, none of them over all pairs: the pattern's, by a kernel whose time follows the number of its
-pairs; the global keys, few columns; the global queries, few rows.
+So there are three calls, none of them over all pairs: the pattern's, whose time follows the number of its pairs; the
+global keys, few columns, merged with it by their log-sum-exps; the global queries, few rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
     ProjectionConfig,
+    Relative,
     ScoreConfig,
     check_heads,
     head_width,
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
-from kinformer.kernels import pieces
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, block_sparse_attention_lse
-from kinformer.kernels.pieces import Piece
-from kinformer.kernels.softmax import Dropout, Span, softmax_attention, softmax_attention_lse
-from kinformer.patterns.band import Band
+from kinformer.kernels.attention import (
+    Attended,
+    Dropout,
+    Needs,
+    Projected,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+)
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
 from kinformer.projections.shared import Shared
@@ -76,8 +83,11 @@ class BidirectionalAttention(EncoderMixer):
             raise KinformerError(
                 f"the projection {config.projection.kind!r} is for decoders; an encoder takes shared or by_kind."
             )
+        globals_too = self.projection.global_projection() is not None
+        needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)
+        check_impl(config.impl, needs, "bidirectional")
         self.fixed = self.pattern.sized(1) == self.pattern
-        self.even_costs = isinstance(self.pattern, Band)
+        self.even_costs = self.pattern.even_costs
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
@@ -91,18 +101,19 @@ class BidirectionalAttention(EncoderMixer):
         q, v = self.score.queries(q), self.position.values(v)
         groups = self._groups(text, time - side)
         document = [each[:, :, side:] for each in (q, k, v)]
-        piece = self._document(document, text, groups)
-        hidden = None if text.valid is None else ~text.valid[:, None, None]
+        found = self._document(document, text, groups)
+        padding = None if text.valid is None else ~text.valid
         if side:
-            shut = None if hidden is None else hidden[..., :side]
-            piece = pieces.merge(piece, self._piece(document[0], k[:, :, :side], v[:, :, :side], shut))
+            side_padding = None if padding is None else padding[:, :side]
+            beside = Visibility(key_padding_mask=side_padding)
+            found = merge(found, self._attend(document[0], k[:, :, :side], v[:, :, :side], beside, lse=True))
         if text.globals is not None:
-            piece = pieces.merge(piece, self._columns(document, text.globals, groups))
-        y = piece.out
+            found = merge(found, self._columns(document, text.globals, groups))
+        y, every = found.out, Visibility(key_padding_mask=padding)
         if side:
-            y = torch.cat([self._piece(q[:, :, :side], k, v, hidden).out, y], dim=2)
+            y = torch.cat([self._attend(q[:, :, :side], k, v, every).out, y], dim=2)
         if text.globals is not None:
-            y = self._with_rows(y, x, (q, k, v), text, hidden)
+            y = self._with_rows(y, x, (q, k, v), text, every)
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _groups(self, text: Text, time: int) -> dict[Pattern, list[int]]:
@@ -114,84 +125,72 @@ class BidirectionalAttention(EncoderMixer):
             groups.setdefault(self.pattern.sized(length), []).append(row)
         return groups
 
-    def _document(self, qkv: Sequence[Tensor], text: Text, groups: dict[Pattern, list[int]]) -> Piece:
-        """What the document's tokens see of it by the pattern. Its log-sum-exp is void where nothing is merged."""
+    def _document(self, qkv: Sequence[Tensor], text: Text, groups: dict[Pattern, list[int]]) -> Attended:
+        """What the document's tokens see of it by the pattern."""
         lse = bool(text.side) or text.globals is not None
-        hidden = None if text.document is None else ~text.document
+        padding = None if text.document is None else ~text.document
         if len(groups) == 1:
-            return self._local(qkv, next(iter(groups)), hidden, lse)
-        assert hidden is not None
-        parts, time = [], hidden.shape[1]
+            return self._local(qkv, next(iter(groups)), padding, lse)
+        assert padding is not None
+        parts, time = [], padding.shape[1]
         for pattern, rows in groups.items():
             # No further than these texts reach, in steps, so that a plan serves batches of any length.
-            end = min(time, -(-int((~hidden[rows]).sum(1).max()) // _STEP) * _STEP)
-            shut = hidden[rows, :end]
-            part = self._local([x[rows, :, :end] for x in qkv], pattern, shut if bool(shut.any()) else None, True)
-            sums = functional.pad(part.lse, (0, time - end), value=-torch.inf)
-            parts.append(Piece(functional.pad(part.out, (0, 0, 0, time - end)), sums))
-        order = torch.tensor([row for rows in groups.values() for row in rows], device=hidden.device).argsort()
-        return Piece(*(torch.cat(each)[order] for each in zip(*parts, strict=True)))
+            end = min(time, -(-int((~padding[rows]).sum(1).max()) // _STEP) * _STEP)
+            own = padding[rows, :end]
+            part = self._local([x[rows, :, :end] for x in qkv], pattern, own if bool(own.any()) else None, lse)
+            sums = None if part.lse is None else functional.pad(part.lse, (0, time - end), value=-torch.inf)
+            parts.append(Attended(functional.pad(part.out, (0, 0, 0, time - end)), sums))
+        order = torch.tensor([row for rows in groups.values() for row in rows], device=padding.device).argsort()
+        out = torch.cat([part.out for part in parts])[order]
+        return Attended(out, torch.cat([part.lse for part in parts if part.lse is not None])[order] if lse else None)
 
-    def _local(self, qkv: Sequence[Tensor], pattern: Pattern, hidden: Tensor | None, lse: bool) -> Piece:
+    def _local(self, qkv: Sequence[Tensor], pattern: Pattern, padding: Tensor | None, lse: bool) -> Attended:
         q, k, v = qkv
+        relative = self.position.relative(1 - q.shape[2], q.shape[2] - 1)
+        return self._attend(q, k, v, Visibility(pattern, key_padding_mask=padding), relative, lse)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor | Projected,
+        v: Tensor | Projected,
+        visibility: Visibility,
+        relative: Relative | None = None,
+        lse: bool = False,
+    ) -> Attended:
         dropout = Dropout.drawn(self.dropout, self.training)
-        time, scale, score = q.shape[2], self.score.scale, self.score
-        relative = self.position.relative(1 - time, time - 1)
-        if isinstance(pattern, Band) and score.form == "dot" and relative is None and hidden is None:
-            span = Span(behind=pattern.behind, ahead=pattern.ahead)
-            if lse:
-                impl = "auto" if self.impl == "sdpa" else self.impl
-                return Piece(*softmax_attention_lse(q, k, v, span=span, scale=scale, dropout=dropout, impl=impl))
-            y = softmax_attention(q, k, v, span=span, scale=scale, dropout=dropout, impl=self.impl)
-            return Piece(y, y)
-        positions = torch.arange(time, device=q.device).expand(q.shape[0], -1)
-        problem = Problem(pattern, scale, positions, relative, score.form, score.vector(), dropout, hidden)
-        if lse:
-            return Piece(*block_sparse_attention_lse(q, k, v, problem, self.impl))
-        y = block_sparse_attention(q, k, v, problem, self.impl)
-        return Piece(y, y)
+        scoring = Scoring(self.score.scale, self.score.form, self.score.vector(), relative, dropout=dropout)
+        return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
-    def _piece(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Piece:
-        dropout = self.dropout if self.training else 0.0
-        return pieces.attend(q, k, v, scale=self.score.scale, hidden=hidden, dropout=dropout)
-
-    def _columns(self, document: Sequence[Tensor], places: Tensor, groups: dict[Pattern, list[int]]) -> Piece:
+    def _columns(self, document: Sequence[Tensor], places: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
         """What the document's tokens see of its global ones at ``places`` [batch, n] beyond the pattern."""
         q, k, v = document
-        hidden = (places < 0)[:, None, None]
-        if len(groups) > 1:
-            hidden = hidden.expand(-1, self.pattern.num_heads or 1, q.shape[2], -1).clone()
+        unseen = (places >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
+        unseen = unseen.clone() if len(groups) > 1 else unseen
         for pattern, rows in groups.items():
             picked = places[rows] if len(groups) > 1 else places
             seen = _seen(pattern, torch.arange(q.shape[2], device=q.device)[None, :, None], picked[:, None])
             if len(groups) > 1:
-                hidden[rows] |= seen
+                unseen[rows] &= ~seen
             else:
-                hidden = hidden | seen
-        return self._piece(q, _picked(k, places), _picked(v, places), hidden)
+                unseen = unseen & ~seen
+        return self._attend(q, _picked(k, places), _picked(v, places), Visibility(attn_mask=unseen), lse=True)
 
     def _with_rows(
-        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, hidden: Tensor | None
+        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, every: Visibility
     ) -> Tensor:
-        """The heads' outputs ``y``, with what the document's global tokens see of all others in their rows."""
+        """The heads' outputs ``y``, with what the document's global tokens see of ``every`` key in their rows."""
         assert text.globals is not None
         q, k, v = qkv
-        filled = text.globals >= 0
-        slots = torch.where(filled, text.globals + text.side, y.shape[2])
-        apart, width = self.projection.for_globals(), self.head_dim
-        if apart is None:
-            rows = self._piece(_picked(q, slots), k, v, hidden).out
+        slots = torch.where(text.globals >= 0, text.globals + text.side, y.shape[2])
+        own = self.projection.global_projection()
+        if own is None:
+            rows = self._attend(_picked(q, slots), k, v, every).out
         else:
-            own = apart.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
-            own = own.unflatten(-1, (-1, width)).transpose(1, 2)
-            if slots.shape[1] < width:
-                rows = pieces.attend_through(
-                    own, x, (apart.key.weight, apart.key.bias), (apart.value.weight, apart.value.bias),
-                    scale=self.score.scale, hidden=hidden, dropout=self.dropout if self.training else 0.0,
-                )  # fmt: skip
-            else:
-                k, v = (each(x).unflatten(-1, (-1, width)).transpose(1, 2) for each in (apart.key, apart.value))
-                rows = self._piece(own, k, v, hidden).out
+            queries = own.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
+            queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            keys, values = (Projected(x, each.weight, each.bias) for each in (own.key, own.value))
+            rows = self._attend(queries, keys, values, every).out
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]
 

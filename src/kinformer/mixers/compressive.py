@@ -33,9 +33,8 @@ from kinformer.core.contract import (
 )
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
-from kinformer.core.rows import Rows, by_place
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, column_sums
-from kinformer.kernels.softmax import Dropout
+from kinformer.core.rows import RowGroup, by_position
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.memory.compression import CompressionConfig, Convolution, Expansion
 from kinformer.memory.reconstruction import attention_loss, content_loss
 from kinformer.patterns.causal import Causal
@@ -45,12 +44,12 @@ from kinformer.projections.shared import Shared
 
 
 class CompressiveState(NamedTuple):
-    """All slots right-aligned: ``hidden`` [batch, 1, past, dim] the last ``memory + segment - 1`` inputs, ``usage``
-    [batch, 1, past, 1 or 0] the probability with which queries looked at them, ``compressed`` [batch, 1, slots, dim];
-    ``k``, ``v`` and ``compressed_k``, ``compressed_v`` [batch, kv_heads, slots, head_dim] are their projections without
-    gradients (with gradients they have no slots). ``aux`` [batch] the compression's costs, ``seen`` [batch] int64."""
+    """All slots right-aligned: ``hidden_states`` [batch, 1, past, dim] the last ``memory + segment - 1`` inputs,
+    ``usage`` [batch, 1, past, 1 or 0] the probability with which queries looked at them, ``compressed`` [batch, 1,
+    slots, dim]; ``k``, ``v`` and ``compressed_k``, ``compressed_v`` [batch, kv_heads, slots, head_dim] are their
+    projections without gradients (with gradients no slots). ``aux`` [batch] compression's costs, ``seen`` [batch]."""
 
-    hidden: Tensor
+    hidden_states: Tensor
     k: Tensor
     v: Tensor
     usage: Tensor
@@ -60,7 +59,7 @@ class CompressiveState(NamedTuple):
     aux: Tensor
     seen: Tensor
 
-    slots = ("hidden", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
+    slots = ("hidden_states", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
     aux_name = "compression"  # type: ignore[misc]
 
 
@@ -123,25 +122,26 @@ class Compressive(CausalMixer):
         self.expansion = Expansion(self.compression.rate, dim) if autoencodes else None
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
+        check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
         self.kept = config.memory + config.segment - 1
         self.even_costs = 512 % config.segment == 0
 
     @property
     def retained(self) -> int:
-        reach = self.memory + self.config.compressed * self.compression.rate
-        return max(self.kept, -(-reach // self.segment) * self.segment)
+        lookback = self.memory + self.config.compressed * self.compression.rate
+        return max(self.kept, -(-lookback // self.segment) * self.segment)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> CompressiveState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device, dtype = device or like.device, dtype or activation_dtype(like)
-        hidden = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
-        empty = hidden.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
-        usage = hidden.new_zeros(batch, 1, 0, int(self.compression.counts), dtype=state_dtype(dtype))
+        hidden_states = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
+        empty = hidden_states.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
+        usage = hidden_states.new_zeros(batch, 1, 0, int(self.compression.counts), dtype=state_dtype(dtype))
         aux = usage.new_zeros(batch)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        return CompressiveState(hidden, empty, empty, usage, hidden, empty, empty, aux, seen)  # type: ignore[call-arg]
+        return CompressiveState(hidden_states, empty, empty, usage, hidden_states, empty, empty, aux, seen)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         wide, past = state_dtype(dtype).itemsize, min(length, self.kept)
@@ -167,17 +167,17 @@ class Compressive(CausalMixer):
 
     @torch.compiler.disable
     def _absorb(self, chunk: Chunk, state: CompressiveState, watch: Tensor | None) -> tuple[Tensor, CompressiveState]:
-        most = state.hidden.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
+        most = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
         relative = self.position.relative(0, min(most, self.config.compressed + self.kept + 1) - 1)
-        return by_place(chunk, state, state.hidden.shape[2], partial(self._rows, call=_Call(relative, watch)))
+        return by_position(chunk, state, state.hidden_states.shape[2], partial(self._rows, call=_Call(relative, watch)))
 
-    def _rows(self, x: Tensor, state: CompressiveState, rows: Rows, call: _Call) -> tuple[Tensor, CompressiveState]:
+    def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
         """``x`` [rows, time, dim] of sequences at one place, piece by piece: until a segment or a sequence ends."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
         while at < x.shape[1]:
             if at in rows.begin:
-                new = self.initial_state(x.shape[0], device=x.device, dtype=state.hidden.dtype)
+                new = self.initial_state(x.shape[0], device=x.device, dtype=state.hidden_states.dtype)
                 seen, state = 0, new._replace(aux=state.aux)
             stop = min(x.shape[1], at + self.segment - seen % self.segment, *(i for i in rows.begin if i > at))
             y, state = self._piece(x[:, at:stop], state, seen, call)
@@ -193,12 +193,13 @@ class Compressive(CausalMixer):
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
         """``x`` of one segment of sequences that have ``seen`` tokens before it; a query sees all that is before it."""
         own, time = seen % self.segment, x.shape[1]
-        remembered, edge = min(seen - own, self.memory), state.hidden.shape[2] - own
-        hidden = torch.cat([state.hidden[:, :, :edge].detach(), state.hidden[:, :, edge:]], dim=2)
+        remembered, edge = min(seen - own, self.memory), state.hidden_states.shape[2] - own
+        hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
         q, k, v = self.projection(x)
         v, recent = self.position.values(v), slice(edge - remembered, None)
         if torch.is_grad_enabled():
-            before_k, before_v = self._keys_values(torch.cat([state.compressed.detach(), hidden[:, :, recent]], dim=2))
+            before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
+            before_k, before_v = self._keys_values(before)
             state = state._replace(**{name: getattr(state, name)[:, :, :0].detach() for name in _PROJECTED})
         else:
             state = self._projected(state, k)
@@ -214,8 +215,8 @@ class Compressive(CausalMixer):
         if call.watch is not None:
             start = len(call.watch) - self.segment + own + time - keys.shape[2]
             call.watch[start : start + keys.shape[2]] += sums.sum(0)
-        hidden = torch.cat([hidden, x[:, None].to(hidden.dtype)], dim=2)
-        return self.out(merge_heads(y)), state._replace(hidden=hidden, seen=state.seen + time)
+        hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
+        return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Outputs, and [batch, slots] the probability, mean over heads, with which the queries together looked at each
@@ -226,28 +227,29 @@ class Compressive(CausalMixer):
         k = self.position.rotate_keys(k, places)
         dropout = Dropout.drawn(self.config.dropout, self.training)
         relative = None if call.relative is None else call.relative.below(slots)
-        problem = Problem(self.pattern, self.scale, places[:, -time:], relative, dropout=dropout)
-        y = block_sparse_attention(q, k, v, problem, self.config.impl)
+        visibility = Visibility(self.pattern, places[:, -time:], whole=True)
+        scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl
+        y = attention(q, k, v, visibility, scoring, impl=impl).out
         if call.watch is None and not self.compression.counts:
             return y, y.new_zeros(batch, slots)
-        return y, column_sums(q, k, v, problem).mean(1)
+        return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
     def _turned(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""
-        state = state._replace(hidden=state.hidden.detach())
-        reach = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
-        falling = reach - min(seen, self.memory)
+        state = state._replace(hidden_states=state.hidden_states.detach())
+        lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
+        falling = lookback - min(seen, self.memory)
         if not falling or not self.config.compressed:
             return state
-        start = state.hidden.shape[2] - reach
-        old, usage = state.hidden[:, 0, start : start + falling], None
+        start = state.hidden_states.shape[2] - lookback
+        old, usage = state.hidden_states[:, 0, start : start + falling], None
         if self.compression.counts:
-            asked = torch.arange(reach, reach - falling, -1, device=old.device)
+            asked = torch.arange(lookback, lookback - falling, -1, device=old.device)
             usage = state.usage[:, 0, start : start + falling, 0] / asked
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
-            state = state._replace(aux=state.aux + self._cost(state.hidden[:, 0, -self.segment :], old, new))
-        kept = new.detach().to(state.hidden.dtype)[:, None]
+            state = state._replace(aux=state.aux + self._cost(state.hidden_states[:, 0, -self.segment :], old, new))
+        kept = new.detach().to(state.hidden_states.dtype)[:, None]
         if not torch.is_grad_enabled():
             pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(kept), strict=True)
             k, v = (torch.cat(pair, dim=2) for pair in pairs)
@@ -269,22 +271,22 @@ class Compressive(CausalMixer):
 
     def _projected(self, state: CompressiveState, like: Tensor) -> CompressiveState:
         """The state with the projections that it lacks after a step with gradients."""
-        if state.k.shape[2] < state.hidden.shape[2]:
-            k, v = self._keys_values(state.hidden)
+        if state.k.shape[2] < state.hidden_states.shape[2]:
+            k, v = self._keys_values(state.hidden_states)
             state = state._replace(k=k, v=v)
         if state.compressed_k.shape[2] < state.compressed.shape[2]:
             k, v = self._keys_values(state.compressed)
             state = state._replace(compressed_k=k, compressed_v=v)
         return state._replace(**{name: getattr(state, name).to(like.dtype) for name in _PROJECTED})
 
-    def _keys_values(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.projection.keys_values(hidden[:, 0])
+    def _keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.projection.keys_values(hidden_states[:, 0])
         return k, self.position.values(v)
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.kept), self._compressed_after(seen)
-        leaves = {name: _last(getattr(state, name), past) for name in ("hidden", "k", "v", "usage")}
+        leaves = {name: _last(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
         leaves |= {name: _last(getattr(state, name), compressed) for name in _COMPRESSED}
         return state._replace(**leaves)
 

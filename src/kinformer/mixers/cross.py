@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 
 
 class CrossState(NamedTuple):
@@ -43,6 +43,7 @@ class CrossAttention(CausalMixer):
         head_dim: int | None = None
         source_dim: int | None = None
         bias: bool = True
+        impl: str = "auto"
 
         def build(self, dim: int) -> CrossAttention:
             return CrossAttention(self, dim)
@@ -50,7 +51,8 @@ class CrossAttention(CausalMixer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         head_dim = config.head_dim or head_width(dim, config.num_heads)
-        self.num_heads, self.head_dim = config.num_heads, head_dim
+        self.num_heads, self.head_dim, self.impl = config.num_heads, head_dim, config.impl
+        check_impl(config.impl, Needs(sets=True), "cross")
         width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
         self.query = nn.Linear(dim, width, bias=config.bias)
         self.key_value = nn.Linear(self.source_dim, 2 * width, bias=config.bias)
@@ -88,8 +90,7 @@ class CrossAttention(CausalMixer):
     def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
         x = select_valid(chunk.x, chunk.valid)
         q = self.query(x).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
-        seen = state.valid[:, None]
-        some = seen.any(dim=-1, keepdim=True)
-        y = scaled_dot_product_attention(q, state.k.to(q.dtype), state.v.to(q.dtype), attn_mask=seen | ~some)
-        y = torch.where(some, y, y.new_zeros(()))
+        visibility = Visibility(key_padding_mask=~state.valid[:, 0])
+        k, v, scoring = state.k.to(q.dtype), state.v.to(q.dtype), Scoring(self.head_dim**-0.5)
+        y = attention(q, k, v, visibility, scoring, impl=self.impl).out
         return select_valid(self.out(merge_heads(y)), chunk.valid), state

@@ -17,11 +17,17 @@ from torch import Tensor
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
 from kinformer.core.errors import KinformerError
-from kinformer.core.parts import PatternConfig, ResidualOutput, check_heads, head_width, merge_heads
-from kinformer.kernels import pieces
-from kinformer.kernels.block_sparse import Dropout, Problem, block_sparse_attention, block_sparse_attention_lse
-from kinformer.kernels.pieces import Piece
-from kinformer.patterns.band import Band
+from kinformer.core.parts import PatternConfig, Relative, ResidualOutput, check_heads, head_width, merge_heads
+from kinformer.kernels.attention import (
+    Attended,
+    Dropout,
+    Needs,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+)
 from kinformer.patterns.window import Window
 from kinformer.positions.typed import TypedRelations, ids_of
 from kinformer.projections.by_piece import ByPiece, Pieces, Sharing
@@ -51,7 +57,7 @@ class EtcAttention(EncoderMixer):
         side_order: bool = True
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"  # of the document's pattern
+        impl: str = "auto"
 
         def __post_init__(self) -> None:
             if self.max_distance < 0:
@@ -72,7 +78,8 @@ class EtcAttention(EncoderMixer):
         self.projection = ByPiece(dim, heads, head_dim, config.sharing, config.bias)
         self.pattern = config.pattern.build()
         check_heads(config.pattern, self.pattern, heads)
-        self.even_costs = isinstance(self.pattern, Band)
+        self.even_costs = self.pattern.even_costs
+        check_impl(config.impl, Needs(tables=("bias", "keys"), lse=True, pairs=True), "etc")
         self.relations, self.side_relations = (
             TypedRelations(config.max_distance, heads, head_dim, config.ids) for _ in range(2)
         )
@@ -95,26 +102,17 @@ class EtcAttention(EncoderMixer):
 
     def _document(self, found: Pieces, text: Text, mine: Tensor | None) -> Tensor:
         bias = self.relations.by_unit(self.relations.scores(found.long), mine)
-        hidden = None if text.valid is None else ~text.valid[:, None, None, : text.side]
-        return pieces.merge(self._window(found, text), self._attend(found.long, *found.l2g, hidden, bias)).out
+        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.side])
+        side = self._attend(found.long, *found.l2g, visibility, bias=bias, lse=True)
+        return merge(self._window(found, text), side).out
 
-    def _window(self, found: Pieces, text: Text) -> Piece:
-        """What the document's tokens see of it. Its log-sum-exp is void where there is no side."""
+    def _window(self, found: Pieces, text: Text) -> Attended:
+        """What the document's tokens see of it."""
         q, (k, v), time = found.long, found.l2l, found.long.shape[2]
         behind, ahead = self.pattern.behind, self.pattern.ahead
         far = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
-        problem = Problem(
-            self.pattern,
-            self.scale,
-            torch.arange(time, device=q.device).expand(q.shape[0], -1),
-            self.relations.relative(far),
-            dropout=Dropout.drawn(self.config.dropout, self.training),
-            hidden=None if text.document is None else ~text.document,
-        )
-        if text.side:
-            return Piece(*block_sparse_attention_lse(q, k, v, problem, self.config.impl))
-        y = block_sparse_attention(q, k, v, problem, self.config.impl)
-        return Piece(y, y)
+        visibility = Visibility(self.pattern, key_padding_mask=None if text.document is None else ~text.document)
+        return self._attend(q, k, v, visibility, relative=self.relations.relative(far), lse=bool(text.side))
 
     def _side(self, found: Pieces, text: Text, mine: Tensor | None) -> Tensor:
         """What the side's tokens see of both inputs."""
@@ -124,13 +122,12 @@ class EtcAttention(EncoderMixer):
         ids = self._side_ids(side, q.device).expand(batch, heads, -1, -1)
         turned = None if mine is None else mine.mT
         far = relations.by_unit(scores, turned).expand(-1, -1, -1, time)
-        hidden = None if text.valid is None else ~text.valid[:, None, None]
+        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
         if self.config.hard_g2l:
             own = q.new_zeros(batch, side, time, dtype=torch.bool) if turned is None else turned
-            shut = torch.cat([own.new_zeros(batch, side, side), ~own], -1)[:, None]
-            hidden = shut if hidden is None else hidden | shut
+            visibility = visibility._replace(attn_mask=torch.cat([own.new_ones(batch, side, side), own], -1)[:, None])
         k, v = (torch.cat(each, 2) for each in zip(found.g2g, found.g2l, strict=True))
-        return self._attend(q, k, v, hidden, torch.cat([scores.gather(-1, ids), far], -1)).out
+        return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), far], -1)).out
 
     def _side_ids(self, side: int, device: torch.device) -> Tensor:
         """What the side's tokens are to each other, [side, side]."""
@@ -140,12 +137,20 @@ class EtcAttention(EncoderMixer):
             return self.side_relations.of_distance(distance)
         return torch.where(distance == 0, 0, self.side_relations.unordered)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor) -> Piece:
-        return pieces.attend(q, k, v, scale=self.scale, hidden=hidden, bias=bias, dropout=self._drop)
-
-    @property
-    def _drop(self) -> float:
-        return self.config.dropout if self.training else 0.0
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        *,
+        relative: Relative | None = None,
+        bias: Tensor | None = None,
+        lse: bool = False,
+    ) -> Attended:
+        dropout = Dropout.drawn(self.config.dropout, self.training)
+        scoring = Scoring(self.scale, relative=relative, bias=bias, dropout=dropout)
+        return attention(q, k, v, visibility, scoring, impl=self.config.impl, lse=lse)
 
 
 def _mine(text: Text) -> Tensor | None:

@@ -53,10 +53,10 @@ class LSTM(CausalMixer):
         return 2 * self.dim * state_dtype(dtype).itemsize
 
     def forward(self, chunk: Chunk, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        rnn, numbers = self.rnn, state_dtype(chunk.x.dtype)
+        rnn, accumulator = self.rnn, state_dtype(chunk.x.dtype)
         parts = (rnn.weight_ih_l0, rnn.weight_hh_l0, rnn.bias_ih_l0, rnn.bias_hh_l0)
         with no_autocast(chunk.x.device):
-            weights = Weights(*(part.to(numbers) for part in parts))  # type: ignore[arg-type]
-            x, h, c = (each.to(numbers) for each in (select_valid(chunk.x, chunk.valid), *state))
+            weights = Weights(*(part.to(accumulator) for part in parts))  # type: ignore[arg-type]
+            x, h, c = (each.to(accumulator) for each in (select_valid(chunk.x, chunk.valid), *state))
             y, *after = lstm(x, h, c, weights, valid=chunk.valid, reset=real_resets(chunk), impl=self.impl)
         return y.to(chunk.x.dtype), LSTMState(*(new.to(old.dtype) for new, old in zip(after, state, strict=True)))

@@ -30,20 +30,21 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.errors import KinformerError
-from kinformer.core.host import numbers
+from kinformer.core.host import host_ints
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.kernels.lookup import Lists, Search
+from kinformer.core.pattern import Band
+from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
-from kinformer.kernels.lookup.store import Away, Rules, Run, Store, join
-from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.kernels.softmax.buffers import KeysValues, ReservedKeysValues
+from kinformer.kernels.lookup.store import Evicted, Rules, Store, Subsequence, join
 
-_PARTS = 16
-"""How many times the memory is copied while it fills: what is put away is put away in so many parts."""
+_BLOCKS = 16
+"""How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""
 
 
 class MemorizingState(NamedTuple):
-    """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was put away, up to the
+    """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was evicted, up to the
     last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window, with its graph.
     ``places`` [batch, heads, memories, 2 or 0] int64 is for the inverted file."""
 
@@ -122,9 +123,10 @@ class Memorizing(CausalMixer):
         self.gate = nn.Parameter(torch.zeros(config.num_heads))
         self.out = ResidualOutput(width, dim, bias=config.bias)
         back = config.window - 1 if config.sees_itself else config.window
-        self.span = Span(behind=back, ahead=0 if config.sees_itself else -1)
-        self.batch_of = config.segment * max(1, config.memory_size // config.segment // _PARTS)
-        """How many memories are put away at a time, counted by positions."""
+        self.pattern = Band(behind=back, ahead=0 if config.sees_itself else -1)
+        check_impl(config.impl, Needs(memories=config.memory_size > 0), "memorizing")
+        self.batch_of = config.segment * max(1, config.memory_size // config.segment // _BLOCKS)
+        """How many memories are evicted at a time, counted by positions."""
         self.kept = max(back, self.batch_of - 1) if config.memory_size else back
         self.rules = Rules(config.segment, config.memory_size, self.batch_of)
         self.register_buffer("centroids", None)
@@ -147,9 +149,9 @@ class Memorizing(CausalMixer):
         return MemorizingState(recent, empty, empty, places)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        away = min(length // self.batch_of * self.batch_of, self.config.memory_size)
-        places = 0 if self.centroids is None else 16 * self.num_heads * away
-        return 2 * self.num_heads * (min(length, self.kept) + away) * self.head_dim * dtype.itemsize + places + 8
+        evicted = min(length // self.batch_of * self.batch_of, self.config.memory_size)
+        places = 0 if self.centroids is None else 16 * self.num_heads * evicted
+        return 2 * self.num_heads * (min(length, self.kept) + evicted) * self.head_dim * dtype.itemsize + places + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         recent = state.recent
@@ -162,21 +164,21 @@ class Memorizing(CausalMixer):
         positions = recent.positions(chunk.x.shape[1])
         q, k, v = self._project(chunk.x)
         k, v, kept, full = recent.append(k, v, self.kept)
-        y = self._local(q, k, v, None if full else positions)
-        external, away = self._external(chunk, q, k, v, positions[:, 0], state)
-        return self._mix(y, external), MemorizingState(kept, *away)  # type: ignore[call-arg]
+        y = self._local(q, k, v, positions, whole=full)
+        external, evicted = self._external(chunk, q, k, v, positions[:, 0], state)
+        return self._mix(y, external), MemorizingState(kept, *evicted)  # type: ignore[call-arg]
 
     def _absorb(self, chunk: Chunk, state: MemorizingState, recent: KeysValues) -> tuple[Tensor, MemorizingState]:
         positions = positions_of(chunk, recent.seen)
         seen = advance(recent.seen, chunk, positions)
         q, k, v = self._project(select_valid(chunk.x, chunk.valid))
         past = recent.k.shape[2]
-        seeing = _after(recent, k, v, self.span.behind or 0)
-        y = self._local(q, *seeing, positions if past or chunk.reset is not None else None)
+        seeing = _after(recent, k, v, self.pattern.behind or 0)
+        y = self._local(q, *seeing, positions, whole=not past and chunk.reset is None)
         k, v = _after(recent, k, v, past)
-        external, away = self._external(chunk, q, k, v, recent.seen, state)
+        external, evicted = self._external(chunk, q, k, v, recent.seen, state)
         k, v = (newest(chunk, slots, seen, self.kept) for slots in (k, v))
-        after = MemorizingState(KeysValues(k, v, seen), *away)  # type: ignore[call-arg]
+        after = MemorizingState(KeysValues(k, v, seen), *evicted)  # type: ignore[call-arg]
         return select_valid(self._mix(y, external), chunk.valid), after
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,9 +191,9 @@ class Memorizing(CausalMixer):
     def _scaled(self, q: Tensor) -> Tensor:
         return q * self.scale.abs()[:, None, None].to(q.dtype)
 
-    def _local(self, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None) -> Tensor:
-        impl = self.config.impl
-        return softmax_attention(self._scaled(q), k, v, span=self.span, scale=1.0, reach=reach, impl=impl)
+    def _local(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
+        visibility = Visibility(self.pattern, positions, whole)
+        return attention(self._scaled(q), k, v, visibility, Scoring(1.0), impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
         """``external`` None: there is no memory, and no share for it."""
@@ -202,39 +204,39 @@ class Memorizing(CausalMixer):
     @torch.compiler.disable
     def _external(
         self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, before: Tensor, state: MemorizingState
-    ) -> tuple[Tensor | None, Away]:
-        """The external part [batch, heads, time, head_dim], and what is put away after the chunk.
+    ) -> tuple[Tensor | None, Evicted]:
+        """The external part [batch, heads, time, head_dim], and what is evicted after the chunk.
 
         k, v: of the recent past and of the chunk; ``before`` [batch] counts the tokens that each row's sequence had.
         """
-        old = Away(*(each.detach() for each in state[1:]))
+        old = Evicted(*(each.detach() for each in state[1:]))
         if not self.config.memory_size:
             return None, old
-        seen = numbers(before, 0)
+        seen = host_ints(before, 0)
         assert seen is not None
-        lists = None if self.centroids is None else Lists(self.centroids, self.config.probes)
+        lists = None if self.centroids is None else CoarseQuantizer(self.centroids, self.config.probes)
         search = Search(self.config.search, self.config.topk, lists, self.config.impl)
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):
             fresh = (k[rows].detach(), v[rows].detach())
-            away = Away(*(each[rows] for each in old))
-            store = Store(self.rules, search, away, seen[rows.start], fresh, chunk.x.shape[1])
+            evicted = Evicted(*(each[rows] for each in old))
+            store = Store(self.rules, search, evicted, seen[rows.start], fresh, chunk.x.shape[1])
             outputs.append(store.absorb(q[rows], self._scaled(q[rows]), runs))
-            after.append(store.away)
-        return join(outputs), Away(*(join(list(each)) for each in zip(*after, strict=True)))
+            after.append(store.evicted)
+        return join(outputs), Evicted(*(join(list(each)) for each in zip(*after, strict=True)))
 
-    def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Run]]]:
+    def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Subsequence]]]:
         """Rows that go through the chunk alike (all of them, or one by one), and the sequences in it."""
         batch, time = chunk.x.shape[:2]
         reset = real_resets(chunk)
         if chunk.valid is None and reset is None and len(set(seen)) == 1:
-            yield slice(0, batch), [Run(0, time, seen[0], True)]
+            yield slice(0, batch), [Subsequence(0, time, seen[0], True)]
             return
-        counts = [time] * batch if chunk.valid is None else numbers(chunk.valid.sum(dim=1), time)
+        counts = [time] * batch if chunk.valid is None else host_ints(chunk.valid.sum(dim=1), time)
         for row, (count, position) in enumerate(zip(counts or (), seen, strict=True)):
             begins = [] if reset is None else reset[row].nonzero()[:, 0].tolist()
             runs = [
-                Run(begin, end, 0 if index else position, not index)
+                Subsequence(begin, end, 0 if index else position, not index)
                 for index, (begin, end) in enumerate(zip([0, *begins], [*begins, count], strict=True))
                 if begin < end
             ]

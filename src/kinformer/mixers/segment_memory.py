@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.autocast import autocast_together
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -28,35 +27,40 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
-from kinformer.core.errors import choose
-from kinformer.core.host import numbers
+from kinformer.core.host import host_ints
 from kinformer.core.parts import PositionConfig, ProjectionConfig, ScoreConfig, check_forgetful, head_width, merge_heads
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention, chunked, reference
-from kinformer.kernels.softmax import Dropout
-from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.core.reserved import ReservedSlots
+from kinformer.kernels.attention import (
+    Attended,
+    Dropout,
+    Needs,
+    Scoring,
+    Visibility,
+    attention,
+    check_impl,
+    merge,
+)
 from kinformer.patterns.segments import Segments, check_sizes
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.shared import Shared
 from kinformer.scores.scaled_dot import ScaledDot
 
-_WITH_SUMS = {"auto": chunked, "chunked": chunked, "reference": reference}
-
 
 class SegmentState(NamedTuple):
-    """``hidden`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs, right-aligned; those of segments that
-    are over have no graph. ``k``, ``v`` [batch, kv_heads, past, head_dim] are what became of them without gradients,
-    with gradients they have no slots. ``seen`` [batch] int64."""
+    """``hidden_states`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs, right-aligned; those of
+    segments that are over have no graph. ``k``, ``v`` [batch, kv_heads, past, head_dim] are what became of them without
+    gradients, with gradients they have no slots. ``seen`` [batch] int64."""
 
-    hidden: Tensor
+    hidden_states: Tensor
     k: Tensor
     v: Tensor
     seen: Tensor
 
-    slots = ("hidden", "k", "v")  # type: ignore[misc]
+    slots = ("hidden_states", "k", "v")  # type: ignore[misc]
 
     def reserve(self, length: int) -> SegmentState | ReservedSlots:
         """A single-owner state with room for ``length`` more tokens; one that was made with gradients stays a value."""
-        return ReservedSlots.of(self, length) if self.k.shape[2] == self.hidden.shape[2] else self
+        return ReservedSlots.of(self, length) if self.k.shape[2] == self.hidden_states.shape[2] else self
 
 
 class _Extent(NamedTuple):
@@ -92,7 +96,7 @@ class SegmentMemory(CausalMixer):
 
         def __post_init__(self) -> None:
             check_sizes(self.segment, self.memory)
-            choose(self.impl, _WITH_SUMS, "impl")
+            check_impl(self.impl, Needs(band=False, lse=True), "segment_memory")
 
         def build(self, dim: int) -> SegmentMemory:
             return SegmentMemory(self, dim)
@@ -109,7 +113,7 @@ class SegmentMemory(CausalMixer):
         self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
-        self.even_costs = 512 % config.segment == 0
+        self.even_costs = self.pattern.even_costs
 
     @property
     def retained(self) -> int:
@@ -120,9 +124,9 @@ class SegmentMemory(CausalMixer):
     ) -> SegmentState:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device, dtype = device or like.device, dtype or activation_dtype(like)
-        hidden = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
-        empty = hidden.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
-        return SegmentState(hidden, empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
+        hidden_states = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
+        empty = hidden_states.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
+        return SegmentState(hidden_states, empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         width = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
@@ -144,19 +148,17 @@ class SegmentMemory(CausalMixer):
         q, k, v = self.projection(chunk.x)
         q, k = self.position.rotate(q, k, positions)
         v = self.position.values(v)
-        hidden = torch.cat([state.hidden, chunk.x[:, None].to(state.hidden.dtype)], dim=2)
+        hidden_states = torch.cat([state.hidden_states, chunk.x[:, None].to(state.hidden_states.dtype)], dim=2)
         if torch.is_grad_enabled():
             y = self._learn(chunk, state, (q, k, v), positions)
             k, v = state.k[:, :, :0].detach(), state.v[:, :, :0].detach()
         else:
             k, v = (torch.cat(both, dim=2) for both in zip(self._past(state, k), (k, v), strict=True))
-            y = block_sparse_attention(
-                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
-            )
+            y = self._attend(q, k, v, self.pattern, positions).out
             k, v = (newest(chunk, slots, seen, self.retained) for slots in (k, v))
-        hidden = self._settled(newest(chunk, hidden, seen, self.retained), seen)
+        hidden_states = self._settled(newest(chunk, hidden_states, seen, self.retained), seen)
         y = select_valid(self.out(merge_heads(y)), chunk.valid)
-        return y, SegmentState(hidden, k, v, seen)  # type: ignore[call-arg]
+        return y, SegmentState(hidden_states, k, v, seen)  # type: ignore[call-arg]
 
     def _extend(self, chunk: Chunk, state: ReservedSlots) -> tuple[Tensor, ReservedSlots]:
         positions = state.positions(chunk.x.shape[1])
@@ -164,50 +166,46 @@ class SegmentMemory(CausalMixer):
         q, k = self.position.rotate(q, k, positions)
         new = chunk.x[:, None].to(k.dtype), k, self.position.values(v)
         (_, k, v), state, _ = state.extend(new, self.retained)
-        y = block_sparse_attention(self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl)
-        return self.out(merge_heads(y)), state
+        return self.out(merge_heads(self._attend(q, k, v, self.pattern, positions).out)), state
 
     def _past(self, state: SegmentState, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the past without gradients: those that were kept, and those of the other slots."""
-        lacking = state.hidden.shape[2] - state.k.shape[2]
+        lacking = state.hidden_states.shape[2] - state.k.shape[2]
         if not lacking:
             return state.k.to(like.dtype), state.v.to(like.dtype)
-        return self._keys_values(state.hidden, _before(state.seen, state.hidden.shape[2]))
+        return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]))
 
     def _learn(
         self, chunk: Chunk, state: SegmentState, own: tuple[Tensor, Tensor, Tensor], positions: Tensor
     ) -> Tensor:
         """Attention with gradients. Where a row's queries are of one segment, every key is either live or memory; else
-        some are both, and attention to the own segments and to their memories are two calls, merged by their sums."""
+        some are both, and attention to the own segments and to their memories are two calls, merged."""
         q, k, v = own
-        past, time = state.hidden.shape[2], chunk.x.shape[1]
+        past, time = state.hidden_states.shape[2], chunk.x.shape[1]
         extent = self._extent(positions, chunk.reset is not None, past)
-        recent = state.hidden[:, :, past - min(past, self.memory + extent.live) :]
+        recent = state.hidden_states[:, :, past - min(past, self.memory + extent.live) :]
         if extent.alone:
             if recent.shape[2]:
                 recent = _cut(recent, state.seen % self.segment, extent.live)
                 older = self._keys_values(recent, _before(state.seen, recent.shape[2]))
                 k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-            return block_sparse_attention(
-                self.score.queries(q), k, v, self._problem(self.pattern, positions, k), self.impl
-            )
+            return self._attend(q, k, v, self.pattern, positions).out
         if extent.live:
             places = _before(state.seen, extent.live)
-            older = self._keys_values(state.hidden[:, :, past - extent.live :], places)
+            older = self._keys_values(state.hidden_states[:, :, past - extent.live :], places)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-        y, total = self._attend(q, k, v, self.own, positions)
+        own_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
         if not self.memory:
-            return y
+            return own_segment.out
         memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
         places = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
         k, v = self._keys_values(memory, places)
         k, v = (pad(x, (0, 0, 0, time - extent.later)) for x in (k, v))
-        before, memory_total = self._attend(q, k, v, self.older, positions)
-        return torch.lerp(y, before, torch.sigmoid(memory_total - total).to(y.dtype)[..., None])
+        return merge(own_segment, self._attend(q, k, v, self.older, positions, lse=True)).out
 
     def _extent(self, positions: Tensor, resets: bool, past: int) -> _Extent:
         time = positions.shape[1]
-        first = numbers(positions[:, 0], past)
+        first = host_ints(positions[:, 0], past)
         if first is None:
             return _Extent(False, min(past, self.segment - 1), time)
         live = min(past, max(position % self.segment for position in first))
@@ -216,28 +214,31 @@ class SegmentMemory(CausalMixer):
         later = max((position + time - 1) // self.segment * self.segment - position for position in first)
         return _Extent(later <= 0, live, max(later, 0))
 
-    def _keys_values(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``hidden`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
-        k, v = self.projection.keys_values(hidden[:, 0])
+    def _keys_values(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``hidden_states`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
+        k, v = self.projection.keys_values(hidden_states[:, 0])
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a part of the keys."""
-        q, k, v = autocast_together(self.score.queries(q), k, v)
-        return _WITH_SUMS[self.impl].attend(q, k, v, self._problem(pattern, positions, k))
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor, lse: bool = False
+    ) -> Attended:
+        scoring = Scoring(
+            self.score.scale,
+            self.score.form,
+            self.score.vector(),
+            self.position.relative(0, min(k.shape[2] - 1, self.retained)),
+            dropout=Dropout.drawn(self.dropout, self.training),
+        )
+        visibility = Visibility(pattern, positions)
+        return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
-    def _problem(self, pattern: Segments, positions: Tensor, k: Tensor) -> Problem:
-        relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
-        dropout = Dropout.drawn(self.dropout, self.training)
-        return Problem(pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout)
-
-    def _settled(self, hidden: Tensor, seen: Tensor) -> Tensor:
+    def _settled(self, hidden_states: Tensor, seen: Tensor) -> Tensor:
         """The slots of a state: those of segments that are over are cut from the graph."""
-        if not hidden.requires_grad:
-            return hidden
-        own = numbers(seen, hidden.shape[2])
+        if not hidden_states.requires_grad:
+            return hidden_states
+        own = host_ints(seen, hidden_states.shape[2])
         most = self.segment - 1 if own is None else max(count % self.segment for count in own)
-        return _cut(hidden, seen % self.segment, min(most, hidden.shape[2]))
+        return _cut(hidden_states, seen % self.segment, min(most, hidden_states.shape[2]))
 
 
 def _before(seen: Tensor, slots: int) -> Tensor:
@@ -245,10 +246,10 @@ def _before(seen: Tensor, slots: int) -> Tensor:
     return seen[:, None] + torch.arange(-slots, 0, device=seen.device)
 
 
-def _cut(hidden: Tensor, live: Tensor, most: int) -> Tensor:
-    """``hidden`` [batch, 1, slots, dim] with a graph to the last ``live`` [batch] slots of each row alone, of which no
-    row has more than ``most``."""
-    old, new = hidden[:, :, : hidden.shape[2] - most].detach(), hidden[:, :, hidden.shape[2] - most :]
+def _cut(slots: Tensor, live: Tensor, most: int) -> Tensor:
+    """``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone, of which no row has
+    more than ``most``."""
+    old, new = slots[:, :, : slots.shape[2] - most].detach(), slots[:, :, slots.shape[2] - most :]
     age = torch.arange(most, 0, -1, device=live.device)
     mine = (age <= live[:, None])[:, None, :, None]
     return torch.cat([old, torch.where(mine, new, new.detach())], dim=2)

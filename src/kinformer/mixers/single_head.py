@@ -27,8 +27,9 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.softmax import Span, softmax_attention
-from kinformer.kernels.softmax.buffers import ReservedSlots
+from kinformer.core.pattern import Band
+from kinformer.core.reserved import ReservedSlots
+from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 
 
 class SingleHeadState(NamedTuple):
@@ -68,6 +69,8 @@ class SingleHead(CausalMixer):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.memory, self.dim, self.impl = config.memory, dim, config.impl
+        self.pattern = Band(behind=config.memory - 1)
+        check_impl(config.impl, Needs(), "single_head")
         self.input_norm, self.memory_norm, self.query_norm = (nn.LayerNorm(dim, eps=config.eps) for _ in range(3))
         self.query = nn.Linear(dim, dim)
         self.q_gate, self.k_gate, self.v_gate = (nn.Parameter(torch.zeros(dim)) for _ in range(3))
@@ -100,7 +103,7 @@ class SingleHead(CausalMixer):
         h, new = self._norms(chunk.x)
         positions = state.positions(chunk.x.shape[1])
         (slots,), after, full = state.extend((new,), self.retained)
-        return self._attend(h, slots, None if full else positions), after
+        return self._attend(h, slots, positions, whole=full), after
 
     def _absorb(self, chunk: Chunk, state: SingleHeadState) -> tuple[Tensor, SingleHeadState]:
         positions = positions_of(chunk, state.seen)
@@ -109,7 +112,7 @@ class SingleHead(CausalMixer):
         past = state.memory.shape[2]
         if past:
             slots = torch.cat([state.memory.to(slots.dtype), slots], dim=2)
-        y = self._attend(h, slots, positions if past or chunk.reset is not None else None)
+        y = self._attend(h, slots, positions, whole=not past and chunk.reset is None)
         kept = newest(chunk, slots, seen, self.retained)
         return select_valid(y, chunk.valid), SingleHeadState(kept, seen)  # type: ignore[call-arg]
 
@@ -117,11 +120,11 @@ class SingleHead(CausalMixer):
         """What queries are made of, and what is remembered [batch, 1, time, dim]."""
         return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.query.weight))
 
-    def _attend(self, h: Tensor, slots: Tensor, reach: Tensor | None) -> Tensor:
+    def _attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         q = self.query_norm(self.query(h)) * (self.q_gate.sigmoid() * self.k_gate.sigmoid())
-        span = Span(behind=self.memory - 1, ahead=0)
-        q = q[:, None].to(slots.dtype)
-        mixed = softmax_attention(q, slots, slots, span=span, scale=self.dim**-0.5, reach=reach, impl=self.impl)[:, 0]
+        q, scoring = q[:, None].to(slots.dtype), Scoring(self.dim**-0.5)
+        visibility = Visibility(self.pattern, positions, whole)
+        mixed = attention(q, slots, slots, visibility, scoring, impl=self.impl).out[:, 0]
         content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)

@@ -34,10 +34,8 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
-from kinformer.kernels.block_sparse import Problem, block_sparse_attention
-from kinformer.kernels.softmax import Dropout, Span, softmax_attention
-from kinformer.kernels.softmax.buffers import KeysValues, ReservedKeysValues
-from kinformer.patterns.band import Band
+from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.patterns.causal import Causal
 from kinformer.positions.none import NoPosition
 from kinformer.projections.shared import Shared
@@ -93,12 +91,10 @@ class SoftmaxAttention(CausalMixer):
             )
         check_heads(config.pattern, self.pattern, config.num_heads)
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
-        self.span = None
-        if isinstance(self.pattern, Band) and self.score.form == "dot":
-            self.span = Span(behind=self.pattern.behind, ahead=0)
+        check_impl(config.impl, Needs.of_parts(self.pattern, self.score, self.position, config.dropout), "softmax")
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
-        self.even_costs = isinstance(self.pattern, Band)
+        self.even_costs = self.pattern.even_costs
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property
@@ -175,17 +171,12 @@ class SoftmaxAttention(CausalMixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
-        dropout = Dropout.drawn(self.dropout, self.training)
-        q = self.score.queries(q)
-        relative = self.position.relative(0, k.shape[2] - 1)
-        if self.span is not None and relative is None:
-            reach = None if whole else positions
-            y = softmax_attention(
-                q, k, v, span=self.span, scale=self.score.scale, reach=reach, dropout=dropout, impl=self.impl
-            )
-        else:
-            problem = Problem(
-                self.pattern, self.score.scale, positions, relative, self.score.form, self.score.vector(), dropout
-            )
-            y = block_sparse_attention(q, k, v, problem, self.impl)
-        return self.out(merge_heads(y))
+        scoring = Scoring(
+            self.score.scale,
+            self.score.form,
+            self.score.vector(),
+            self.position.relative(0, k.shape[2] - 1),
+            dropout=Dropout.drawn(self.dropout, self.training),
+        )
+        visibility = Visibility(self.pattern, positions, whole)
+        return self.out(merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.core.parts import PatternConfig
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band
 
 
 class Full(Band):

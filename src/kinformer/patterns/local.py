@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band
 
 
 class Local(Band):

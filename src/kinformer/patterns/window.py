@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
-from kinformer.core.pattern import Pattern
-from kinformer.patterns.band import Band
+from kinformer.core.pattern import Band, Pattern
 from kinformer.patterns.comb import Comb
 from kinformer.patterns.per_head import per_head
 
@@ -35,5 +34,5 @@ class Window(PatternConfig):
         return per_head([self._window(dilation) for dilation in self.dilations or (self.dilation,)])
 
     def _window(self, dilation: int) -> Pattern:
-        reach = self.window * dilation
-        return Band(behind=reach, ahead=reach) if dilation == 1 else Comb(behind=reach, ahead=reach, stride=dilation)
+        far = self.window * dilation
+        return Band(behind=far, ahead=far) if dilation == 1 else Comb(behind=far, ahead=far, stride=dilation)

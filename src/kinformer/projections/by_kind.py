@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.core.parts import Apart, ProjectionConfig
+from kinformer.core.parts import GlobalProjection, ProjectionConfig
 from kinformer.projections.shared import Shared
 
 
@@ -22,7 +22,7 @@ class ByKind(Shared):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(Shared.Config(bias=config.bias), dim, num_heads, head_dim)
-        self.apart = Apart(dim, num_heads * head_dim, config.bias)
+        self.apart = GlobalProjection(dim, num_heads * head_dim, config.bias)
 
-    def for_globals(self) -> Apart:
+    def global_projection(self) -> GlobalProjection:
         return self.apart

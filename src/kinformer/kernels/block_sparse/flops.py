@@ -7,7 +7,7 @@ tile's keys and queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import kinformer.core.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.block_sparse.chunked import pattern_of, words_of
+from kinformer.kernels.block_sparse.chunked import Call
 from kinformer.kernels.block_sparse.plan import Interval, plan
-from kinformer.kernels.block_sparse.stack import stack
+from kinformer.kernels.block_sparse.stacking import stack
 
 
-def _pairs(q: Tensor, k: Tensor, number: int, apart: bool) -> Iterator[tuple[int, int]]:
+def _pairs(call: Call) -> Iterator[tuple[int, int]]:
     """Over all rows and heads: the pairs of every term, and the (query, distance) pairs of its tables."""
-    pattern, past = pattern_of(number), k.shape[2] - q.shape[2]
-    heads = pattern.num_heads or 1
-    copies = q.shape[0] * q.shape[1] // heads
-    stacked = None if apart or heads == 1 else stack(pattern, Interval(0, past, k.shape[2]))
+    pattern, (batch, q_heads, time, _), slots = call.visible, call.q.shape, call.k.shape[2]
+    heads, interval = pattern.num_heads or 1, Interval(0, slots - time, slots)
+    stacked = None if call.separate_heads or heads == 1 else stack(pattern, interval)
     if stacked is not None:
-        yield q.shape[0] * stacked.computed, 0
+        yield batch * stacked.computed, 0
         return
+    copies = batch * q_heads // heads
     for head in range(heads):
-        for part in plan(pattern.at(head), Interval(0, past, k.shape[2])):
+        for part in plan(pattern.at(head), interval):
             far = sum(
                 (tile.last - tile.first) * (tile.width + (tile.last - tile.first - 1) * len(tile.runs))
                 for tile in part.tiles
@@ -38,40 +38,26 @@ def _pairs(q: Tensor, k: Tensor, number: int, apart: bool) -> Iterator[tuple[int
             yield copies * part.computed, copies * far * part.stride
 
 
-def _width(tables: Sequence[Tensor], form: str, name: str) -> int:
-    """The width of the table called ``name``, 0 if there is none."""
-    named = dict(zip(words_of(form)[1:], tables, strict=True))
-    return named[name].shape[-1] if name in named else 0
+def _width(table: Tensor | None) -> int:
+    return 0 if table is None else table.shape[-1]
+
+
+def _inner(call: Call) -> int:
+    """Products for the score of a pair."""
+    return call.q.shape[-1] * (2 if call.form == "modulus" else 1)
 
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention, get_raw=True)
-def forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, places: object, tables: Sequence[Tensor], form: str, *numbers: Any, **_: Any
-) -> int:
+def forward_flops(*arguments: Any, **_: Any) -> int:
     """Floating-point operations of a forward call with the operator's own arguments."""
-    inner = q.shape[-1] * (2 if form.startswith("modulus") else 1)
-    wide = _width(tables, form, "keys") + _width(tables, form, "values")
-    return sum(
-        2 * (pairs * (inner + v.shape[-1]) + far * wide) for pairs, far in _pairs(q, k, numbers[0][0], bool(tables))
-    )
+    call = Call(*arguments)
+    near, wide = _inner(call) + call.v.shape[-1], _width(call.keys) + _width(call.values)
+    return sum(2 * (pairs * near + far * wide) for pairs, far in _pairs(call))
 
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention_backward, get_raw=True)
-def backward_flops(
-    grads: object,
-    saved: Sequence[Tensor],
-    places: object,
-    tables: Sequence[Tensor],
-    form: str,
-    integers: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
+def backward_flops(*arguments: Any, **_: Any) -> int:
     """Floating-point operations of a backward call with the operator's own arguments."""
-    q, k, v, *_others = saved
-    inner = q.shape[-1] * (2 if form.startswith("modulus") else 1)
-    wide = 3 * _width(tables, form, "keys") + 2 * _width(tables, form, "values")
-    return sum(
-        2 * (pairs * (3 * inner + 2 * v.shape[-1]) + far * wide)
-        for pairs, far in _pairs(q, k, integers[0], bool(tables))
-    )
+    call = Call(*arguments[4:-2])
+    near, wide = 3 * _inner(call) + 2 * call.v.shape[-1], 3 * _width(call.keys) + 2 * _width(call.values)
+    return sum(2 * (pairs * near + far * wide) for pairs, far in _pairs(call))

@@ -23,12 +23,12 @@ from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern,
 _LEAF = 16
 ROWS = (128, 64, 32, 16)
 _OVERHEAD = 24  # queries' worth of reading keys (measured on a CPU)
-_GAP = 32
+_GAP = 32  # visible keys that a mask may hold between hidden ones
 
 
-class Fence(NamedTuple):
-    """-inf on the hidden ones, 0 on the visible ones of a tile's keys ``start .. stop``: [classes or 1, rows, keys], or
-    [heads, 1, rows, keys] where heads were stacked."""
+class PartialMask(NamedTuple):
+    """The mask of a partial block, a tile's keys ``start .. stop``: -inf for hidden pairs, else 0; [classes or
+    1, rows, keys], or [heads, 1, rows, keys] where heads were stacked."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     last: int
     keys: slice | Tensor
     width: int
-    fences: tuple[Fence, ...]
+    masks: tuple[PartialMask, ...]
     runs: tuple[Run, ...]
 
 
@@ -65,7 +65,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TermPlan:
     """The tiles of one term. Unit u of class c is position u * stride + c; ``origin`` and ``query_origin`` are the
     units of the first key and query, ``units`` and ``query_units`` how many there are from there on."""
 
@@ -86,30 +86,30 @@ class Part:
 
 
 @lru_cache(maxsize=256)
-def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[Part, ...]:
-    """One part per term of ``pattern``, each cut into tiles of the height that costs least.
+def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[TermPlan, ...]:
+    """One plan per term of ``pattern``, each cut into tiles of the height that costs least.
 
     ``newest_first``: tiles address the keys, and hold their own, in reversed order.
     """
     with _disable_current_modes():  # a plan is made of real numbers, also where costs are counted on imitations
-        return tuple(_part(term, interval, newest_first) for term in pattern.terms())
+        return tuple(_planned(term, interval, newest_first) for term in pattern.terms())
 
 
-def _part(term: Term, interval: Interval, newest_first: bool) -> Part:
+def _planned(term: Term, interval: Interval, newest_first: bool) -> TermPlan:
     """Tall tiles compute more hidden pairs, low ones cost more per pair: from the tallest down while it pays."""
-    best: Part | None = None
+    best: TermPlan | None = None
     for rows in ROWS:
-        part = Cutter(term, interval, rows, newest_first).part()
-        if best is not None and cost(part) > cost(best):
+        found = Cutter(term, interval, rows, newest_first).plan()
+        if best is not None and cost(found) > cost(best):
             break
-        best = part
+        best = found
     assert best is not None
     return best
 
 
-def cost(part: Part) -> float:
+def cost(plan: TermPlan) -> float:
     """Of the products, in pairs: a tile's keys are read again for every tile, whatever the number of its queries."""
-    return part.computed * (1 + _OVERHEAD / part.rows)
+    return plan.computed * (1 + _OVERHEAD / plan.rows)
 
 
 class _Leaves(NamedTuple):
@@ -134,14 +134,14 @@ class Cutter:
         edges = edges.clip(self.query_origin, self.end)
         self.first, self.last = edges[:-1], edges[1:]
         self.classes = np.arange(stride)
-        self.fences: dict[bytes, Tensor] = {}
+        self.known: dict[bytes, Tensor] = {}
         self.computed = self.attended = 0
 
-    def part(self) -> Part:
+    def plan(self) -> TermPlan:
         tiles = tuple(self._tiles())
         origins = self.origin, self.query_origin
         units = self.end - self.origin, self.end - self.query_origin
-        return Part(self.stride, *origins, *units, self.rows, tiles, self.computed, self.attended)
+        return TermPlan(self.stride, *origins, *units, self.rows, tiles, self.computed, self.attended)
 
     def _tiles(self) -> Iterator[Tile]:
         leaves = self._leaves()
@@ -217,14 +217,14 @@ class Cutter:
         edge = np.zeros(len(keys), dtype=bool)
         edge[partial] = hidden.any((0, 1))
         index = np.cumsum(partial) - 1
-        fences = tuple(
-            Fence(start, stop, self._fence(hidden, partial[start:stop], index[start:stop]))
+        masks = tuple(
+            PartialMask(start, stop, self._mask(hidden, partial[start:stop], index[start:stop]))
             for start, stop in runs_of(edge)
         )
         runs = tuple(Run(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         places = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
-        return Tile(*queries, _addresses(places), len(keys), fences, runs)
+        return Tile(*queries, _addresses(places), len(keys), masks, runs)
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
         """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""
@@ -240,14 +240,14 @@ class Cutter:
         hidden = (~seen).expand(self.stride, last - first, len(keys)).numpy()
         return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
-    def _fence(self, hidden: np.ndarray, partial: np.ndarray, index: Ints) -> Tensor:
-        """Additive; equal fences are one tensor."""
+    def _mask(self, hidden: np.ndarray, partial: np.ndarray, index: Ints) -> Tensor:
+        """Additive; equal masks are one tensor."""
         run = np.zeros((*hidden.shape[:2], len(partial)), dtype=bool)
         run[..., partial] = hidden[..., index[partial]]
         name = bytes(str(run.shape), "ascii") + np.packbits(run).tobytes()
-        if name not in self.fences:
-            self.fences[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
-        return self.fences[name]
+        if name not in self.known:
+            self.known[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
+        return self.known[name]
 
     def _count(self, first: int, last: int, width: int, hidden: np.ndarray) -> None:
         positions = np.arange(first, last) * self.stride + self.classes[:, None]

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse.plan import Interval, Part, plan
-from kinformer.kernels.block_sparse.stack import stack
+from kinformer.kernels.block_sparse.plan import Interval, TermPlan, plan
+from kinformer.kernels.block_sparse.stacking import stack
 
 
 class Section(NamedTuple):
@@ -31,13 +32,13 @@ class Section(NamedTuple):
     heads: slice | list[int]
     kv_heads: int
 
-    def parts(self, newest_first: bool) -> tuple[Part, ...]:
+    def plans(self, newest_first: bool) -> tuple[TermPlan, ...]:
         """What is to be computed; heads that are unlike are worked on side by side."""
         if self.pattern.num_heads is None:
             return plan(self.pattern, self.interval, newest_first)
-        part = stack(self.pattern, self.interval)
-        assert part is not None
-        return (part,)
+        stacked = stack(self.pattern, self.interval)
+        assert stacked is not None
+        return (stacked,)
 
     def queries(self, x: Tensor) -> Tensor:
         """[batch, q_heads, time, ...] -> [rows * kv_heads, group, time, ...], a view where it can be."""
@@ -67,12 +68,26 @@ class Section(NamedTuple):
         simple = isinstance(self.rows, slice) and isinstance(self.heads, slice)
         return simple and times.stop - times.start == length
 
-    def place(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    def index_in(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """Index of the section's rows and of its heads, which of ``group`` share one in ``target``."""
         rows = torch.arange(target.shape[0])[self.rows][:, None]
         if isinstance(self.heads, slice):
             return rows, torch.arange(target.shape[1])
         return rows, torch.tensor(self.heads) // group
+
+
+class Operands(NamedTuple):
+    """q [n, group, time, head_dim], k, v [n, slots, ...] of one section, n = rows * heads; the words of dropout;
+    ``padding`` [rows, slots] bool, True for keys that nobody sees."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: int
+    interval: Interval
+    words: tuple[Tensor, Tensor] | None = None
+    p: float = 0.0
+    padding: Tensor | None = None
 
 
 class Gathered:
@@ -88,7 +103,7 @@ class Gathered:
             self.found = x.reshape(self.shape)
             return
         target = self.value()[:, :, section.times]
-        rows, heads = section.place(target, 1)
+        rows, heads = section.index_in(target, 1)
         target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
 
     def value(self) -> Tensor:
@@ -111,7 +126,7 @@ class Summed:
             self.found = x if self.found is None else self.found.add_(x)
             return
         target = self.value()[:, :, section.slots]
-        rows, heads = section.place(target, group)
+        rows, heads = section.index_in(target, group)
         target.index_put_((rows, heads), x.reshape(len(rows), heads.shape[0], *target.shape[2:]), accumulate=True)
 
     def value(self) -> Tensor:
@@ -121,24 +136,24 @@ class Summed:
 
 
 def sections(
-    pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, apart: bool
+    pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, separate_heads: bool
 ) -> Iterator[Section]:
     """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots.
 
-    Heads of unlike patterns are one section where that pays, unless they are to stay ``apart``.
+    Heads of unlike patterns are one section where that pays, unless these are to be ``separate_heads``.
     """
     for times, first, rows in _runs(positions):
         past = slots - positions.shape[1] + times.start
         oldest = max(0, past - first)
         interval = Interval(first - (past - oldest), first, first + times.stop - times.start)
-        place = slice(oldest, past + times.stop - times.start)
-        if pattern.num_heads is not None and not apart and stack(pattern, interval) is not None:
+        keys = slice(oldest, past + times.stop - times.start)
+        if pattern.num_heads is not None and not separate_heads and stack(pattern, interval) is not None:
             every = slice(0, heads) if kv_heads == heads else list(range(heads))
-            yield Section(pattern, interval, rows, times, place, every, heads)
+            yield Section(pattern, interval, rows, times, keys, every, heads)
             continue
         for alike, group in _heads(pattern, heads):
             owners = len(group) if isinstance(group, list) else kv_heads
-            yield Section(alike, interval, rows, times, place, group, owners)
+            yield Section(alike, interval, rows, times, keys, group, owners)
 
 
 def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
@@ -164,3 +179,29 @@ def _heads(pattern: Pattern, heads: int) -> Iterator[tuple[Pattern, slice | list
         alike.setdefault(pattern.at(head), []).append(head)
     for one, members in alike.items():
         yield one, slice(0, heads) if len(alike) == 1 else members
+
+
+# Positions of equal remainder (residue classes) side by side: the layout in which strided patterns are contiguous.
+
+
+def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill: float = 0.0) -> Tensor:
+    """[n, group, time, width] -> [n * stride, group, units, width], ``fill`` where there is no such position.
+
+    ``x`` begins at position ``first``; unit u of class c holds position (origin + u) * stride + c.
+    """
+    if stride == 1:
+        return x
+    n, group, time, width = x.shape
+    before = first - origin * stride
+    x = functional.pad(x, (0, 0, before, units * stride - before - time), value=fill)
+    return x.view(n, group, units, stride, width).permute(0, 3, 1, 2, 4).reshape(n * stride, group, units, width)
+
+
+def from_classes(x: Tensor, first: int, stride: int, origin: int, time: int) -> Tensor:
+    """The inverse: [n * stride, group, units, width] -> [n, group, time, width]."""
+    if stride == 1:
+        return x
+    classes, group, units, width = x.shape
+    before = first - origin * stride
+    x = x.view(classes // stride, stride, group, units, width).permute(0, 2, 3, 1, 4)
+    return x.reshape(classes // stride, group, units * stride, width)[:, :, before : before + time]

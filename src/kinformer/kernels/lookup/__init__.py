@@ -18,11 +18,10 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.lookup import chunked, lists, reference
-from kinformer.kernels.lookup.attend import attend
-from kinformer.kernels.lookup.lists import Filed, Lists
-from kinformer.kernels.lookup.pieces import Piece
+from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile
+from kinformer.kernels.lookup.slices import MemorySlice, gathered
 
-__all__ = ["IMPLS", "SEARCHES", "Filed", "Lists", "Piece", "Search", "attend", "look_up"]
+__all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "gathered", "look_up"]
 
 SEARCHES = ("exact", "bucketed", "inverted")
 IMPLS = ("auto", "reference", "chunked")
@@ -36,11 +35,11 @@ class Search(NamedTuple):
 
     kind: str
     topk: int
-    lists: Lists | None = None
+    lists: CoarseQuantizer | None = None
     impl: str = "auto"
 
 
-def look_up(q: Tensor, pieces: list[Piece], search: Search, filed: Filed | None = None) -> Tensor:
+def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: InvertedFile | None = None) -> Tensor:
     """Which memories the queries q [batch, heads, time, head_dim] find: [batch, heads, time, topk] int64.
 
     Memories are counted from the first of ``pieces``, which follow each other; -1 stands for none. For "bucketed" the
@@ -63,7 +62,7 @@ def look_up(q: Tensor, pieces: list[Piece], search: Search, filed: Filed | None 
         return torch.cat([old, torch.where(new < 0, new, new + pieces[0].size)], dim=-1)
 
 
-def _scan(q: Tensor, pieces: list[Piece], kind: str, topk: int, impl: str) -> Tensor:
+def _scan(q: Tensor, pieces: list[MemorySlice], kind: str, topk: int, impl: str) -> Tensor:
     pieces = [piece for piece in pieces if piece.size]
     if not pieces:
         return _none(q, topk)

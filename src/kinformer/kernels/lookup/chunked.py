@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.lookup.numbered import numbered
-from kinformer.kernels.lookup.pieces import Piece
+from kinformer.kernels.lookup.slices import MemorySlice
 
 _PAIRS = 1 << 20
 """Scores in a tile."""
@@ -19,7 +19,7 @@ _FEW = 8
 """So few queries take all of their scores at once."""
 
 
-def exact(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """The ``topk`` of largest score among all that were seen so far, tile after tile."""
     best = q.new_full((*q.shape[:3], topk), -torch.inf)
     found = torch.full_like(best, -1, dtype=torch.int64)
@@ -32,7 +32,7 @@ def exact(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
     return found
 
 
-def bucketed(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """The best of each bucket; of many queries one head of one row after the other."""
     if q.shape[2] <= _FEW:
         rows = _few(q, pieces, topk)
@@ -47,7 +47,7 @@ def bucketed(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
     return rows * topk + torch.arange(topk, device=q.device)
 
 
-def _few(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+def _few(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     scores = torch.cat([q @ piece.keys.to(q.dtype).mT for piece in pieces], dim=-1)
     return scores.unflatten(-1, (-1, topk)).max(dim=-2).indices
 

@@ -1,8 +1,8 @@
 """An inverted file over frozen centroids (Sivic and Zisserman 2003; Jegou et al. 2011): only some lists are looked at.
 
-A memory is in the list of the centroid of largest k . c. Memories that were put away are sorted by list and, within, by
-position, when they are put away; a query looks at the lists of the ``probes`` centroids of largest q . c. The memories
-of a list are dealt out to ``share`` buckets in turn, and the best of each is found.
+A memory is in the list of the centroid of largest k . c. Memories are sorted by list and, within, by position when they
+are evicted from the window; a query looks at the lists of the ``probes`` centroids of largest q . c. The memories of a
+list are dealt out to ``share`` buckets in turn, and the best of each is found.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kinformer.core.contract import state_dtype
 from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
 
 
-class Lists(NamedTuple):
-    """``centroids`` [heads, lists, head_dim], and how many lists a query looks at."""
+class CoarseQuantizer(NamedTuple):
+    """``centroids`` [heads, lists, head_dim] of the lists, and how many of these (``probes``) a query looks at."""
 
     centroids: Tensor
     probes: int
 
 
-class Filed(NamedTuple):
+class InvertedFile(NamedTuple):
     """Keys [batch, heads, slots, head_dim] sorted by list; ``places`` [.., slots, 2] int64: 1 + the list (0: an empty
     slot) and the position of each; those from position ``first`` on may be found."""
 
@@ -41,7 +42,7 @@ def centroids(num_heads: int, count: int, head_dim: int) -> Tensor:
     return directions / directions.norm(dim=-1, keepdim=True)
 
 
-def file_away(k: Tensor, v: Tensor, places: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+def insert(k: Tensor, v: Tensor, places: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """The last ``keep`` positions of all three [batch, heads, slots, width], sorted by list and then by position.
 
     They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
@@ -71,21 +72,21 @@ def _rows(x: Tensor, slots: Tensor) -> Tensor:
     return x.flatten(0, 2).index_select(0, (first + slots).flatten()).view(*slots.shape, -1)
 
 
-def places_of(k: Tensor, position: int, lists: Lists) -> Tensor:
+def places_of(k: Tensor, position: int, lists: CoarseQuantizer) -> Tensor:
     """List and position [batch, heads, n, 2] of new memories with keys ``k``, the first at ``position``."""
     nearest = (k @ lists.centroids.to(k)[None].mT).argmax(dim=-1) + 1
     positions = torch.arange(position, position + k.shape[2], device=k.device).expand_as(nearest)
     return torch.stack([nearest, positions], dim=-1)
 
 
-def probed(q: Tensor, lists: Lists) -> Tensor:
+def probed(q: Tensor, lists: CoarseQuantizer) -> Tensor:
     """The lists (from 1 on) that each query looks at: [batch, heads, time, probes]."""
     return (q @ lists.centroids.to(q)[None].mT).topk(lists.probes, dim=-1).indices + 1
 
 
-def find(q: Tensor, filed: Filed, lists: Lists, share: int) -> Tensor:
+def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
     """Slots [batch, heads, time, probes * share] that the queries find, -1 for none."""
-    numbers = torch.promote_types(q.dtype, torch.float32)
+    accumulator = state_dtype(q.dtype)
     wanted, count = probed(q, lists), lists.centroids.shape[1]
     if q.is_meta or isinstance(q, FakeTensor):  # what even lists would cost
         _ = q @ filed.k[:, :, : filed.k.shape[2] * lists.probes // count].mT
@@ -97,7 +98,7 @@ def find(q: Tensor, filed: Filed, lists: Lists, share: int) -> Tensor:
         for head in range(q.shape[1]):
             visible = filed.places[row, head, :, 1] >= filed.first
             one = _Head(filed.k[row, head], visible, begins[row][head], share)
-            found[row, head] = one.find(q[row, head].to(numbers), wanted[row, head])
+            found[row, head] = one.find(q[row, head].to(accumulator), wanted[row, head])
     return found.flatten(3)
 
 

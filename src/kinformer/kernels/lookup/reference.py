@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.lookup.lists import Filed, Lists, probed
-from kinformer.kernels.lookup.pieces import Piece
+from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile, probed
+from kinformer.kernels.lookup.slices import MemorySlice
 
 
-def exact(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """See :func:`kinformer.kernels.lookup.look_up`."""
     return _best(_scores(q, pieces), topk)
 
 
-def bucketed(q: Tensor, pieces: list[Piece], topk: int) -> Tensor:
+def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """See :func:`kinformer.kernels.lookup.look_up`."""
     best = _scores(q, pieces).unflatten(-1, (-1, topk)).argmax(dim=-2)
     return best * topk + torch.arange(topk, device=q.device)
 
 
-def find(q: Tensor, filed: Filed, lists: Lists, share: int) -> Tensor:
+def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
     """See :func:`kinformer.kernels.lookup.lists.find`."""
     scores = q @ filed.k.to(q.dtype).mT
     own, position = filed.places[:, :, None].unbind(-1)
@@ -36,7 +36,7 @@ def find(q: Tensor, filed: Filed, lists: Lists, share: int) -> Tensor:
     return torch.stack(parts, dim=-1)
 
 
-def _scores(q: Tensor, pieces: list[Piece]) -> Tensor:
+def _scores(q: Tensor, pieces: list[MemorySlice]) -> Tensor:
     return q @ torch.cat([piece.keys for piece in pieces], dim=2).to(q.dtype).mT
 
 

@@ -1,6 +1,7 @@
-"""The memories of a sequence while it goes through a chunk: found by segments, put away in larger parts.
+"""The memories of a sequence while it goes through a chunk: found by segments, evicted from the recent ones in larger
+blocks.
 
-A query sees the memories of earlier segments. Those up to the last multiple of ``batch_of`` positions are put away in
+A query sees the memories of earlier segments. Those up to the last multiple of ``batch_of`` positions are evicted to
 tensors of their own, which are copied when the next part joins them and not before; the others are still among the
 fresh ones. All borders are multiples of positions, so nothing depends on how the sequence is cut.
 """
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.kernels.lookup import Filed, Piece, Search, attend, look_up
-from kinformer.kernels.lookup.lists import file_away, places_of
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, gathered, look_up
+from kinformer.kernels.lookup.lists import insert, places_of
 
 
 class Rules(NamedTuple):
@@ -26,22 +28,22 @@ class Rules(NamedTuple):
     batch_of: int
 
 
-class Away(NamedTuple):
-    """What was put away: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned; ``places`` [.., memories, 2]
-    say where an inverted file has each, and have no width without one."""
+class Evicted(NamedTuple):
+    """Memories that left the window: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned; ``places``
+    [.., memories, 2] say where an inverted file has each, and have no width without one."""
 
     k: Tensor
     v: Tensor
     places: Tensor
 
-    def last(self, keep: int) -> Away:
+    def last(self, keep: int) -> Evicted:
         """The last ``keep`` slots."""
         if self.k.shape[2] <= keep:
             return self
-        return Away(*(each[:, :, each.shape[2] - keep :] for each in self))
+        return Evicted(*(each[:, :, each.shape[2] - keep :] for each in self))
 
 
-class Run(NamedTuple):
+class Subsequence(NamedTuple):
     """Tokens ``begin .. end`` of a chunk, of one sequence: the first has ``position``; ``past``: the sequence began
     before the chunk."""
 
@@ -52,55 +54,56 @@ class Run(NamedTuple):
 
 
 class Store:
-    """Of rows that go through a chunk alike: what is put ``away``, and ``fresh`` keys and values [batch, heads, past +
+    """Of rows that go through a chunk alike: what is ``evicted``, and ``fresh`` keys and values [batch, heads, past +
     time, head_dim]. ``seen``: tokens before the chunk."""
 
     def __init__(
-        self, rules: Rules, search: Search, away: Away, seen: int, fresh: tuple[Tensor, Tensor], time: int
+        self, rules: Rules, search: Search, evicted: Evicted, seen: int, fresh: tuple[Tensor, Tensor], time: int
     ) -> None:
         self.rules, self.search, self.fresh, self.past = rules, search, fresh, fresh[0].shape[2] - time
-        self.away = away.last(min(seen // rules.batch_of * rules.batch_of, rules.memory_size))
+        self.evicted = evicted.last(min(seen // rules.batch_of * rules.batch_of, rules.memory_size))
 
-    def absorb(self, q: Tensor, scaled: Tensor, runs: list[Run]) -> Tensor:
+    def absorb(self, q: Tensor, scaled: Tensor, runs: list[Subsequence]) -> Tensor:
         """What queries [batch, heads, time, head_dim] of the chunk find by ``q`` and attend to by ``scaled``; 0 outside
         of the runs."""
         outputs = []
         for run in runs:
             if not run.past:
-                self.away = self.away.last(0)
+                self.evicted = self.evicted.last(0)
             end = run.position + run.end - run.begin
             for begin, stop in _cut(run.position, end, self.rules.segment):
                 queries = slice(run.begin + begin - run.position, run.begin + stop - run.position)
                 outputs.append(self._find(q[:, :, queries], scaled[:, :, queries], begin, run))
                 if stop % self.rules.batch_of == 0:
-                    self._put_away(stop, run)
+                    self._evict(stop, run)
         empty = q.shape[2] - sum(y.shape[2] for y in outputs)
         return torch.cat([*outputs, q.new_zeros(*q.shape[:2], empty, q.shape[3])], dim=2)
 
-    def _find(self, q: Tensor, scaled: Tensor, position: int, run: Run) -> Tensor:
+    def _find(self, q: Tensor, scaled: Tensor, position: int, run: Subsequence) -> Tensor:
         last = position // self.rules.segment * self.rules.segment
         first = max(0, last - self.rules.memory_size)
         border = position // self.rules.batch_of * self.rules.batch_of
-        k, v, places = self.away
-        fresh = Piece(*self.fresh, self._slot(border, run), last - border)
+        k, v, places = self.evicted
+        fresh = MemorySlice(*self.fresh, self._slot(border, run), last - border)
         if self.search.lists is None:
-            pieces, filed = [Piece(k, v, k.shape[2] - (border - first), border - first), fresh], None
+            pieces, filed = [MemorySlice(k, v, k.shape[2] - (border - first), border - first), fresh], None
         else:
-            pieces, filed = [Piece(k, v, 0, k.shape[2]), fresh], Filed(k, places, first)
-        return attend(scaled, look_up(q, pieces, self.search, filed), pieces)
+            pieces, filed = [MemorySlice(k, v, 0, k.shape[2]), fresh], InvertedFile(k, places, first)
+        keys, values = gathered(look_up(q, pieces, self.search, filed), pieces)
+        return attention(scaled, keys, values, Visibility(), Scoring(1.0), impl=self.search.impl).out
 
-    def _put_away(self, stop: int, run: Run) -> None:
+    def _evict(self, stop: int, run: Subsequence) -> None:
         part, lists, size = self.rules.batch_of, self.search.lists, self.rules.memory_size
         first = self._slot(stop - part, run)
-        k, v = (each[:, :, first : first + part].to(self.away.k.dtype) for each in self.fresh)
+        k, v = (each[:, :, first : first + part].to(self.evicted.k.dtype) for each in self.fresh)
         if lists is None:
-            old, places = self.away.last(size - part), self.away.places.new_empty(*k.shape[:3], 0)
-            self.away = Away(*(torch.cat(each, dim=2) for each in zip(old, (k, v, places), strict=True)))
+            old, places = self.evicted.last(size - part), self.evicted.places.new_empty(*k.shape[:3], 0)
+            self.evicted = Evicted(*(torch.cat(each, dim=2) for each in zip(old, (k, v, places), strict=True)))
         else:
             places = places_of(k, stop - part, lists)
-            self.away = Away(*file_away(k, v, places, min(stop, size), self.away))
+            self.evicted = Evicted(*insert(k, v, places, min(stop, size), self.evicted))
 
-    def _slot(self, position: int, run: Run) -> int:
+    def _slot(self, position: int, run: Subsequence) -> int:
         """Where a position of the run stands among the fresh ones."""
         return self.past + run.begin + position - run.position
 

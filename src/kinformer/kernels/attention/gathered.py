@@ -9,6 +9,7 @@ matrix, in the backward too.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,44 +19,43 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding_bag
 
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.lookup.pieces import Piece
+from kinformer.kernels.softmax.request import Attended, Gathered
 
 
-def attend(q: Tensor, found: Tensor, pieces: list[Piece]) -> Tensor:
-    """q [batch, heads, time, head_dim] -> y of that shape, 0 where nothing was found.
-
-    found: [batch, heads, time, topk] as ``look_up`` gives it.
-    """
-    pieces = [piece for piece in pieces if piece.size]
-    if not pieces:
-        return torch.zeros_like(q)
-    slots = _slots(found, pieces)
-    keys, values = ([_rows(tensor, q.dtype) for tensor in each] for each in zip(*(p[:2] for p in pieces), strict=True))
-    none = (found < 0).flatten(0, 2)
-    scores = _Scores.apply(q.flatten(0, 2), slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
+def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Attended:
+    """Output [batch, heads, time, head_dim], 0 where nothing was found."""
+    chosen = [index for index, (_, size) in enumerate(k.extents) if size]
+    if not chosen:
+        return Attended(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=state_dtype(q.dtype)))
+    slots = _slots(k, chosen)
+    keys, values = ([_rows(each.tables[index], q.dtype) for index in chosen] for each in (k, v))
+    none = (k.found < 0).flatten(0, 2)
+    queries = (q if scale == 1 else q * scale).flatten(0, 2)
+    scores = _Scores.apply(queries, slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
     weights = torch.where(none, scores.new_zeros(()), scores.masked_fill(none.all(-1, keepdim=True), 0.0).softmax(-1))
-    weights = weights.to(q.dtype)
-    return _Mixed.apply(weights, slots, values).view(q.shape)
+    out = _Mixed.apply(weights.to(q.dtype), slots, values).view(q.shape)
+    return Attended(out, scores.logsumexp(-1).view(q.shape[:3]) if lse else None)
 
 
 def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
     return table.detach().reshape(-1, table.shape[-1]).to(dtype)
 
 
-def _slots(found: Tensor, pieces: list[Piece]) -> Tensor:
-    """Rows of each piece's table [pieces, batch * heads * time, topk]; -1 where it is not in that piece."""
-    batch, heads = found.shape[:2]
+def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
+    """Rows of each ``chosen`` table [tables, batch * heads * time, topk]; -1 where it is not in that table."""
+    found, (batch, heads) = k.found, k.found.shape[:2]
     row = torch.arange(batch * heads, device=found.device).view(batch, heads, 1, 1)
     slots, begin = [], 0
-    for piece in pieces:
-        inside = (found >= begin) & (found < begin + piece.size)
-        slots.append(torch.where(inside, row * piece.k.shape[2] + piece.first - begin + found, -1).flatten(0, 2))
-        begin += piece.size
+    for index in chosen:
+        first, size = k.extents[index]
+        inside = (found >= begin) & (found < begin + size)
+        slots.append(torch.where(inside, row * k.tables[index].shape[2] + first - begin + found, -1).flatten(0, 2))
+        begin += size
     return torch.stack(slots)
 
 
 def _sum(slots: Tensor, weights: Tensor, tables: list[Tensor]) -> Tensor:
-    """Sums of rows by ``weights`` [queries, topk], over all pieces."""
+    """Sums of rows by ``weights`` [queries, topk], over all tables."""
     nothing = weights.new_zeros(())
     parts = [
         embedding_bag(of.clamp_min(0), table, mode="sum", per_sample_weights=torch.where(of < 0, nothing, weights))
@@ -65,7 +65,7 @@ def _sum(slots: Tensor, weights: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
-    """q [queries, head_dim] . rows [queries, topk], 0 where a row is in no piece."""
+    """q [queries, head_dim] . rows [queries, topk], 0 where a row is in no table."""
     scores = q.new_zeros(slots.shape[1:])
     for of, table in zip(slots, tables, strict=True):
         scores = torch.where(of < 0, scores, _products(q, of.clamp_min(0), table))

@@ -3,19 +3,22 @@
 A block of queries meets its whole key interval at once, so no running maximum is needed. Tiles are kept
 transposed, [slots, queries]: then every product but one has its small operand on the right and untransposed
 accumulation, which CPU libraries run faster, and maxima and sums run over rows that lie side by side. The backward
-recomputes P = exp(S - lse) and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse.
+recomputes P = exp(S - lse) and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``,
+P ``weights``, O ``out``, dO ``grad``, and ``errors`` is dP, then dS.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kinformer.kernels.softmax.geometry import Problem, dropout_words, kept, visible
-from kinformer.kernels.softmax.tiles import Layout, Tile
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.band.tiles import BandTile, Layout, limits
+from kinformer.kernels.softmax.dropout import dropout_words, keep
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
 
 _LOG2_E = math.log2(math.e)
 
@@ -23,33 +26,35 @@ _LOG2_E = math.log2(math.e)
 # a cache shared by the cores; narrow windows take fewer queries, since their share of hidden pairs is rows / window.
 _ROWS = 128
 _FEWEST_ROWS = 32
-_PAIRS = 1 << 20
+PAIRS = 1 << 20
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], with gradients of both."""
-    span, scale, reach, dropout = problem
-    limits = span.limits(q.shape[2], k.shape[2] - q.shape[2])
-    p, seed = dropout if dropout is not None else (0.0, 0)
-    return _forward(q, k, v, reach, list(limits), scale, p, seed)
+class Call(NamedTuple):
+    """The operator's arguments: -ahead <= d <= behind and d <= lookback[b, i] for the slot difference d of a pair,
+    ``lookback`` [batch, time] int64 or None; dropout of probability ``p`` by ``seed``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lookback: Tensor | None
+    behind: int
+    ahead: int
+    scale: float
+    p: float
+    seed: int
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """Output [batch, q_heads, 1, head_dim_v] of one query per head without dropout, in as few operations as can be."""
-    batch, heads, _, head_dim = q.shape
-    past = k.shape[2] - 1
-    first, end = problem.span.slots(1, past)
-    if end - first < k.shape[2]:
-        k, v = k[:, :, first:end], v[:, :, first:end]
-    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], head_dim)
-    scores = torch.matmul(grouped * problem.scale, k.mT)
-    numbers = torch.promote_types(q.dtype, torch.float32)
-    if problem.reach is None:
-        weights = torch.softmax(scores, -1, dtype=numbers)
-    else:
-        seen = visible(1, range(first, end), past, problem.span, problem.reach, q.device).to(numbers)
-        weights = torch.softmax(scores + (seen - 1) * torch.finfo(scores.dtype).max, -1, dtype=numbers) * seen
-    return torch.matmul(weights.to(v.dtype), v).reshape(batch, heads, 1, v.shape[-1])
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? lookback, SymInt behind, SymInt ahead, float scale, float p, SymInt seed"
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Over the pairs of a pattern that is a band, with gradients of output and log-sum-exp."""
+    behind, ahead = limits(visibility, q.shape[2], k.shape[2])
+    lookback = None if visibility.whole else visibility.positions
+    p, seed = scoring.dropout or (0.0, 0)
+    return Attended(*_forward(q, k, v, lookback, behind, ahead, scoring.scale, p, seed))
 
 
 def _rows(x: Tensor, *shape: int) -> Tensor:
@@ -65,14 +70,14 @@ class _Work:
     Low-precision products are written in their own type and widened, since CPU products cannot widen themselves.
     """
 
-    def __init__(self, qkv: Sequence[Tensor], reach: Tensor | None, limits: Sequence[int], scale: float):
-        q, k, v = qkv
-        self.layout = layout = Layout.of(q, k, limits, reach)
+    def __init__(self, call: Call) -> None:
+        q, k, v = call[:3]
+        self.layout = layout = Layout.of(q, k, call.behind, call.ahead, call.lookback)
         self.q = _rows(q, layout.heads, layout.group, layout.time, q.shape[-1])
         self.k, self.v = _rows(k), _rows(v)
-        self.numbers = torch.promote_types(q.dtype, torch.float32)
-        self.scale2 = scale * _LOG2_E
-        self.tiles = list(layout.tiles(_rows_per_tile(layout), _PAIRS))
+        self.accumulator = state_dtype(q.dtype)
+        self.scale2 = call.scale * _LOG2_E
+        self.tiles = list(layout.tiles(rows_per_tile(layout), PAIRS))
         self.most = max((math.prod(tile.shape) for tile in self.tiles), default=0) * layout.group
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
@@ -80,32 +85,32 @@ class _Work:
         return self.q.new_empty(self.most, dtype=dtype)
 
     def narrow_scratch(self) -> Tensor | None:
-        return self.scratch(self.q.dtype) if self.q.dtype != self.numbers else None
+        return self.scratch(self.q.dtype) if self.q.dtype != self.accumulator else None
 
-    def shaped(self, scratch: Tensor, tile: Tile) -> Tensor:
+    def shaped(self, scratch: Tensor, tile: BandTile) -> Tensor:
         heads, slots, queries = tile.shape
         width = self.layout.group * queries
         return scratch[: heads * slots * width].view(heads, slots, width)
 
-    def block(self, x: Tensor, tile: Tile) -> Tensor:
+    def block(self, x: Tensor, tile: BandTile) -> Tensor:
         """The tile's queries of ``x`` [heads, group, time, width] as [heads, group * queries, width]."""
         return x[tile.heads, :, tile.queries].flatten(1, 2)
 
-    def product(self, tile: Tile, left: Tensor, right: Tensor, wide: Tensor, narrow: Tensor | None) -> Tensor:
+    def product(self, tile: BandTile, left: Tensor, right: Tensor, wide: Tensor, narrow: Tensor | None) -> Tensor:
         """left @ right^T in the scratch ``wide``, by way of ``narrow`` where inputs are of a lower precision."""
         out = self.shaped(wide, tile)
         if narrow is None:
             return torch.bmm(left, right.mT, out=out)
         return out.copy_(torch.bmm(left, right.mT, out=self.shaped(narrow, tile)))
 
-    def narrowed(self, x: Tensor, tile: Tile, narrow: Tensor | None) -> Tensor:
+    def narrowed(self, x: Tensor, tile: BandTile, narrow: Tensor | None) -> Tensor:
         """``x`` in the inputs' precision."""
         return x if narrow is None else self.shaped(narrow, tile).copy_(x)
 
-    def scores(self, tile: Tile, wide: Tensor, narrow: Tensor | None) -> Tensor:
-        """Unscaled scores, hidden pairs at -inf."""
+    def scores(self, tile: BandTile, wide: Tensor, narrow: Tensor | None) -> Tensor:
+        """Unscaled scores, masked pairs at -inf."""
         scores = self.product(tile, self.k[tile.heads, tile.slots], self.block(self.q, tile), wide, narrow)
-        self.layout.hide(scores, tile)
+        self.layout.mask(scores, tile)
         return scores
 
     def powers(self, scores: Tensor, top: Tensor) -> Tensor:
@@ -113,7 +118,7 @@ class _Work:
         return torch.add(-top, scores, alpha=self.scale2, out=scores).exp2_()
 
 
-class _Keep:
+class _Kept:
     """Says tile by tile which probabilities dropout keeps."""
 
     def __init__(self, work: _Work, p: float, seed: int):
@@ -124,30 +129,31 @@ class _Keep:
         self.work, self.p = work, p
         self.words, self.spare = work.scratch(torch.int32), work.scratch(torch.int32)
 
-    def __call__(self, tile: Tile) -> Tensor:
+    def __call__(self, tile: BandTile) -> Tensor:
         words = self.work.shaped(self.words, tile)
         torch.add(self.work.block(self.rows, tile).mT, self.columns[tile.slots, None], out=words)
-        return kept(words, self.p, self.work.shaped(self.spare, tile))
+        return keep(words, self.p, self.work.shaped(self.spare, tile))
 
 
-def _rows_per_tile(layout: Layout) -> int:
+def rows_per_tile(layout: Layout) -> int:
     rows = _ROWS
     while rows > _FEWEST_ROWS and rows > (layout.behind + layout.ahead) // 2:
         rows //= 2
     return rows
 
 
-@torch.library.custom_op("kinformer::softmax_attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None, limits: Sequence[int], scale: float, p: float, seed: int
-) -> tuple[Tensor, Tensor]:
-    work = _Work((q, k, v), reach, limits, scale)
+@torch.library.custom_op(
+    "kinformer::band_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments)
+    work, (q, _, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
     out = q.new_empty(layout.heads, layout.group, layout.time, width)
-    lse = q.new_empty(layout.heads, layout.group, layout.time, dtype=work.numbers)
-    wide, narrow = work.scratch(work.numbers), work.narrow_scratch()
-    keep = _Keep(work, p, seed) if p else None
-    lowest = torch.finfo(work.numbers).min
+    lse = q.new_empty(layout.heads, layout.group, layout.time, dtype=work.accumulator)
+    wide, narrow = work.scratch(work.accumulator), work.narrow_scratch()
+    kept = _Kept(work, call.p, call.seed) if call.p else None
+    lowest = torch.finfo(work.accumulator).min
     for tile in work.tiles:
         heads, slots, queries = tile.shape
         split = (heads, layout.group, queries)
@@ -160,44 +166,42 @@ def _forward(
         weights = work.powers(scores, top)
         total = weights.sum(1, keepdim=True)
         lse[tile.heads, :, tile.queries] = total.log().add_(top, alpha=1 / _LOG2_E).view(split)
-        if keep is not None:
-            weights.mul_(keep(tile))
+        if kept is not None:
+            weights.mul_(kept(tile))
         mixed = torch.bmm(work.narrowed(weights, tile, narrow).mT, work.v[tile.heads, tile.slots])
         # A query that sees nothing has weights and total 0; any other has a weight of 1.
-        total = total.clamp_(min=0.5).mul_(1 - p).view(*split, 1)
+        total = total.clamp_(min=0.5).mul_(1 - call.p).view(*split, 1)
         out[tile.heads, :, tile.queries] = mixed.view(*split, width) / total
     return out.view(*q.shape[:3], width), lse.view(q.shape[:3])
 
 
 @_forward.register_fake
-def _(q, k, v, reach, limits, scale, p, seed):  # type: ignore[no-untyped-def]
-    numbers = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=numbers)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = arguments[:3]
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
-@torch.library.custom_op("kinformer::softmax_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "kinformer::band_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
-    grads: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    reach: Tensor | None,
-    limits: Sequence[int],
-    scale: float,
-    p: float,
-    seed: int,
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from those of (out, lse); ``saved`` is q, k, v, out, lse."""
-    q, k, v, out, lse = saved
-    work = _Work((q, k, v), reach, limits, scale)
+    """Gradients of q, k, v from those of the results."""
+    call = Call(*arguments)
+    work, (q, k, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
     split = (layout.heads, layout.group, layout.time)
-    grad = _rows(grads[0] / (1 - p) if p else grads[0], *split, width)
-    delta = (grads[0] * out).sum(-1, dtype=work.numbers).sub_(grads[1]).view(*split, 1)
+    grad = _rows(grad_out / (1 - call.p) if call.p else grad_out, *split, width)
+    delta = (grad_out * out).sum(-1, dtype=work.accumulator).sub_(grad_lse).view(*split, 1)
     top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).view(*split, 1)
 
     dq = torch.zeros_like(work.q)
-    dk, dv = torch.zeros_like(work.k, dtype=work.numbers), torch.zeros_like(work.v, dtype=work.numbers)
-    first, second, narrow = work.scratch(work.numbers), work.scratch(work.numbers), work.narrow_scratch()
-    keep = _Keep(work, p, seed) if p else None
+    dk, dv = torch.zeros_like(work.k, dtype=work.accumulator), torch.zeros_like(work.v, dtype=work.accumulator)
+    first, second, narrow = work.scratch(work.accumulator), work.scratch(work.accumulator), work.narrow_scratch()
+    kept = _Kept(work, call.p, call.seed) if call.p else None
     for tile in work.tiles:
         if tile.shape[1] == 0:
             continue
@@ -205,23 +209,24 @@ def _backward(
         weights = work.powers(work.scores(tile, first, narrow), work.block(top, tile).mT)
         grad_block = work.block(grad, tile)
         errors = work.product(tile, work.v[place], grad_block, second, narrow)
-        if keep is not None:
-            kept_pairs = keep(tile)
+        if kept is not None:
+            kept_pairs = kept(tile)
             errors.mul_(kept_pairs)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
         _accumulate(dk[place], low, queries)
         dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[place]).unflatten(1, (layout.group, -1))
-        if keep is not None:
+        if kept is not None:
             weights.mul_(kept_pairs)
         _accumulate(dv[place], work.narrowed(weights, tile, narrow), grad_block)
-    dq, dk = dq.mul_(scale), dk.mul_(scale)
+    dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
 
 @_backward.register_fake
-def _(grads, saved, reach, limits, scale, p, seed):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in saved[:3])
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
+    return q, k, v
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -232,15 +237,14 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.bmm(left, right))
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, reach, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, *(() if reach is None else (reach,)))
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, lookback, *ctx.plain = inputs
+    ctx.save_for_backward(*output, q, k, v, lookback)
 
 
-def _differentiate(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
-    reach = saved[5] if len(saved) == 6 else None
-    return *_backward(list(grads), list(saved[:5]), reach, *ctx.numbers), None, None, None, None, None
+    return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

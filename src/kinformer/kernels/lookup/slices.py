@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kinformer.kernels.softmax.request import Gathered
 
-class Piece(NamedTuple):
+
+class MemorySlice(NamedTuple):
     """``size`` memories from slot ``first`` on of ``k``, ``v`` [batch, heads, slots, head_dim]."""
 
     k: Tensor
@@ -19,3 +21,10 @@ class Piece(NamedTuple):
     def keys(self) -> Tensor:
         """The keys in range, a view."""
         return self.k[:, :, self.first : self.first + self.size]
+
+
+def gathered(found: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gathered]:
+    """The keys and the values of what ``look_up`` has ``found``, as attention takes them."""
+    extents = tuple((each.first, each.size) for each in slices)
+    keys, values = tuple(each.k for each in slices), tuple(each.v for each in slices)
+    return Gathered(found, keys, extents), Gathered(found, values, extents)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kinformer.kernels.block_sparse.problem import EPS, complex_queries
+from kinformer.kernels.softmax.scores import EPS, complex_queries
 
 _ELEMENTS = 1 << 21
 
@@ -114,3 +114,11 @@ class Additive(Form):
             dq += inner.sum(2)
             dk[:, block] += inner.sum(1)
         return dq
+
+
+def form_of(name: str, vector: Tensor | None, scale: float) -> Form:
+    """The form called ``name``."""
+    if name == "additive":
+        assert vector is not None
+        return Additive(vector)
+    return Modulus(scale) if name == "modulus" else Dot()

@@ -19,21 +19,21 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.plan import (
     ROWS,
     Cutter,
-    Fence,
     Interval,
-    Part,
+    PartialMask,
+    TermPlan,
     Tile,
     cost,
     runs_of,
 )
 
 _WASTE = 1.25
-"""Stacked heads may compute so many times the pairs that tiles of the same height compute apart."""
+"""Stacked heads may compute so many times the pairs that tiles of the same height compute one by one."""
 
 
 @lru_cache(maxsize=256)
-def stack(pattern: Pattern, interval: Interval) -> Part | None:
-    """One part for all heads of ``pattern``, its tiles' keys [heads, width] and fences [heads, 1, rows, keys].
+def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
+    """One plan for all heads of ``pattern``, its tiles' keys [heads, width] and masks [heads, 1, rows, keys].
 
     None where it does not pay: heads that see alike, terms with strides, widths that are too unlike.
     """
@@ -44,27 +44,27 @@ def stack(pattern: Pattern, interval: Interval) -> Part | None:
     if any(len(term) != 1 or term[0].stride != 1 for term in terms):
         return None
     with _disable_current_modes():
-        best, apart = None, 0
+        best, separate = None, 0
         for rows in ROWS:
-            parts = [Cutter(term[0], interval, rows, False).part() for term in terms]
-            part = _stacked(parts)
-            if best is not None and cost(part) > cost(best):
+            plans = [Cutter(term[0], interval, rows, False).plan() for term in terms]
+            plan = _stacked(plans)
+            if best is not None and cost(plan) > cost(best):
                 break
-            best, apart = part, sum(each.computed for each in parts)
-    return best if best is not None and best.computed <= _WASTE * apart else None
+            best, separate = plan, sum(each.computed for each in plans)
+    return best if best is not None and best.computed <= _WASTE * separate else None
 
 
-def _stacked(parts: Sequence[Part]) -> Part:
-    one = parts[0]
+def _stacked(plans: Sequence[TermPlan]) -> TermPlan:
+    one = plans[0]
     by_first: dict[int, list[Tile | None]] = {}
-    for head, part in enumerate(parts):
-        for tile in part.tiles:
-            by_first.setdefault(tile.first, [None] * len(parts))[head] = tile
-    fences: dict[bytes, Tensor] = {}
-    tiles = tuple(_tile(by_first[first], fences) for first in sorted(by_first))
-    computed = sum((tile.last - tile.first) * tile.width * len(parts) for tile in tiles)
-    attended = sum(part.attended for part in parts)
-    return Part(1, one.origin, one.query_origin, one.units, one.query_units, one.rows, tiles, computed, attended)
+    for head, plan in enumerate(plans):
+        for tile in plan.tiles:
+            by_first.setdefault(tile.first, [None] * len(plans))[head] = tile
+    masks: dict[bytes, Tensor] = {}
+    tiles = tuple(_tile(by_first[first], masks) for first in sorted(by_first))
+    computed = sum((tile.last - tile.first) * tile.width * len(plans) for tile in tiles)
+    attended = sum(plan.attended for plan in plans)
+    return TermPlan(1, one.origin, one.query_origin, one.units, one.query_units, one.rows, tiles, computed, attended)
 
 
 def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
@@ -79,17 +79,17 @@ def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
         at = np.arange(tile.keys.start, tile.keys.stop) if isinstance(tile.keys, slice) else tile.keys.numpy()
         keys[head, : tile.width] = at
         hidden[head, :, : tile.width] = False
-        for fence in tile.fences:
-            hidden[head, :, fence.start : fence.stop] = fence.values[0].isinf().numpy()
-    fences = tuple(_fences(hidden, known))
-    return Tile(some.first, some.last, torch.from_numpy(keys), width, fences, ())
+        for mask in tile.masks:
+            hidden[head, :, mask.start : mask.stop] = mask.values[0].isinf().numpy()
+    masks = tuple(_masks(hidden, known))
+    return Tile(some.first, some.last, torch.from_numpy(keys), width, masks, ())
 
 
-def _fences(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[Fence]:
+def _masks(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[PartialMask]:
     """Over the keys that are hidden from somebody; equal ones are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
-        part = np.ascontiguousarray(hidden[:, None, :, start:stop])
-        name = bytes(str(part.shape), "ascii") + np.packbits(part).tobytes()
+        block = np.ascontiguousarray(hidden[:, None, :, start:stop])
+        name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
         if name not in known:
-            known[name] = torch.zeros(part.shape).masked_fill_(torch.from_numpy(part), -torch.inf)
-        yield Fence(start, stop, known[name])
+            known[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
+        yield PartialMask(start, stop, known[name])

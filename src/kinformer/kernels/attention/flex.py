@@ -18,42 +18,32 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
 from kinformer.kernels.block_sparse.plan import Interval
-from kinformer.kernels.block_sparse.problem import Problem
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
 
 _BLOCK = 128
 
 
-def refusal(q: Tensor, problem: Problem) -> str | None:
-    """Why FlexAttention cannot do what is asked, or None where it can."""
-    relative = problem.relative
-    if problem.form != "dot" or (relative is not None and any(x is not None for x in relative[2:])):
-        return "scores that are not a product plus a bias by distance"
-    if problem.dropout is not None:
-        return "dropout"
-    if problem.hidden is not None:
-        return "slots that are hidden row by row"
-    return "float64" if q.dtype == torch.float64 and q.device.type == "cuda" else None
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Output [batch, q_heads, time, head_dim_v] of products plus a bias by distance.
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, None]:
-    """Output [batch, q_heads, time, head_dim_v]; rows must stand at the same positions, counting up by one.
-
-    Errors: what :func:`refusal` names, and rows of unlike positions.
+    Errors: rows of unlike positions, or that begin anew in mid-chunk; float64 on a GPU.
     """
-    if (why := refusal(q, problem)) is not None:
-        raise KinformerError(f"block-sparse attention: impl='flex' knows no {why}; use impl='chunked'.")
-    first = _first(problem.positions)
+    assert visibility.pattern is not None
+    if q.dtype == torch.float64 and q.device.type == "cuda":
+        raise KinformerError("attention: impl='flex' knows no float64 on a GPU; use impl='chunked'.")
+    first = _first(query_positions(visibility, q, k.shape[2]))
     past = k.shape[2] - q.shape[2]
     oldest = max(0, past - first)
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
     k, v = k[:, :, oldest:], v[:, :, oldest:]
-    mask = _mask(problem.pattern, interval, q.shape[1], str(q.device))
+    mask = _mask(visibility.pattern, interval, q.shape[1], str(q.device))
     run = _compiled() if q.device.type == "cuda" else _plain()
+    padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
     out = run(
-        q, k, v, score_mod=_score(problem, past - oldest), block_mask=mask, scale=problem.scale,
+        q, k, v, score_mod=_score(scoring, past - oldest, padding), block_mask=mask, scale=scoring.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return out, None
+    return Attended(out)
 
 
 def _plain() -> Callable[..., Any]:
@@ -69,23 +59,28 @@ def _first(positions: Tensor) -> int:
     offset = positions - torch.arange(positions.shape[1], device=positions.device)
     if not bool((offset == offset[0, 0]).all()):
         raise KinformerError(
-            "block-sparse attention: impl='flex' needs rows at equal positions that count up by one, "
+            "attention: impl='flex' needs rows at equal positions that count up by one, "
             "but these differ or begin anew; use impl='chunked'."
         )
     return int(positions[0, 0])
 
 
-def _score(problem: Problem, past: int) -> Callable[..., Tensor] | None:
-    relative = problem.relative
-    if relative is None or relative.bias is None:
-        return None
-    bias, lowest = relative.bias, relative.lowest
+def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[..., Tensor] | None:
+    """What is made of a product: a bias by distance is added, keys that are padding get -inf."""
+    relative = scoring.relative
+    bias = None if relative is None else relative.bias
+    if relative is None or bias is None:
+        if padding is None:
+            return None
+        return lambda score, batch, head, query, key: torch.where(padding[batch, key], -torch.inf, score)
+    lowest = relative.lowest
 
     def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         index = past + query - key - lowest
         inside = (index >= 0) & (index < bias.shape[1])
         row = head if bias.shape[0] > 1 else torch.zeros_like(head)
-        return torch.where(inside, score + bias[row, index.clamp(0, bias.shape[1] - 1)], score)
+        score = torch.where(inside, score + bias[row, index.clamp(0, bias.shape[1] - 1)], score)
+        return score if padding is None else torch.where(padding[batch, key], -torch.inf, score)
 
     return score
 

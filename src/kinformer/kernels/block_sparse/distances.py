@@ -15,34 +15,33 @@ from torch.nn import functional
 
 from kinformer.core.parts import Relative
 from kinformer.kernels.block_sparse.plan import Tile
-from kinformer.kernels.block_sparse.skew import antidiagonal_sums, skew, toeplitz, unskew
 
-FIELDS = ("bias", "factor", "keys", "values")
+TABLES = ("bias", "factor", "keys", "values")
 
 
-class Span(NamedTuple):
-    """The tile's keys ``start .. stop`` that a table reaches, and where their distances begin in the padded table."""
+class Overlap(NamedTuple):
+    """The tile's keys ``start .. stop`` for which a table has distances, from ``first`` on in the padded table."""
 
     start: int
     stop: int
     first: int
 
 
-class Tables:
+class Distances:
     """The tables of a section's heads at distances 0, stride, 2 stride, ...; ``rows`` queries are in a tile at most.
 
-    Those named in ``constant`` have no gradients.
+    A backward collects the gradients of those that are ``learned``.
     """
 
     def __init__(
-        self, relative: Relative, stride: int, rows: int, numbers: torch.dtype, constant: Sequence[str] = ()
+        self, relative: Relative, stride: int, rows: int, accumulator: torch.dtype, learned: Sequence[str] = ()
     ) -> None:
-        self.pad, self.numbers, self.constant = rows, numbers, constant
+        self.pad, self.accumulator, self.learned = rows, accumulator, learned
         self.lowest = -(-relative.lowest // stride)
         skip = self.lowest * stride - relative.lowest
         self.tables: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
-        for name in FIELDS:
+        for name in TABLES:
             table = getattr(relative, name)
             if table is not None:
                 wide = name in ("keys", "values")
@@ -57,7 +56,7 @@ class Tables:
         whole[:, :, self.lowest * stride - lowest :: stride] = inner
         return whole
 
-    def spans(self, tile: Tile) -> list[Span]:
+    def overlaps(self, tile: Tile) -> list[Overlap]:
         """Where the tile's runs of neighbouring keys meet distances of the tables."""
         rows, found = tile.last - tile.first, []
         for run in tile.runs:
@@ -65,45 +64,45 @@ class Tables:
             stop = min(run.stop - run.start, self.lowest + self.count - run.ahead)
             if start < stop:
                 first = run.ahead + start - self.lowest + self.pad
-                found.append(Span(run.start + start, run.start + stop, first))
+                found.append(Overlap(run.start + start, run.start + stop, first))
         return found
 
-    def _segment(self, name: str, heads: slice, span: Span, rows: int) -> Tensor:
+    def _slice(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
         table = self.tables[name]
-        return table[self._heads(name, heads), :, self._distances(span, rows)]
+        return table[self._heads(name, heads), :, self._distances(overlap, rows)]
 
     def _heads(self, name: str, heads: slice) -> slice:
         return heads if self.tables[name].shape[0] > 1 else slice(None)
 
-    def _distances(self, span: Span, rows: int) -> slice:
-        return slice(span.first, span.first + rows + span.stop - span.start - 1)
+    def _distances(self, overlap: Overlap, rows: int) -> slice:
+        return slice(overlap.first, overlap.first + rows + overlap.stop - overlap.start - 1)
 
-    def _gradient(self, name: str, heads: slice, span: Span, rows: int) -> Tensor:
-        return self._collected(name)[self._heads(name, heads), :, self._distances(span, rows)]
+    def _gradient(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
+        return self._collected(name)[self._heads(name, heads), :, self._distances(overlap, rows)]
 
     def _collected(self, name: str) -> Tensor:
         """The gradient so far; a forward asks for none."""
         if name not in self.gradients:
-            self.gradients[name] = torch.zeros_like(self.tables[name], dtype=self.numbers)
+            self.gradients[name] = torch.zeros_like(self.tables[name], dtype=self.accumulator)
         return self.gradients[name]
 
     def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> Tensor | None:
         """Change ``scores`` in place; returns what the factor multiplied, which its gradient needs."""
-        rows, spans = scores.shape[-2], self.spans(tile)
+        rows, overlaps = scores.shape[-2], self.overlaps(tile)
         rectified = None
         if "factor" in self.tables:
             rectified = scores.relu_().clone()
-            for span in spans:
-                view = toeplitz(self._segment("factor", heads, span, rows), span.stop - span.start)
-                scores[..., span.start : span.stop].mul_(view.unsqueeze(1))
-        for span in spans:
-            width = span.stop - span.start
-            place = scores[..., span.start : span.stop]
+            for overlap in overlaps:
+                view = toeplitz(self._slice("factor", heads, overlap, rows), overlap.stop - overlap.start)
+                scores[..., overlap.start : overlap.stop].mul_(view.unsqueeze(1))
+        for overlap in overlaps:
+            width = overlap.stop - overlap.start
+            part = scores[..., overlap.start : overlap.stop]
             if "keys" in self.tables:
-                products = _spread(q, self._segment("keys", heads, span, rows))
-                place.add_(skew(products.flatten(0, 3), width).view(place.shape))
+                products = _spread(q, self._slice("keys", heads, overlap, rows))
+                part.add_(skew(products.flatten(0, 3), width).view(part.shape))
             if "bias" in self.tables:
-                place.add_(toeplitz(self._segment("bias", heads, span, rows), width).unsqueeze(1))
+                part.add_(toeplitz(self._slice("bias", heads, overlap, rows), width).unsqueeze(1))
         return rectified
 
     def add_gradients(
@@ -111,44 +110,44 @@ class Tables:
     ) -> None:
         """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
         rows = errors.shape[-2]
-        for span in self.spans(tile):
-            place = errors[..., span.start : span.stop]
-            if "bias" in self.tables and "bias" not in self.constant:
-                self._collect("bias", place, heads, span)
+        for overlap in self.overlaps(tile):
+            part = errors[..., overlap.start : overlap.stop]
+            if "bias" in self.tables and "bias" in self.learned:
+                self._collect("bias", part, heads, overlap)
             if "keys" in self.tables:
-                far = unskew(place).to(q.dtype)
-                dq.add_(_mix(far, self._segment("keys", heads, span, rows)))
-                _outer(far, q, self._gradient("keys", heads, span, rows))
+                far = unskew(part).to(q.dtype)
+                dq.add_(_mix(far, self._slice("keys", heads, overlap, rows)))
+                _outer(far, q, self._gradient("keys", heads, overlap, rows))
             if rectified is not None:
-                if "factor" not in self.constant:
-                    self._collect("factor", place * rectified[..., span.start : span.stop], heads, span)
-                view = toeplitz(self._segment("factor", heads, span, rows), span.stop - span.start)
-                place.mul_(view.unsqueeze(1))
+                if "factor" in self.learned:
+                    self._collect("factor", part * rectified[..., overlap.start : overlap.stop], heads, overlap)
+                view = toeplitz(self._slice("factor", heads, overlap, rows), overlap.stop - overlap.start)
+                part.mul_(view.unsqueeze(1))
         if rectified is not None:
             errors.masked_fill_(rectified <= 0, 0)
 
-    def _collect(self, name: str, errors: Tensor, heads: slice, span: Span) -> None:
+    def _collect(self, name: str, errors: Tensor, heads: slice, overlap: Overlap) -> None:
         sums = antidiagonal_sums(errors.sum((0, 2)))
-        target = self._gradient(name, heads, span, errors.shape[-2])
+        target = self._gradient(name, heads, overlap, errors.shape[-2])
         target += sums.sum_to_size(target.shape)
 
     def add_values(self, out: Tensor, weights: Tensor, tile: Tile, heads: slice) -> None:
         """out [rows, heads, classes, group, queries, head_dim] += weights * values."""
         if "values" in self.tables:
-            for span in self.spans(tile):
-                table = self._segment("values", heads, span, weights.shape[-2])
-                out.add_(_mix(unskew(weights[..., span.start : span.stop]).to(table.dtype), table))
+            for overlap in self.overlaps(tile):
+                table = self._slice("values", heads, overlap, weights.shape[-2])
+                out.add_(_mix(unskew(weights[..., overlap.start : overlap.stop]).to(table.dtype), table))
 
     def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
         """Gradients of ``values``, and of the weights in ``errors``, from that of the output."""
         if "values" in self.tables:
             rows = weights.shape[-2]
-            for span in self.spans(tile):
-                place = errors[..., span.start : span.stop]
-                products = _spread(grad, self._segment("values", heads, span, rows))
-                place.add_(skew(products.flatten(0, 3), span.stop - span.start).view(place.shape))
-                far = unskew(weights[..., span.start : span.stop]).to(grad.dtype)
-                _outer(far, grad, self._gradient("values", heads, span, rows))
+            for overlap in self.overlaps(tile):
+                part = errors[..., overlap.start : overlap.stop]
+                products = _spread(grad, self._slice("values", heads, overlap, rows))
+                part.add_(skew(products.flatten(0, 3), overlap.stop - overlap.start).view(part.shape))
+                far = unskew(weights[..., overlap.start : overlap.stop]).to(grad.dtype)
+                _outer(far, grad, self._gradient("values", heads, overlap, rows))
 
 
 def _spread(x: Tensor, table: Tensor) -> Tensor:
@@ -171,3 +170,34 @@ def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
         gradient[0, 0] += far.reshape(-1, far.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
     else:
         gradient += torch.matmul(far.mT, x).sum((0, 2)).sum_to_size(gradient.shape)
+
+
+# Between distances and pairs: a tile's element (i, j) stands at distance d0 + i + j when its keys are newest first.
+# Views and one strided write do it, in time linear in the tile: the "relative shift" of Transformer-XL (Dai et al.
+# 2019, appendix B) and its transpose.
+
+
+def toeplitz(table: Tensor, width: int) -> Tensor:
+    """[..., rows + width - 1] -> [..., rows, width] with element (i, j) = table[i + j]; a view."""
+    return table.unfold(-1, width, 1)
+
+
+def antidiagonal_sums(x: Tensor) -> Tensor:
+    """[..., rows, width] -> [..., rows + width - 1]: sums over i + j, the transpose of :func:`toeplitz`."""
+    return unskew(x).sum(-2)
+
+
+def skew(x: Tensor, width: int) -> Tensor:
+    """[n, rows, rows + width - 1] -> [n, rows, width] with element (i, j) = x[i, i + j]; a view of a dense tensor."""
+    n, rows, span = x.shape
+    return x.as_strided((n, rows, width), (rows * span, span + 1, 1), x.storage_offset())
+
+
+def unskew(x: Tensor) -> Tensor:
+    """[..., rows, width] -> [..., rows, rows + width - 1] with element (i, i + j) = x[i, j], else 0."""
+    *shape, rows, width = x.shape
+    span = rows + width - 1
+    out = x.new_zeros(*shape, rows, span)
+    flat = out.view(-1, rows, span)
+    flat.as_strided((flat.shape[0], rows, width), (rows * span, span + 1, 1)).copy_(x.reshape(-1, rows, width))
+    return out

@@ -1,0 +1,200 @@
+"""Softmax attention: the one way in, whoever sees whom, however much, on whatever device.
+
+    attention(q, k, v, Visibility(pattern, ...), Scoring(scale, ...))
+
+``check_impl`` refuses an implementation when a model is built, ``choose_impl`` tells what ``impl="auto"`` stands for,
+``merge`` joins results over disjoint keys, ``slot_sums`` tells how much each key was looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kinformer.core.autocast import autocast_together
+from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Band
+from kinformer.kernels import band, block_sparse
+from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
+from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
+from kinformer.kernels.softmax.dropout import Dropout
+from kinformer.kernels.softmax.merge import merge
+from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
+
+__all__ = [
+    "IMPLS",
+    "Attended",
+    "Dropout",
+    "Gathered",
+    "Needs",
+    "Projected",
+    "Scoring",
+    "Visibility",
+    "attention",
+    "check_impl",
+    "choose_impl",
+    "merge",
+    "slot_sums",
+]
+
+_PLACE = "attention"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | Projected | Gathered,
+    v: Tensor | Projected | Gathered,
+    visibility: Visibility,
+    scoring: Scoring,
+    *,
+    impl: str = "auto",
+    lse: bool = False,
+) -> Attended:
+    """Softmax attention (Vaswani et al. 2017, eq. 1), softmax(score(q, k)) v over the keys that a query may see.
+
+    q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
+    k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
+        Slots that nobody sees must hold finite numbers. Both may be ``Projected``, or ``Gathered`` by each query.
+    impl: one of ``IMPLS``; "auto" is what :func:`choose_impl` says, any other name is taken at its word.
+    lse: whether the log-sum-exp is asked for, by which results over disjoint keys are merged.
+
+    Returns the output [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A
+    query that sees nothing gives 0. Softmax runs in float32 or better.
+
+    Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that cannot do what is asked.
+    """
+    scoring = _checked(scoring)
+    if isinstance(k, Gathered) and isinstance(v, Gathered):
+        return _gathered(q, k, v, visibility, scoring, impl, lse)
+    if isinstance(k, Projected) and isinstance(v, Projected):
+        if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
+            found = few.attend_projected(*_cast(q, k, v), visibility, scoring)
+            return found if lse else Attended(found.out)
+        k, v = k.made(q.shape[1]), v.made(q.shape[1])
+    assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
+    q, k, v = autocast_together(q, k, v)
+    _check(q, k, v, visibility, scoring)
+    if impl == "auto":
+        impl = choose_impl(q, k, visibility, scoring, lse)
+    else:
+        check_impl(impl, Needs.of_call(visibility, scoring, lse))
+    found = _by(impl, q, k, v, visibility, scoring, lse)
+    return found if lse else Attended(found.out)
+
+
+def slot_sums(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, *, impl: str = "auto"
+) -> Tensor:
+    """[batch, q_heads, slots] in float32 or better: the probability of each slot, summed over all queries of the call,
+    before dropout and without gradients. ``impl``: "auto" is "chunked"; "reference"."""
+    q, k, v = autocast_together(q, k, v)
+    _check(q, k, v, visibility, _checked(scoring))
+    check_impl(impl, Needs(lse=True), "sums of attention")
+    return (reference if impl == "reference" else block_sparse.chunked).slot_sums(q, k, v, visibility, scoring)
+
+
+def _gathered(
+    q: Tensor, k: Gathered, v: Gathered, visibility: Visibility, scoring: Scoring, impl: str, lse: bool
+) -> Attended:
+    check_impl(impl, Needs(memories=True))
+    assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], "a query sees what it found, by products"
+    if impl != "reference":
+        return gathered.attend(q, k, v, scoring.scale, lse)
+    batch, heads, time, width = q.shape
+    found = Visibility(attn_mask=(k.found >= 0).view(batch, heads * time, 1, -1))
+    single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
+    out, sums = reference.attend(single, k.made(q), v.made(q), found, scoring)
+    assert sums is not None
+    return Attended(out.view(batch, heads, time, -1), sums.view(batch, heads, time) if lse else None)
+
+
+def _by(impl: str, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
+    if impl == "chunked":
+        return _chunked(q, k, v, visibility, scoring, lse)
+    if impl == "sdpa":
+        return sdpa.attend(q, k, v, visibility, scoring)
+    if impl == "reference":
+        return reference.attend(q, k, v, visibility, scoring)
+    from kinformer.kernels.attention import flex
+
+    return flex.attend(q, k, v, visibility, scoring)
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
+    """Our own kernels: whichever is made for the shape and the pattern."""
+    if visibility.pattern is None:
+        folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
+        if lse or folds or visibility.attn_mask is not None or scoring.bias is not None:
+            return few.attend(q, k, v, visibility, scoring)
+        return _sets(q, k, v, visibility, scoring)
+    by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
+    plain = by_distance and visibility.key_padding_mask is None
+    if q.shape[2] == 1 and not lse and scoring.dropout is None and (plain or not q.is_meta):
+        return one_query.attend(q, k, v, visibility, scoring)
+    return (band.chunked if plain else block_sparse.chunked).attend(q, k, v, visibility, scoring)
+
+
+def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Every query sees every key, so that their order is free: queries beyond the number of keys are taken as further
+    heads of the same keys, and the rest is a band without bounds."""
+    time, slots = q.shape[2], k.shape[2]
+    visibility = visibility._replace(pattern=Band(ahead=None))
+    if time <= slots:
+        return _chunked(q, k, v, visibility, scoring, False)
+    groups = -(-time // slots)
+    q = pad(q, (0, 0, 0, groups * slots - time)).unflatten(2, (groups, slots)).flatten(1, 2)
+    if scoring.vector is not None:
+        scoring = scoring._replace(vector=scoring.vector.repeat_interleave(groups, dim=0))
+    out = _chunked(q, k, v, visibility, scoring, False).out
+    return Attended(out.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time])
+
+
+def _cast(q: Tensor, k: Projected, v: Projected) -> tuple[Tensor, Projected, Projected]:
+    q, x, key, value = autocast_together(q, k.x, k.weight, v.weight)
+    return q, Projected(x, key, k.bias), Projected(x, value, v.bias)
+
+
+def _checked(scoring: Scoring) -> Scoring:
+    if not scoring.scale > 0:
+        raise KinformerError(
+            f"{_PLACE}: scale is {scoring.scale}, expected a positive number such as head_dim ** -0.5."
+        )
+    if scoring.dropout is None:
+        return scoring
+    if not 0 <= scoring.dropout.p < 1:
+        raise KinformerError(f"{_PLACE}: dropout p is {scoring.dropout.p}, expected 0 <= p < 1.")
+    return scoring if scoring.dropout.p else scoring._replace(dropout=None)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> None:
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        raise KinformerError(
+            f"{_PLACE}: {_shapes(q, k, v)}; expected [batch, heads, time, head_dim], batch and head_dim alike."
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise KinformerError(f"{_PLACE}: {_shapes(q, k, v)}; expected k and v to differ in their last size at most.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise KinformerError(f"{_PLACE}: {q.shape[1]} query heads over {k.shape[1]} kv heads; expected a multiple.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise KinformerError(f"{_PLACE}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one, so cast k and v.")
+    if visibility.pattern is None:
+        if scoring.relative is not None or visibility.positions is not None:
+            raise KinformerError(f"{_PLACE}: positions and distances without a pattern; give one, such as Band().")
+        return
+    if k.shape[2] < q.shape[2]:
+        raise KinformerError(
+            f"{_PLACE}: {_shapes(q, k, v)}; expected k to hold the past and all {q.shape[2]} queries' slots."
+        )
+    if visibility.attn_mask is not None or scoring.bias is not None:
+        raise KinformerError(f"{_PLACE}: attn_mask or bias with a pattern; give pairs one by one or by a pattern.")
+    positions = visibility.positions
+    if positions is not None and (positions.shape != (q.shape[0], q.shape[2]) or positions.dtype != torch.int64):
+        raise KinformerError(
+            f"{_PLACE}: positions is {positions.dtype} {list(positions.shape)}, "
+            f"expected torch.int64 [batch, time] = {[q.shape[0], q.shape[2]]}."
+        )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -1,0 +1,69 @@
+"""Attention of few queries, or over few keys, all pairs at once: any mask, any bias, the scores of any pair kept.
+
+The weights are kept for the backward, so one of the sides must be short: memory is the product of both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.softmax.request import Attended, Projected, Scoring, Visibility
+from kinformer.kernels.softmax.scores import products
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Over all keys that the masks leave, without a pattern."""
+    heads = q.shape[1] // k.shape[1]
+    if heads > 1:
+        k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+    vector = None if scoring.vector is None else scoring.vector[:, None, None]
+    scores = products(q, k, scoring, vector)
+    weights, total, lse = _weights(scores, visibility, scoring)
+    return Attended((weights.to(v.dtype) @ v) / total.to(v.dtype), lse)
+
+
+def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Over keys and values that are never made. The products meet x itself:
+
+    q (x W_k^T)^T = (q W_k) x^T,   P (x W_v^T + b) = (P x) W_v^T + b
+
+    which costs 2 * heads * time * n * dim rather than 2 * n * dim * heads * head_dim operations each.
+    """
+    batch, heads, time, head_dim = q.shape
+    q, x, weight = q * scoring.scale, k.x, v.weight
+    inner = torch.einsum("bhmd,hdw->bhmw", q, k.weight.view(heads, head_dim, -1))
+    scores = (inner.flatten(1, 2) @ x.mT).view(batch, heads, time, -1)
+    if k.bias is not None:
+        scores = scores + q @ k.bias.to(q.dtype).view(heads, head_dim, 1)
+    weights, total, lse = _weights(scores, visibility, scoring)
+    mixed = (weights.to(x.dtype).flatten(1, 2) @ x).view(batch, heads, time, -1) / total.to(x.dtype)
+    out = torch.einsum("bhmw,hdw->bhmd", mixed, weight.view(heads, head_dim, -1))
+    if v.bias is not None:
+        share = weights.sum(-1, keepdim=True) / total
+        out = out + share.to(out.dtype) * v.bias.to(out.dtype).view(heads, 1, head_dim)
+    return Attended(out, lse)
+
+
+def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - the row's highest) and, before dropout, their sum [..., 1] (1 for no keys) and log-sum-exp, in
+    float32 or better. Whoever divides the product by the sum, not the weights, has nothing but the weights kept."""
+    scores = scores.to(state_dtype(scores.dtype))
+    if scoring.bias is not None:
+        scores = scores + scoring.bias
+    if visibility.key_padding_mask is not None:
+        scores = scores.masked_fill(visibility.key_padding_mask[:, None, None], -torch.inf)
+    if visibility.attn_mask is not None:
+        scores = scores.masked_fill(~visibility.attn_mask, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    blind = total == 0
+    total = total.masked_fill(blind, 1)
+    lse = (total.log() + top).masked_fill(blind, -torch.inf).squeeze(-1)
+    if scoring.dropout is not None:
+        kept = scoring.dropout.kept(weights.shape, weights.device)
+        weights = weights * kept / (1 - scoring.dropout.p)
+    return weights, total, lse

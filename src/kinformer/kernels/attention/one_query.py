@@ -1,0 +1,78 @@
+"""Attention of one query per head, as generation asks for: no plan, no tiles, only the slots that someone sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import state_dtype
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.band.tiles import interval
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
+from kinformer.kernels.softmax.scores import products, relative_at
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows."""
+    batch, heads, _, head_dim = q.shape
+    accumulator, relative = state_dtype(q.dtype), scoring.relative
+    k, v, seen, distance = _seen_slots(q, k, v, visibility)
+    grouped = q.reshape(batch, k.shape[1], -1, head_dim)
+    vector = None if scoring.vector is None else scoring.vector.view(*grouped.shape[1:3], 1, head_dim)
+    scores = products(grouped, k, scoring, vector)
+    if relative is not None:
+        scores = _moved(scores.flatten(1, 2).to(accumulator), q, distance, scoring.scale, relative).view(scores.shape)
+    if seen is None:
+        weights = torch.softmax(scores, -1, dtype=accumulator)
+    else:
+        seen = seen.expand(-1, heads, -1).reshape(*grouped.shape[:3], -1) if seen.shape[1] > 1 else seen[:, :, None]
+        scores = scores.to(accumulator).masked_fill(~seen, torch.finfo(accumulator).min)
+        weights = torch.softmax(scores, -1) * seen
+    weights = weights.to(v.dtype)
+    out = torch.matmul(weights, v).reshape(batch, heads, 1, v.shape[-1])
+    if relative is not None and relative.values is not None:
+        out = out + weights.flatten(1, 2)[:, :, None] @ relative_at(relative.values, distance, relative.lowest).to(v)
+    return Attended(out.to(q.dtype))
+
+
+def _seen_slots(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The keys and values that someone sees, who does [batch, heads or 1, slots] (None: all), and their distances."""
+    slots, pattern = k.shape[2], visibility.pattern
+    assert pattern is not None
+    if pattern.band is None or visibility.key_padding_mask is not None:
+        distance = torch.arange(slots - 1, -1, -1, device=q.device)
+        seen = _visible(pattern, query_positions(visibility, q, slots), distance)
+        if visibility.key_padding_mask is not None:
+            seen = seen & ~visibility.key_padding_mask[:, None]
+        picked = seen.any(0).any(0).nonzero()[:, 0]
+        if picked.shape[0] < slots:
+            k, v, seen, distance = k[:, :, picked], v[:, :, picked], seen[:, :, picked], distance[picked]
+        return k, v, seen, distance
+    first, end = interval(visibility, 1, slots)
+    if end - first < slots:
+        k, v = k[:, :, first:end], v[:, :, first:end]
+    distance = torch.arange(slots - 1 - first, slots - 1 - end, -1, device=q.device)
+    if visibility.whole or visibility.positions is None:
+        return k, v, None, distance
+    return k, v, (distance <= visibility.positions)[:, None], distance
+
+
+def _visible(pattern: Pattern, positions: Tensor, distance: Tensor) -> Tensor:
+    """[batch, heads or 1, slots] bool, for ``positions`` [batch, 1]."""
+    k = positions - distance
+    return torch.stack([pattern.at(head).allowed(positions, k) & (k >= 0) for head in range(pattern.num_heads or 1)], 1)
+
+
+def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: Relative) -> Tensor:
+    """``scores`` [batch, heads, slots] with what their distances do."""
+    if relative.factor is not None:
+        scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest)
+    if relative.keys is not None:
+        table = relative_at(relative.keys, distance, relative.lowest).to(q.dtype)
+        scores = scores + scale * (table @ q.mT)[..., 0]
+    if relative.bias is not None:
+        scores = scores + relative_at(relative.bias, distance, relative.lowest)
+    return scores

@@ -1,0 +1,100 @@
+"""Softmax attention written densely: the truth that every kernel is held to, in any dtype.
+
+score_ij = scale * q_i . (k_j + keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
+p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import state_dtype
+from kinformer.core.parts import Relative
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
+from kinformer.kernels.softmax.scores import EPS, complex_queries, relative_at
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], all pairs at once."""
+    probabilities, lse, values = _probabilities(q, k, v, visibility, scoring)
+    if scoring.dropout is not None:
+        kept = scoring.dropout.kept(probabilities.shape, q.device)
+        probabilities = probabilities * kept / (1 - scoring.dropout.p)
+    out = probabilities @ values
+    if scoring.relative is not None and scoring.relative.values is not None:
+        distance = _distance(q.shape[2], k.shape[2], q.device)
+        moved = relative_at(scoring.relative.values.to(out.dtype), distance, scoring.relative.lowest)
+        out = out + torch.einsum("bhij,hijd->bhid", probabilities, moved.expand(q.shape[1], -1, -1, -1))
+    return Attended(out.to(q.dtype), lse)
+
+
+@torch.no_grad()
+def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
+    """[batch, q_heads, slots]: the probability of each slot, summed over all queries."""
+    return _probabilities(q, k, v, visibility, scoring)[0].sum(2)
+
+
+def _probabilities(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch, q_heads, time, slots] before dropout, the log-sum-exps, and the values of every query head."""
+    heads, accumulator = q.shape[1], state_dtype(q.dtype)
+    query, keys, values = (x.to(accumulator) for x in (q, *(_per_query_head(x, heads) for x in (k, v))))
+    scores = _scores(query, keys, scoring)
+    seen = visible(visibility, scores)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sighted = seen.any(-1)
+    top = scores.detach().amax(-1, keepdim=True).where(sighted[..., None], 0)
+    weights = (scores - top).exp()
+    total = weights.sum(-1).where(sighted, 1)
+    lse = (total.log() + top[..., 0]).where(sighted, -torch.inf)
+    return weights / total[..., None], lse, values
+
+
+def visible(visibility: Visibility, scores: Tensor) -> Tensor:
+    """Bool of the shape of ``scores`` [batch, heads, time, slots]: may the query see the key?"""
+    _, heads, time, slots = scores.shape
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    if visibility.pattern is not None:
+        q = query_positions(visibility, scores, slots)[:, :, None]
+        k = q - _distance(time, slots, scores.device)
+        pattern = visibility.pattern
+        rows = [pattern.at(head).allowed(q, k) & (k >= 0) for head in range(pattern.num_heads or 1)]
+        seen = torch.stack(rows, 1).expand(-1, heads, -1, -1)
+    if visibility.key_padding_mask is not None:
+        seen = seen & ~visibility.key_padding_mask[:, None, None]
+    return seen if visibility.attn_mask is None else seen & visibility.attn_mask
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _distance(time: int, slots: int, device: torch.device) -> Tensor:
+    """[time, slots]: query slot - key slot, the last query at the last slot."""
+    query = slots - time + torch.arange(time, device=device)
+    return query[:, None] - torch.arange(slots, device=device)
+
+
+def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+    """[batch, heads, time, slots] of all pairs."""
+    scale, relative = scoring.scale, scoring.relative or Relative(0)
+    distance = _distance(q.shape[2], k.shape[2], q.device)
+    if scoring.form == "modulus":
+        real, imaginary = (part @ k.mT for part in complex_queries(q))
+        scores = scale * (real.square() + imaginary.square() + EPS).sqrt()
+    elif scoring.form == "additive":
+        assert scoring.vector is not None
+        vector = scoring.vector.to(q.dtype)[:, None, None]
+        scores = scale * ((q[..., :, None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
+    else:
+        scores = scale * (q @ k.mT)
+    if relative.factor is not None:
+        scores = scores.relu() * relative_at(relative.factor.to(q.dtype), distance, relative.lowest)
+    if relative.keys is not None:
+        moved = relative_at(relative.keys.to(q.dtype), distance, relative.lowest).expand(q.shape[1], -1, -1, -1)
+        scores = scores + scale * torch.einsum("bhid,hijd->bhij", q, moved)
+    if relative.bias is not None:
+        scores = scores + relative_at(relative.bias.to(q.dtype), distance, relative.lowest)
+    return scores if scoring.bias is None else scores + scoring.bias.to(q.dtype)

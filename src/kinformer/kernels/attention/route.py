@@ -1,0 +1,151 @@
+"""Which implementation answers a call: what each of them can do, and what ``impl="auto"`` stands for.
+
+    reference   all pairs at once, obvious and slow
+    chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys
+    sdpa        torch's ``scaled_dot_product_attention``
+    flex        torch's FlexAttention, compiled on a GPU
+
+An explicit name is taken at its word or refused, never turned into another.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.host import processor
+from kinformer.core.parts import Position, Score
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.attention import sdpa
+from kinformer.kernels.softmax.request import Scoring, Visibility
+
+IMPLS = ("auto", "reference", "chunked", "sdpa", "flex")
+_TABLES = ("bias", "factor", "keys", "values")
+
+
+class Needs(NamedTuple):
+    """What is asked of an implementation beyond dot products and their softmax.
+
+    ``band``: pairs by distance alone, or sets without an order; ``sets``: the latter. ``tables``: those of a
+    ``core.parts.Relative``. ``pairs``: a mask or a bias of single pairs. ``memories``: a look-up among memories.
+    """
+
+    band: bool = True
+    sets: bool = False
+    form: str = "dot"
+    tables: tuple[str, ...] = ()
+    dropout: bool = False
+    lse: bool = False
+    pairs: bool = False
+    memories: bool = False
+
+    @classmethod
+    def of_parts(
+        cls, pattern: Pattern, score: Score, position: Position, dropout: float = 0.0, lse: bool = False
+    ) -> Needs:
+        """Those of a mixer that is made of these parts."""
+        relative = position.relative(0, 1)
+        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
+        return cls(pattern.band is not None, form=score.form, tables=tables, dropout=dropout > 0, lse=lse)
+
+    @classmethod
+    def of_call(cls, visibility: Visibility, scoring: Scoring, lse: bool) -> Needs:
+        pattern, relative = visibility.pattern, scoring.relative
+        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
+        pairs = visibility.attn_mask is not None or scoring.bias is not None
+        band = pattern is None or pattern.band is not None
+        return cls(band, pattern is None, scoring.form, tables, scoring.dropout is not None, lse, pairs)
+
+
+def _refusal(impl: str, needs: Needs) -> str | None:
+    """What of ``needs`` the implementation cannot do, or None where it can do all."""
+    if impl not in ("sdpa", "flex"):
+        return None
+    known = ("bias",) if impl == "flex" else ()
+    tables = [name for name in needs.tables if name not in known]
+    reasons = {
+        "scores of the form " + needs.form: needs.form != "dot",
+        f"tables by distance ({', '.join(tables)})": bool(tables),
+        "dropout by a seed": needs.dropout,
+        "log-sum-exps, which global tokens and memories are merged by": needs.lse,
+        "masks and biases of single pairs": needs.pairs,
+        "look-up among memories": needs.memories,
+        "patterns but by distance alone": impl == "sdpa" and not needs.band,
+        "queries and keys without an order": impl == "flex" and needs.sets,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def check_impl(impl: str, needs: Needs, place: str = "attention") -> None:
+    """Refuse a name that is unknown, or of what cannot do what is asked; ``place`` asks, as a message says it."""
+    reason = _refusal(impl, needs)
+    if impl in IMPLS and reason is None:
+        return
+    valid = ", ".join(name for name in IMPLS if _refusal(name, needs) is None)
+    if reason is None:
+        raise KinformerError(f"{place}: impl is {impl!r}, expected one of {valid}.")
+    raise KinformerError(f"{place}: impl is {impl!r}, which knows no {reason}; use one of {valid}.")
+
+
+class Measured(NamedTuple):
+    """Where torch's own kernel is the faster one on a device.
+
+    It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query with keys of
+    less than ``few_keys`` elements, of less than ``few_pairs`` pairs in a head, or, in types below 32 bits, of at most
+    ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on its unmasked 32-bit
+    products lose less than ours between threads. With a mask it computes every pair. ``where``: measured on what.
+    """
+
+    few_keys: int
+    few_pairs: int
+    few_narrow_pairs: int
+    long: int
+    where: str
+
+
+_ZEN4 = Measured(1 << 20, 1 << 15, 1 << 16, 2048, "AMD EPYC (Zen 4), two cores, torch 2.13")
+_UNKNOWN = _ZEN4._replace(where="not measured, as on Zen 4")
+TABLE = {
+    "cpu, AVX-512 and bfloat16": _ZEN4,
+    "cpu, AMX": _UNKNOWN,
+    "cpu": _UNKNOWN,
+    "cuda": Measured(sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it can be told"),
+}
+
+
+def _cpu_class() -> str:
+    """The key of :data:`TABLE` for this machine's processor."""
+    flags = processor() or ""
+    return "cpu, AMX" if "amx_tile" in flags else "cpu, AVX-512 and bfloat16" if "avx512_bf16" in flags else "cpu"
+
+
+_CPU = _cpu_class()  # told when imported, not while a graph is captured
+
+
+def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> str:
+    """The name that impl="auto" stands for, by device, shapes, dtype and what is asked, never by the data."""
+    pattern = visibility.pattern
+    if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
+        return "chunked"  # costs are counted on the meta device, which takes torch's kernel apart into dense products
+    if visibility.attn_mask is not None or scoring.bias is not None:
+        return "chunked"
+    if pattern is None:
+        return "sdpa"
+    if pattern.band is None or visibility.key_padding_mask is not None:
+        return "chunked"
+    table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
+    time, slots = q.shape[2], k.shape[2]
+    pairs = time * slots
+    if time == 1:
+        few = k.numel() < table.few_keys
+    elif q.element_size() < 4:
+        few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
+    else:
+        few = pairs < table.few_pairs
+    if few:
+        return "sdpa"
+    long = q.element_size() >= 4 and time >= table.long and sdpa.told(visibility, time, slots) != "masked"
+    return "sdpa" if long else "chunked"

@@ -1,0 +1,66 @@
+"""Softmax attention by torch's ``scaled_dot_product_attention``: bands and sets, with a dense mask where need be."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kinformer.kernels.band.tiles import interval, limits
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
+
+Told = Literal["all", "causal", "masked"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
+    """Output [batch, q_heads, time, head_dim_v]; a query that sees nothing gives 0.
+
+    torch aligns ``is_causal`` to the first slot, so it stands for our causal band only where there is no past.
+    """
+    time, slots = q.shape[2], k.shape[2]
+    first, end = (0, slots) if visibility.pattern is None else interval(visibility, time, slots)
+    how = told(visibility, time, slots)
+    mask = _mask(visibility, q, first, end, slots) if how == "masked" else None
+    if end - first < slots:
+        k, v = k[:, :, first:end], v[:, :, first:end]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=how == "causal", scale=scoring.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return Attended(out)
+
+
+def told(visibility: Visibility, time: int, slots: int) -> Told:
+    """How torch can be told who sees whom: "all", "causal" or, with a dense mask and every pair computed, "masked"."""
+    if visibility.key_padding_mask is not None:
+        return "masked"
+    if visibility.pattern is None:
+        return "all"
+    behind, ahead = limits(visibility, time, slots)
+    if not visibility.whole and visibility.positions is not None:
+        return "masked"
+    if time == 1 and ahead >= 0 and behind >= 0:
+        return "all"
+    if behind < slots - 1:
+        return "masked"
+    if ahead >= time - 1:
+        return "all"
+    return "causal" if ahead == 0 and time == slots else "masked"
+
+
+def _mask(visibility: Visibility, q: Tensor, first: int, end: int, slots: int) -> Tensor:
+    """[batch or 1, 1, time or 1, end - first] bool: may the query see the slot?"""
+    if visibility.pattern is None:
+        assert visibility.key_padding_mask is not None
+        return ~visibility.key_padding_mask[:, None, None]
+    time = q.shape[2]
+    behind, ahead = limits(visibility, time, slots)
+    query = slots - time + torch.arange(time, device=q.device)
+    distance = query[:, None] - torch.arange(first, end, device=q.device)
+    seen = ((distance <= behind) & (distance >= -ahead))[None, None]
+    if not visibility.whole and visibility.positions is not None:
+        seen = seen & (distance <= visibility.positions[:, None, :, None])
+    if visibility.key_padding_mask is not None:
+        seen = seen & ~visibility.key_padding_mask[:, None, None, first:end]
+    return seen

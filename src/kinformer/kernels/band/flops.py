@@ -1,0 +1,40 @@
+"""Tells PyTorch's ``FlopCounterMode`` what the products of attention over a band cost; it cannot see inside them.
+
+Counted are the pairs that the tiles compute, masked ones on their edges included: two products a pair forward, five
+backward (the scores again, and one each for the gradients of probabilities, queries, keys and values). A ``lookback``,
+which can only spare work, is not looked at: formulas hold on the meta device too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+import kinformer.core.flops  # noqa: F401 (products in place are counted)
+from kinformer.kernels.band.chunked import Call, rows_per_tile
+from kinformer.kernels.band.tiles import Layout
+
+
+def computed_pairs(call: Call) -> int:
+    """The pairs of queries and slots, over all heads, that the tiles of one call compute."""
+    layout = Layout.of(call.q, call.k, call.behind, call.ahead, lookback=None)
+    tiles = layout.tiles(rows_per_tile(layout), pairs=sys.maxsize)
+    return layout.group * sum(math.prod(tile.shape) for tile in tiles)
+
+
+@register_flop_formula(torch.ops.kinformer.band_attention, get_raw=True)
+def forward_flops(*arguments: Any, **_: Any) -> int:
+    """Floating-point operations of a forward call with the operator's own arguments."""
+    call = Call(*arguments)
+    return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
+
+
+@register_flop_formula(torch.ops.kinformer.band_attention_backward, get_raw=True)
+def backward_flops(*arguments: Any, **_: Any) -> int:
+    """Floating-point operations of a backward call with the operator's own arguments."""
+    call = Call(*arguments[4:])
+    return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

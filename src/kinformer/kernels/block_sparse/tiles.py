@@ -1,0 +1,297 @@
+"""The tile loops of forward and backward: the plan of one term of a pattern over the operands of one section."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.block_sparse.distances import Distances
+from kinformer.kernels.block_sparse.forms import Additive, Form, accumulate, product
+from kinformer.kernels.block_sparse.plan import TermPlan, Tile
+from kinformer.kernels.block_sparse.sections import Operands, from_classes, to_classes
+from kinformer.kernels.softmax.dropout import keep
+from kinformer.kernels.softmax.request import Attended
+
+LOG2_E = math.log2(math.e)
+
+# Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
+_PAIRS = 1 << 20
+
+
+class HeadBlock(NamedTuple):
+    """Some of the n of a tile that are worked on at once: a slice of them, and which heads of each row they are."""
+
+    n: slice
+    heads: slice
+    shape: tuple[int, ...]
+
+
+class TileLoop:
+    """Operands in the plan's layout [n * stride, group, units, ...], keys newest first where distances matter."""
+
+    def __init__(self, operands: Operands, plan: TermPlan, distances: Distances | None, form: Form) -> None:
+        self.operands, self.plan, self.distances, self.form = operands, plan, distances, form
+        self.q = self.queries(operands.q)
+        self.k, self.v = self.keys(operands.k), self.keys(operands.v)
+        self.accumulator = state_dtype(self.q.dtype)
+        self.group, self.classes = self.q.shape[1], plan.stride
+        most = max((self._step(tile) * self._pairs(tile) for tile in plan.tiles), default=0)
+        self.first = self.q.new_empty(most, dtype=self.accumulator)
+        self.words = None
+        self.flat: tuple[Tile, HeadBlock, Tensor] | None = None
+        if operands.words is not None:
+            rows, columns = operands.words
+            columns = self.keys(columns.view(1, -1, 1))
+            self.words = self.queries(rows), columns.view(plan.stride, -1)
+        self.padding_bias = None if operands.padding is None else self._padding_bias(operands.padding)
+
+    def _padding_bias(self, padding: Tensor) -> Tensor:
+        """[rows, classes, units]: -inf for keys that are padding, else 0."""
+        bias = torch.zeros(padding.shape, dtype=self.accumulator, device=padding.device)
+        return self.keys(bias.masked_fill_(padding, -torch.inf)[..., None]).view(len(padding), self.classes, -1)
+
+    def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[n, group, time, width] in the plan's layout."""
+        interval, plan = self.operands.interval, self.plan
+        return to_classes(x, interval.query, plan.stride, plan.query_origin, plan.query_units, fill)
+
+    def times(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`queries`."""
+        interval, plan = self.operands.interval, self.plan
+        return from_classes(x, interval.query, plan.stride, plan.query_origin, interval.stop - interval.query)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[n, slots, width] in the plan's layout."""
+        interval, plan = self.operands.interval, self.plan
+        x = to_classes(x[:, None], interval.key, plan.stride, plan.origin, plan.units)[:, 0]
+        return x.flip(1) if self.distances is not None else x.contiguous() if plan.stacked else x
+
+    def slots(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`keys`."""
+        interval, plan = self.operands.interval, self.plan
+        x = x.flip(1) if self.distances is not None else x
+        return from_classes(x[:, None], interval.key, plan.stride, plan.origin, interval.stop - interval.key)[:, 0]
+
+    def _pairs(self, tile: Tile) -> int:
+        return self.group * (tile.last - tile.first) * tile.width
+
+    def _step(self, tile: Tile) -> int:
+        """How many of the n to work on at once: whole rows, or some heads of one row."""
+        heads = self.operands.heads
+        fit = max(1, _PAIRS // (self._pairs(tile) * self.classes))
+        rows = self.q.shape[0] // (heads * self.classes)
+        return min(fit // heads * heads if fit >= heads else fit, rows * heads) * self.classes
+
+    def blocks(self, tile: Tile) -> Iterator[HeadBlock]:
+        heads, classes = self.operands.heads, self.classes
+        step, total = self._step(tile) // classes, self.q.shape[0] // classes
+        size = (classes, self.group, tile.last - tile.first, tile.width)
+        low = 0
+        while low < total:
+            head = low % heads
+            high = min(low + step, low - head + heads if step < heads else total)
+            count = min(heads, high - low)
+            shape = ((high - low) // count, count, *size)
+            yield HeadBlock(slice(low * classes, high * classes), slice(head, head + count), shape)
+            low = high
+
+    def query_block(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
+        """The tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
+        return x[block.n, :, tile.first : tile.last].flatten(1, 2)
+
+    def key_block(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
+        """The tile's keys of ``x`` [n, units, width]."""
+        x = x[block.n]
+        if isinstance(tile.keys, slice):
+            return x[:, tile.keys]
+        if tile.keys.dim() == 1:
+            return x.index_select(1, tile.keys)
+        found = x.view(-1, x.shape[-1]).index_select(0, self._flat(tile, block))
+        return found.view(x.shape[0], tile.width, x.shape[-1])
+
+    def _flat(self, tile: Tile, block: HeadBlock) -> Tensor:
+        """The tile's keys [heads, width] as rows of a tensor [n * units, ...], heads of all rows in turn."""
+        if self.flat is None or self.flat[0] is not tile or self.flat[1] != block:
+            n, units = block.n.stop - block.n.start, self.k.shape[1]
+            begin = torch.arange(0, n * units, units, device=self.k.device).view(block.shape[0], -1, 1)
+            index = tile.keys[block.heads] + begin  # type: ignore[index]
+            self.flat = tile, block, index.flatten()
+        return self.flat[2]
+
+    def axes(self, x: Tensor, block: HeadBlock) -> Tensor:
+        """[n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
+        return x.view(*block.shape[:5], x.shape[-1])
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """[n, units, width] as [n, width, units]: laid out anew where ``n`` is small, since CPU products read a long
+        transposed right side slowly."""
+        if self.classes > 1:
+            return x.mT
+        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+        for one, other in zip(out, x, strict=True):
+            one.copy_(other.mT)
+        return out
+
+    def columns(self, x: Tensor, transposed: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
+        """The tile's keys of ``x`` [n, units, width], or of its transpose, as [n, width, keys]."""
+        if isinstance(tile.keys, slice):
+            return transposed[block.n, :, tile.keys]
+        return self.key_block(x, tile, block).mT
+
+    def scores(self, q: Tensor, kt: Tensor, tile: Tile, block: HeadBlock) -> tuple[Tensor, Tensor | None]:
+        """[n, group * rows, keys] in scratch memory, hidden pairs at -inf; and what a factor multiplied."""
+        scratch = self.first[: q.shape[0] * q.shape[1] * tile.width].view(*q.shape[:2], tile.width)
+        self.form.enter(block.shape, block.heads)
+        scores = self.form.forward(q, kt, scratch)
+        rectified = None
+        if self.distances is not None:
+            rectified = self.distances.add(self.axes(scores, block), self.axes(q, block), tile, block.heads)
+        for mask in tile.masks:
+            view = self.axes(scores, block)[..., mask.start : mask.stop]
+            values = mask.values if mask.values.dim() == 3 else mask.values[block.heads]
+            view.add_(values[..., None, :, :].to(scores))
+        if self.padding_bias is not None:
+            self._add_padding(self.padding_bias, scores, tile, block)
+        return scores, rectified
+
+    def _at_keys(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
+        """x [rows, classes, units] at the tile's keys, [rows, heads or 1, classes, keys]."""
+        if isinstance(tile.keys, slice) or tile.keys.dim() == 1:
+            return x[:, None, :, tile.keys]
+        return x[:, :, tile.keys[block.heads]].transpose(1, 2)
+
+    def _add_padding(self, bias: Tensor, scores: Tensor, tile: Tile, block: HeadBlock) -> None:
+        """Mask the tile's keys that are padding; where none is, nothing is done."""
+        first = block.n.start // (self.operands.heads * self.classes)
+        rows = bias[first : first + block.shape[0]]
+        keys = self._at_keys(rows, tile, block)
+        if keys.device.type != "cpu" or bool(keys.any()):
+            self.axes(scores, block).add_(keys[..., None, None, :])
+
+    def kept(self, tile: Tile, block: HeadBlock) -> Tensor | None:
+        """Which probabilities dropout keeps, [n, group * rows, keys]."""
+        if self.words is None:
+            return None
+        rows, columns = self.words
+        left = self.query_block(rows, tile, block).view(*block.shape[:5], 1)
+        words = left + self._at_keys(columns[None], tile, block)[..., None, None, :]
+        return keep(words, self.operands.p, torch.empty_like(words)).view(
+            -1, block.shape[3] * block.shape[4], tile.width
+        )
+
+    def powers(self, scores: Tensor, top: Tensor) -> Tensor:
+        """2 ** (log2(e) * scores - top) in block; ``top`` [n, group * rows, 1]."""
+        return torch.add(-top, scores, alpha=LOG2_E, out=scores).exp2_()
+
+    def fresh(self, width: int, dtype: torch.dtype, fill: float) -> Tensor:
+        """[n, group, units, width], with ``fill`` where no tile will write."""
+        shape = (*self.q.shape[:3], width)
+        if sum(tile.last - tile.first for tile in self.plan.tiles) == self.q.shape[2]:
+            return self.q.new_empty(shape, dtype=dtype)
+        return self.q.new_full(shape, fill, dtype=dtype)
+
+    def forward(self) -> Attended:
+        """Output [n, group, time, head_dim_v] and log-sum-exp [n, group, time]."""
+        out = self.fresh(self.v.shape[-1], self.q.dtype, 0.0)
+        lse = self.fresh(1, self.accumulator, -torch.inf)
+        lowest, kt = torch.finfo(self.accumulator).min, self.transposed(self.k)
+        for tile in self.plan.tiles:
+            for block in self.blocks(tile):
+                q, v = self.query_block(self.q, tile, block), self.key_block(self.v, tile, block)
+                scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+                top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
+                weights = self.powers(scores, top)
+                total = weights.sum(-1, keepdim=True)
+                split = (-1, self.group, tile.last - tile.first, 1)
+                lse[block.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
+                kept = self.kept(tile, block)
+                if kept is not None:
+                    weights.mul_(kept)
+                mixed = torch.bmm(weights.to(v.dtype), v)
+                if self.distances is not None:
+                    self.distances.add_values(self.axes(mixed, block), self.axes(weights, block), tile, block.heads)
+                # A query that sees nothing has weights and total 0; any other has a weight of 1.
+                total = total.clamp_(min=0.5).mul_(1 - self.operands.p).view(split)
+                torch.div(mixed.unflatten(1, split[1:3]), total, out=out[block.n, :, tile.first : tile.last])
+        return Attended(self.times(out), self.times(lse)[..., 0])
+
+    def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [n, group, time, ...], dk, dv [n, slots, ...] from those of output and log-sum-exp."""
+        grad, delta, top = self.queries(grad), self.queries(delta), self.queries(top, torch.inf)
+        dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
+        dk, dv = (x.new_zeros(x.shape, dtype=self.accumulator) for x in (self.k, self.v))
+        second, kt, vt = torch.empty_like(self.first), self.transposed(self.k), self.transposed(self.v)
+        for tile in self.plan.tiles:
+            for block in self.blocks(tile):
+                q, k = self.query_block(self.q, tile, block), self.key_block(self.k, tile, block)
+                grad_block = self.query_block(grad, tile, block)
+                scores, rectified = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+                weights = self.powers(scores, self.query_block(top, tile, block))
+                errors = product(
+                    grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
+                )
+                kept_weights, kept = weights, self.kept(tile, block)
+                if kept is not None:
+                    kept_weights = weights * kept
+                if self.distances is not None:
+                    views = (
+                        self.axes(errors, block),
+                        self.axes(kept_weights, block),
+                        self.axes(grad_block, block),
+                    )
+                    self.distances.add_value_gradients(*views, tile, block.heads)
+                if kept is not None:
+                    errors.mul_(kept)
+                errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
+                with self.target(dv, tile, block) as target:
+                    accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
+                moved = torch.zeros_like(q) if self.distances is not None else None
+                if self.distances is not None and moved is not None:
+                    views = self.axes(errors, block), self.axes(q, block), self.axes(moved, block)
+                    factor = None if rectified is None else self.axes(rectified, block)
+                    self.distances.add_gradients(*views, factor, tile, block.heads)
+                with self.target(dk, tile, block) as target:
+                    left = self.form.backward(errors, q, k, target)
+                left = left if moved is None else left.add_(moved)
+                dq[block.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
+        return self.times(dq), self.slots(dk), self.slots(dv)
+
+    def slot_sums(self, top: Tensor) -> Tensor:
+        """[n, group, slots]: the probability that each key gets over all queries; ``top`` like the log-sum-exp."""
+        top, kt = self.queries(top, torch.inf), self.transposed(self.k)
+        sums = self.q.new_zeros(self.k.shape[0], self.k.shape[1], self.group, dtype=self.accumulator)
+        for tile in self.plan.tiles:
+            for block in self.blocks(tile):
+                q = self.query_block(self.q, tile, block)
+                scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+                weights = self.powers(scores, self.query_block(top, tile, block))
+                with self.target(sums, tile, block) as target:
+                    target += weights.unflatten(1, (self.group, -1)).sum(2).mT
+        return self.slots(sums).mT
+
+    def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
+        """After :meth:`backward`: the gradient of a table of ``n`` distances from ``lowest``, or of the vector."""
+        if isinstance(self.form, Additive) and name == "vector":
+            return self.form.gradient
+        assert self.distances is not None
+        return self.distances.gradient(name, n, lowest, self.plan.stride)
+
+    @contextmanager
+    def target(self, total: Tensor, tile: Tile, block: HeadBlock) -> Iterator[Tensor]:
+        """Where to add what belongs to the tile's keys in ``total`` [n, units, width]."""
+        if isinstance(tile.keys, slice):
+            yield total[block.n, tile.keys]
+        else:
+            picked = total.new_zeros(block.n.stop - block.n.start, tile.width, total.shape[-1])
+            yield picked
+            part = total[block.n]
+            if tile.keys.dim() == 1:
+                part.index_add_(1, tile.keys, picked)
+            else:
+                part.view(-1, part.shape[-1]).index_add_(0, self._flat(tile, block), picked.flatten(0, 1))

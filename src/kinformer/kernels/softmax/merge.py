@@ -1,0 +1,25 @@
+"""Softmaxes over disjoint keys become one by their log-sum-exps (Milakov and Gimelshein 2018, section 3)."""
+
+from __future__ import annotations
+
+import torch
+
+from kinformer.kernels.softmax.request import Attended
+
+
+def merge(one: Attended, two: Attended) -> Attended:
+    """The softmax over the keys of both, which must be disjoint:
+
+    out = (e^lse1 out1 + e^lse2 out2) / (e^lse1 + e^lse2),   lse = log(e^lse1 + e^lse2)
+
+    Differentiable, also where a query sees no key of one or of both (lse = -inf).
+    """
+    assert one.lse is not None and two.lse is not None
+    top = torch.maximum(one.lse, two.lse).detach()
+    top = top.masked_fill(top == -torch.inf, 0)
+    first, second = (one.lse - top).exp(), (two.lse - top).exp()
+    total = first + second
+    blind = total == 0
+    safe = total.masked_fill(blind, 1)
+    first, second = ((weight / safe)[..., None].to(one.out.dtype) for weight in (first, second))
+    return Attended(one.out * first + two.out * second, (safe.log() + top).masked_fill(blind, -torch.inf))

@@ -1,0 +1,103 @@
+"""What a call of softmax attention asks for beside q, k and v (who sees whom, how much), and what it gets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
+from kinformer.kernels.softmax.dropout import Dropout
+
+
+class Visibility(NamedTuple):
+    """Who: which keys a query may see. All conditions that are given hold together.
+
+    ``pattern``: by positions. Query i stands at slot past + i of the keys, past = slots - time. None: queries and keys
+        are two sets without an order, as in cross-attention, and every query sees every key.
+    ``positions`` [batch, time] int64 of the queries within their sequences; slot s of a row then holds the position
+        p - (past + i - s), and slots of negative position belong to another sequence. None: slot s holds position s.
+    ``whole``: every slot of a row belongs to the sequence of all its queries. Whoever knows that (without a look at
+        the data) spares patterns by distance a mask.
+    ``key_padding_mask`` [batch, slots] bool, True where a key is padding, which nobody sees (as in
+        ``torch.nn.MultiheadAttention``).
+    ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
+        ``torch.nn.functional.scaled_dot_product_attention``). All pairs are computed: for few queries or few keys.
+    """
+
+    pattern: Pattern | None = None
+    positions: Tensor | None = None
+    whole: bool = False
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+
+
+class Scoring(NamedTuple):
+    """How much: the score of a query and a key, of which the softmax is taken, and what becomes of its probability.
+
+    ``scale``, ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a
+    ``core.parts.Position``. ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs
+    are computed. ``dropout`` is that of the probabilities.
+    """
+
+    scale: float
+    form: str = "dot"
+    vector: Tensor | None = None
+    relative: Relative | None = None
+    bias: Tensor | None = None
+    dropout: Dropout | None = None
+
+
+class Attended(NamedTuple):
+    """``out`` [batch, heads, time, head_dim_v] and, where it was asked for, ``lse`` [batch, heads, time]: the
+    log-sum-exp of a query's scores, in float32 or better, -inf where it sees nothing, untouched by dropout."""
+
+    out: Tensor
+    lse: Tensor | None = None
+
+
+class Projected(NamedTuple):
+    """Keys or values x W^T + b [batch, heads, n, head_dim] that need not be made: ``x`` [batch, n, dim], ``weight``
+    [heads * head_dim, dim] and ``bias`` or None."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def made(self, heads: int) -> Tensor:
+        found = torch.nn.functional.linear(self.x, self.weight, self.bias)
+        return found.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Gathered(NamedTuple):
+    """Keys or values that each query found among memories of its row and head; they take no gradient.
+
+    ``found`` [batch, heads, time, topk] int64 counts the slots of the memories, -1 stands for none. Memories are ranges
+    of ``tables`` [batch, heads, slots, width] that follow each other: of each, ``extents`` has the first slot and the
+    number of slots.
+    """
+
+    found: Tensor
+    tables: tuple[Tensor, ...]
+    extents: tuple[tuple[int, int], ...]
+
+    def made(self, like: Tensor) -> Tensor:
+        """[batch, heads * time, topk, width] in the dtype of ``like``, 0 for none."""
+        batch, heads, time, topk = self.found.shape
+        parts = (
+            table[:, :, first : first + size] for table, (first, size) in zip(self.tables, self.extents, strict=True)
+        )
+        every = torch.nn.functional.pad(torch.cat(list(parts), 2).detach().to(like.dtype), (0, 0, 0, 1))
+        index = torch.where(self.found < 0, every.shape[2] - 1, self.found).view(batch, heads, -1, 1)
+        picked = every.gather(2, index.expand(-1, -1, -1, every.shape[-1]))
+        return picked.view(batch, heads * time, topk, -1)
+
+
+def query_positions(visibility: Visibility, q: Tensor, slots: int) -> Tensor:
+    """[batch, time] int64, those of the slots where none are given."""
+    if visibility.positions is not None:
+        return visibility.positions
+    batch, _, time, _ = q.shape
+    return torch.arange(slots - time, slots, device=q.device).expand(batch, -1)
