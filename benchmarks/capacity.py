@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.core.parts import FeatureMapConfig
+from kinformer.data.recall import AssociativeRetrieval, Retrieval
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.relu import Relu

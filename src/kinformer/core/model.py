@@ -27,11 +27,11 @@ class Hidden(NamedTuple):
 
 
 class CausalModel(Protocol):
-    """A model of sequences that grow: ``logits, state = model(inputs, state)`` for chunks of any length.
+    """A model of sequences that grow: ``logits, state = model(values, state)`` for chunks of any length.
 
-    Inputs are [batch, time], or [batch, time, ...] where a position is more than one number. ``state`` None begins new
-    sequences; ``kinformer.core.contract`` says which law all chunks obey. ``max_length`` is how long a sequence may
-    get, None where its positions do not end.
+    Values are what the model's input takes: [batch, time], or [batch, time, ...] where a position is more than one
+    number. ``state`` None begins new sequences; ``kinformer.core.contract`` says which law all chunks obey.
+    ``max_length`` is how long a sequence may get, None where its positions do not end.
     """
 
     training: bool
@@ -60,25 +60,25 @@ class CausalModel(Protocol):
         ...
 
     def __call__(
-        self, inputs: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
         ...
 
     def hidden(
         self,
-        inputs: Tensor,
+        values: Tensor,
         state: Any = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """What the layers make of ``inputs``."""
+        """What the layers make of ``values``."""
         ...
 
     def head_inputs(
-        self, inputs: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, Any]:
         """What :meth:`logits` needs of every position, a tensor or a NamedTuple of tensors [batch, time, ...], and the
         state. These are the hidden states, unless the head looks things up by more than those."""
@@ -100,11 +100,11 @@ class WholeModel(Protocol):
     @property
     def max_length(self) -> int | None: ...
 
-    def __call__(self, inputs: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    def __call__(self, values: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Logits of every position or of every row."""
         ...
 
-    def hidden(self, inputs: Tensor, *, valid: Tensor | None = None) -> Any:
+    def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Any:
         """The hidden states of every position, with what else the model made of the inputs."""
         ...
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import left_align, select_valid
 from kinformer.core.input import Input
+from kinformer.core.model import Hidden
 from kinformer.models.decoder import Decoder
 
 FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
@@ -116,29 +117,29 @@ class AttachedDecoder(nn.Module):
         return self.decoder.initial_state(batch, **options)
 
     def forward(
-        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
+        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
     def hidden(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: Any = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, Any, tuple[Tensor, ...]]:
+    ) -> Hidden:
         """The decoder's."""
-        return self.decoder.hidden(tokens, state, valid=valid, reset=reset, taps=taps)
+        return self.decoder.hidden(values, state, valid=valid, reset=reset, taps=taps)
 
     def head_inputs(
-        self, tokens: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, Any]:
         """Hidden states and keys, and the state after the chunk."""
-        hidden, keys, state = self.keyed(tokens, state, valid=valid, reset=reset)
+        hidden, keys, state = self.keyed(values, state, valid=valid, reset=reset)
         return KeyedStates(hidden, keys), state
 
     def logits(self, inputs: KeyedStates) -> Tensor:

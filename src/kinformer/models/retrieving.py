@@ -65,35 +65,35 @@ class RetrievingDecoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: RetrievingState | None = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Tensor, RetrievingState]:
         """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        inputs, state = self.head_inputs(tokens, state, valid=valid, reset=reset)
+        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
     def hidden(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: RetrievingState | None = None,
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
-    ) -> tuple[Tensor, RetrievingState, tuple[Tensor, ...]]:
+    ) -> Hidden:
         """The decoder's hidden states and taps, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden, after, tapped = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset, taps=taps)
+        hidden, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
         with torch.no_grad():
-            _, found, _ = self.retriever.decoder.hidden(tokens, before.retriever, valid=valid, reset=reset)
-        return hidden, RetrievingState(after, found), tapped
+            _, found, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+        return Hidden(hidden, RetrievingState(after, found), tapped)
 
     def head_inputs(
         self,
-        tokens: Tensor,
+        values: Tensor,
         state: RetrievingState | None = None,
         *,
         valid: Tensor | None = None,
@@ -101,9 +101,9 @@ class RetrievingDecoder(nn.Module):
     ) -> tuple[KeyedStates, RetrievingState]:
         """The decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden, after, _ = self.decoder.hidden(tokens, before.decoder, valid=valid, reset=reset)
+        hidden, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
-            _, keys, found = self.retriever(tokens, before.retriever, valid=valid, reset=reset)
+            _, keys, found = self.retriever(values, before.retriever, valid=valid, reset=reset)
         return KeyedStates(hidden, keys), RetrievingState(after, found)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
