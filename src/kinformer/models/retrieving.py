@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
 from kinformer.core.input import Input
+from kinformer.core.model import Hidden
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.models.attached import KeyedDecoder, KeyedStates
 from kinformer.models.decoder import Decoder
