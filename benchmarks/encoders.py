@@ -33,7 +33,7 @@ from kinformer.core.encoder import Text
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.window import Window
-from kinformer.projections.by_kind import ByKind
+from kinformer.projections.multi_head_global import MultiHeadGlobal
 
 DIM, HEADS, HIDDEN, WINDOW, GLOBALS, BLOCK, RANDOM = 512, 8, 2048, 128, 16, 64, 3
 TOLERANCE = 2e-4
@@ -45,13 +45,13 @@ Step = Callable[[Tensor], Tensor]
 
 def ours(name: str) -> tuple[EncoderLayer, Text]:
     attention: dict[str, Any] = {
-        "longformer": {"pattern": Window(window=WINDOW), "projection": ByKind.Config()},
+        "longformer": {"pattern": Window(window=WINDOW), "projection": MultiHeadGlobal.Config()},
         "big-bird": {"pattern": BigBird.Config(block=BLOCK, random=RANDOM, num_heads=HEADS, seed=0)},
         "bert": {},
     }[name]
     config = EncoderLayer.Config(
         mixer=BidirectionalAttention.Config(num_heads=HEADS, **attention),
-        feed_forward=MLP.Config(hidden=HIDDEN),
+        feed_forward=MLP.Config(hidden_dim=HIDDEN),
         norm=LayerNorm(eps=1e-12),
     )
     globals_ = torch.arange(GLOBALS)[None] if name == "longformer" else None
@@ -139,7 +139,7 @@ def copy(theirs: nn.Module, mine: EncoderLayer) -> None:
 
     with torch.no_grad():
         fill(mixer.projection.qkv, *(f"attention.self.{name}" for name in ("query", "key", "value")))
-        if isinstance(mixer.projection, ByKind.Config) or mixer.projection.for_globals() is not None:
+        if isinstance(mixer.projection, MultiHeadGlobal.Config) or mixer.projection.for_globals() is not None:
             apart = mixer.projection.for_globals()
             for name in ("query", "key", "value"):
                 fill(getattr(apart, name), f"attention.self.{name}_global")

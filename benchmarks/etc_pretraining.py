@@ -27,7 +27,7 @@ RECIPE = {
     "layers.*.mixer.num_heads": 4,
     "layers.*.mixer.max_distance": 12,
     "layers.*.mixer.pattern.window": 16,
-    "layers.*.feed_forward.hidden": 256,
+    "layers.*.feed_forward.hidden_dim": 256,
     "side.length": 16,
 }
 LENGTH, ROWS, RATE = 128, 64, 3e-3

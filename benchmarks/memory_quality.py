@@ -68,22 +68,22 @@ def alike(options: Any) -> dict[str, dict[str, Any]]:
     """Changes by member that give all as many parameters as the largest has, up to one unit of the feed-forwards."""
     found = {member: shape(member, options) for member in options.members}
     most = max(
-        parameters(member, options, changes | {"layers.*.feed_forward.hidden": _hidden(member, options)})
+        parameters(member, options, changes | {"layers.*.feed_forward.hidden_dim": _hidden(member, options)})
         for member, changes in found.items()
     )
     for member, changes in found.items():
         hidden = _hidden(member, options)
-        wider = changes | {"layers.*.feed_forward.hidden": hidden + 1}
-        least = parameters(member, options, changes | {"layers.*.feed_forward.hidden": hidden})
+        wider = changes | {"layers.*.feed_forward.hidden_dim": hidden + 1}
+        least = parameters(member, options, changes | {"layers.*.feed_forward.hidden_dim": hidden})
         unit = parameters(member, options, wider) - least
-        changes["layers.*.feed_forward.hidden"] = hidden + round((most - least) / unit)
+        changes["layers.*.feed_forward.hidden_dim"] = hidden + round((most - least) / unit)
     return found
 
 
 def _hidden(member: str, options: Any) -> int:
     """The recipe's feed-forward at the width that is asked for."""
     own = configure(member, options.recipe)
-    return own.layers[0].feed_forward.hidden * (options.dim or own.dim) // own.dim
+    return own.layers[0].feed_forward.hidden_dim * (options.dim or own.dim) // own.dim
 
 
 def reach(folder: Path) -> dict[str, int]:

@@ -55,7 +55,12 @@ class Case:
 def decoder(wiring: str, depth: int, dim: int, seed: int) -> Decoder:
     """The member post-ln at this size, or its pre-norm twin."""
     torch.manual_seed(seed)
-    changes = {"layers": depth, "dim": dim, "layers.*.mixer.num_heads": HEADS, "layers.*.feed_forward.hidden": 4 * dim}
+    changes = {
+        "layers": depth,
+        "dim": dim,
+        "layers.*.mixer.num_heads": HEADS,
+        "layers.*.feed_forward.hidden_dim": 4 * dim,
+    }
     config = configure("post-ln", "small", 256, changes | {"layers.*.residual": wiring})
     return (config.replace(norm=LayerNorm()) if wiring == "pre" else config).build()
 

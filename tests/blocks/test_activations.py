@@ -18,7 +18,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_activation_is_its_formula(name):
-    mlp = MLP.Config(hidden=4, activation=name).build(4).double()
+    mlp = MLP.Config(hidden_dim=4, activation=name).build(4).double()
     with torch.no_grad():
         for product in (mlp.up, mlp.down):
             product.weight.copy_(torch.eye(4))

@@ -74,7 +74,7 @@ def built(residual, hidden, weights, norms):
     """A layer with the feed-forwards and norms of the authors' layer."""
     config = MacaronLayer.Config(
         mixer=SoftmaxAttention.Config(num_heads=HEADS),
-        feed_forward=MLP.Config(hidden=hidden, activation="relu"),
+        feed_forward=MLP.Config(hidden_dim=hidden, activation="relu"),
         residual=residual,
     )
     layer = config.build(DIM).double()

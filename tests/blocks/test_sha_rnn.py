@@ -37,7 +37,7 @@ def official():
     """The golden arrays, and the model that they describe with their weights."""
     with np.load(GOLDEN, allow_pickle=False) as arrays:
         golden = {key: torch.from_numpy(arrays[key]) for key in arrays}
-    set = {"dim": 12, "layers.*.feed_forward.hidden": 48, "layers.0.attention.memory": 12}
+    set = {"dim": 12, "layers.*.feed_forward.hidden_dim": 48, "layers.0.attention.memory": 12}
     model = kinformer.build("sha-rnn", recipe="tiny", vocab_size=15, set=set).double().eval()
     weights = {"input.embedding.weight": golden["w.encoder.weight"], "head.bias": golden["w.decoder.bias"]}
     for key in model.state_dict():
@@ -125,13 +125,13 @@ def test_a_memory_of_the_whole_length_is_attention_to_everything():
 
 
 def test_boom_is_an_mlp_whose_second_product_sums():
-    boom = Boom.Config(hidden=48).build(16)
+    boom = Boom.Config(hidden_dim=48).build(16)
     x = torch.randn(3, 16)
     y = boom.up(x)
     y = (y * (1.702 * y).sigmoid()) @ torch.eye(16).repeat(3, 1)
     assert (boom(x) - y).abs().max() < 1e-6
     with pytest.raises(KinformerError, match="must be a multiple of dim = 16"):
-        Boom.Config(hidden=40).build(16)
+        Boom.Config(hidden_dim=40).build(16)
 
 
 def test_flops_of_the_recurrence_are_those_of_its_formula():

@@ -8,7 +8,7 @@ from kinformer.blocks.norms import LayerNorm
 from kinformer.core.errors import KinformerError
 
 
-@pytest.mark.parametrize("config", [LayerNorm(slices=3), MLP.Config(hidden=7, slices=3)])
+@pytest.mark.parametrize("config", [LayerNorm(slices=3), MLP.Config(hidden_dim=7, slices=3)])
 def test_every_slice_goes_through_the_same_weights(config):
     torch.manual_seed(0)
     whole, part = config.build(12), config.replace(slices=1).build(4)

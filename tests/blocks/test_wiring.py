@@ -37,7 +37,7 @@ def test_a_layer_is_that_of_pytorch(residual):
         nn.init.normal_(parameter, std=0.4)
     config = DecoderLayer.Config(
         mixer=SoftmaxAttention.Config(num_heads=3),
-        feed_forward=MLP.Config(hidden=20, activation="relu"),
+        feed_forward=MLP.Config(hidden_dim=20, activation="relu"),
         residual=residual,
     )
     ours = config.build(12).double()

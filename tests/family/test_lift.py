@@ -162,7 +162,7 @@ def test_a_model_of_another_shape_is_refused(bert, changes, message):
 
 def test_a_run_of_another_kind_is_refused(bert, tmp_path):
     longformer = save_run(tmp_path / "longformer", "longformer")
-    with pytest.raises(KinformerError, match=r"has stack.layers.0.mixer.projection.apart.key.bias, .* of 'bert'"):
+    with pytest.raises(KinformerError, match=r"has stack.layers.0.mixer.projection.of_global.key.bias, .* of 'bert'"):
         extend_to_long(longformer, "big-bird", "tiny")
     etc = save_run(tmp_path / "etc", "etc")
     with pytest.raises(KinformerError, match="has the mixer 'etc', whose weights 'bidirectional' cannot take over"):

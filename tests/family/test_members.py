@@ -288,7 +288,9 @@ def test_benchmark_recipe_has_the_shape_that_peers_are_timed_at(member):
         if hasattr(layer.mixer, "num_heads"):
             assert (layer.mixer.num_heads, layer.mixer.head_dim or 256 // 4) == (4, 64)
         if layer.feed_forward.kind != "product_keys":
-            assert layer.feed_forward.hidden == (512 if layer.kind == "macaron" else 1024)  # a Macaron layer has two
+            assert layer.feed_forward.hidden_dim == (
+                512 if layer.kind == "macaron" else 1024
+            )  # a Macaron layer has two
 
 
 def test_small_recipes_have_one_budget():

@@ -39,7 +39,7 @@ from kinformer.patterns.dilated import Dilated
 from kinformer.patterns.strided import Strided
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.shaw import Shaw
-from kinformer.projections.by_kind import ByKind
+from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.scores.additive import Additive
 
 BATCH, HEADS, KV_HEADS, SLOTS, WIDTH = 2, 4, 2, 11, 4
@@ -235,7 +235,7 @@ BUILT = [
     (SoftmaxAttention.Config(impl="flex", dropout=0.1), "dropout"),
     (SoftmaxAttention.Config(impl="sdpa", score=Additive.Config()), "scores of the form additive"),
     (BidirectionalAttention.Config(impl="flash"), "bidirectional: impl is 'flash'"),
-    (BidirectionalAttention.Config(impl="sdpa", projection=ByKind.Config()), "global tokens"),
+    (BidirectionalAttention.Config(impl="sdpa", projection=MultiHeadGlobal.Config()), "global tokens"),
     (BidirectionalAttention.Config(impl="sdpa", pattern=Dilated.Config()), "patterns but by distance"),
     (EtcAttention.Config(impl="sdpa"), "etc: impl is 'sdpa'"),
     (EtcAttention.Config(impl="flex"), "etc: impl is 'flex'"),

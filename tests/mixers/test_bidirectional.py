@@ -14,15 +14,15 @@ from kinformer.patterns.window import Window
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.rope import Rope
 from kinformer.positions.shaw import Shaw
-from kinformer.projections.by_kind import ByKind
 from kinformer.projections.convolved import Convolved
+from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject, verify_config
 
 MIXERS = {
     "full": {},
     "window": {"pattern": Window(window=5)},
-    "by kind": {"pattern": Window(window=5), "projection": ByKind.Config()},
-    "dilated": {"pattern": Window(window=3, dilations=(1, 3)), "projection": ByKind.Config()},
+    "by kind": {"pattern": Window(window=5), "projection": MultiHeadGlobal.Config()},
+    "dilated": {"pattern": Window(window=3, dilations=(1, 3)), "projection": MultiHeadGlobal.Config()},
     "per head": {"pattern": PerHead.Config(patterns=(Full.Config(), Window(window=2)))},
     "rope": {"pattern": Window(window=6), "position": Rope.Config()},
     "shaw": {"pattern": Window(window=6), "position": Shaw.Config(max_distance=4)},
@@ -86,7 +86,7 @@ def test_it_is_what_the_dense_oracle_says(name):
 def test_many_global_tokens_are_projected_before_they_look():
     """Beyond head_dim of them the products through x would cost more: both ways give one result."""
     torch.manual_seed(0)
-    mixer = config(pattern=Window(window=3), projection=ByKind.Config()).build(16).double()
+    mixer = config(pattern=Window(window=3), projection=MultiHeadGlobal.Config()).build(16).double()
     x = torch.randn(2, 40, 16, dtype=torch.float64)
     for count in (3, 8, 20):
         text = Text(globals=torch.arange(count).expand(2, -1))
@@ -107,7 +107,7 @@ def test_work_is_linear_in_length():
     counts = []
     for time in (1024, 2048):
         with torch.device("meta"):
-            mixer = config(pattern=Window(window=32), projection=ByKind.Config()).build(16)
+            mixer = config(pattern=Window(window=32), projection=MultiHeadGlobal.Config()).build(16)
             x = torch.zeros(1, time, 16)
             text = Text(globals=torch.zeros(1, 2, dtype=torch.int64))
         from torch.utils.flop_counter import FlopCounterMode

@@ -47,7 +47,7 @@ def test_it_survives_files():
 def weights(mixer, asks, seen):
     """Of a piece: the query, key and value weights with their biases."""
     width = mixer.config.num_heads * (mixer.out.in_features // mixer.config.num_heads)
-    fused = mixer.projection.qkv if asks == "long" or mixer.config.sharing == "all" else mixer.projection.apart.qkv
+    fused = mixer.projection.qkv if asks == "long" or mixer.config.sharing == "all" else mixer.projection.of_global.qkv
     query, rest = (fused.weight[:width], fused.bias[:width]), (fused.weight[width:], fused.bias[width:])
     if asks != seen and mixer.config.sharing == "pieces":
         own = mixer.projection.l2g if asks == "long" else mixer.projection.g2l

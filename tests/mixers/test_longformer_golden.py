@@ -12,7 +12,7 @@ import torch
 from kinformer.core.encoder import Text, global_places
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.window import Window
-from kinformer.projections.by_kind import ByKind
+from kinformer.projections.multi_head_global import MultiHeadGlobal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "longformer.npz"
 IMPLS = ("auto", "reference", "chunked")
@@ -28,7 +28,7 @@ def mixer_of(golden, impl="auto"):
     """In float64, with the authors' weights."""
     config = BidirectionalAttention.Config(
         num_heads=int(golden["heads"]),
-        projection=ByKind.Config(),
+        projection=MultiHeadGlobal.Config(),
         pattern=Window(window=int(golden["window_one_sided"])),
         bias=False,
         impl=impl,
@@ -62,7 +62,7 @@ def test_outputs(golden, name, impl):
 def test_gradients(golden, impl):
     mixer, x = mixer_of(golden, impl), golden["x"].double().requires_grad_()
     (mixer(x, texts(golden)["global"]) * golden["grad_out"]).sum().backward()
-    apart, dim = mixer.projection.apart, x.shape[2]
+    apart, dim = mixer.projection.of_global, x.shape[2]
     got = {
         "x": x.grad,
         "w.query.weight": mixer.projection.qkv.weight.grad[:dim],

@@ -18,7 +18,7 @@ from kinformer.kernels.lookup.lists import centroids, insert, places_of
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memorizing.npz"
 TRAINING = "--recipe tiny --length 16 --batch-size 2 --steps 4 --segments --validation-tokens 256"
@@ -123,7 +123,7 @@ def test_without_memory_or_behind_a_closed_gate_it_is_the_plain_layer():
     torch.manual_seed(0)
     mixer = CONFIG.build(DIM).double()
     window = SoftmaxAttention.Config(
-        num_heads=2, projection=Shared.Config(bias=False), pattern=Local.Config(window=5), bias=False
+        num_heads=2, projection=MultiHead.Config(bias=False), pattern=Local.Config(window=5), bias=False
     ).build(DIM)
     q, k, v = mixer._project(x)
     window.double().score.scale = 1.0

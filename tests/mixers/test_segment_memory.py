@@ -17,7 +17,7 @@ from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.positions.rope import Rope
 from kinformer.positions.xl import TransformerXL, sinusoids
 from kinformer.projections.convolved import Convolved
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 from tests.mixers.made import DIM, built, inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "transformer_xl.npz"
@@ -68,7 +68,12 @@ def published_weights(arrays):
 def test_model_is_that_of_its_authors(cut):
     """Three segments: logits of all, and the gradients of the last one's loss, to which its memory is a constant."""
     arrays = golden()
-    changes = {"dim": 16, "layers.*.feed_forward.hidden": 24, "layers.*.mixer.segment": 5, "layers.*.mixer.memory": 7}
+    changes = {
+        "dim": 16,
+        "layers.*.feed_forward.hidden_dim": 24,
+        "layers.*.mixer.segment": 5,
+        "layers.*.mixer.memory": 7,
+    }
     model = kinformer.build("transformer-xl", recipe="tiny", vocab_size=23, set=changes).double()
     model.load_state_dict(published_weights(arrays))
     tokens, targets = ([arrays[f"in.seg{i}.{kind}"].T for i in range(3)] for kind in ("data", "target"))
@@ -131,7 +136,7 @@ def exact(memory, segment):
     """Segment memory, and plain attention with the same weights."""
     mixer = built(SegmentMemory.Config(num_heads=2, segment=segment, memory=memory))
     plain = SoftmaxAttention.Config(
-        num_heads=2, projection=Shared.Config(bias=False), position=TransformerXL.Config(), bias=False
+        num_heads=2, projection=MultiHead.Config(bias=False), position=TransformerXL.Config(), bias=False
     ).build(DIM)
     plain = plain.double()
     plain.load_state_dict(mixer.state_dict())

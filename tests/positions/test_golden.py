@@ -19,7 +19,7 @@ from kinformer.positions.alibi import Alibi
 from kinformer.positions.shaw import Shaw
 from kinformer.positions.t5 import T5, buckets
 from kinformer.positions.xl import TransformerXL
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.dot import Dot
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -83,7 +83,7 @@ def test_buckets_are_those_of_t5(bidirectional):
 def test_t5_attention_is_that_of_transformers():
     arrays = {key.removeprefix("w.causal."): array for key, array in golden("t5_bias.npz").items()}
     mixer = SoftmaxAttention.Config(
-        num_heads=2, projection=Shared.Config(bias=False), position=T5.Config(), score=Dot.Config(), bias=False
+        num_heads=2, projection=MultiHead.Config(bias=False), position=T5.Config(), score=Dot.Config(), bias=False
     )
     mixer = mixer.build(16).double()
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_xl_is_that_of_its_authors(layer):
     arrays = golden("transformer_xl.npz")
     weights = {key.removeprefix(f"w.layers.{layer}.dec_attn."): array for key, array in arrays.items()}
     mixer = SoftmaxAttention.Config(
-        num_heads=2, projection=Shared.Config(bias=False), position=TransformerXL.Config(), bias=False
+        num_heads=2, projection=MultiHead.Config(bias=False), position=TransformerXL.Config(), bias=False
     )
     mixer, norm = mixer.build(16).double(), nn.LayerNorm(16).double()
     with torch.no_grad():

@@ -21,7 +21,7 @@ from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.positions.learned_per_layer import LearnedPerLayer
 from kinformer.positions.none import NoPosition
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 
 RENAMED = {
     "dec_attn.o_net": "mixer.out",
@@ -47,8 +47,8 @@ def pair():
     """The authors' arrays, and our model with its weights in float64."""
     arrays = golden()
     layer = DecoderLayer.Config(
-        mixer=SoftmaxAttention.Config(num_heads=2, projection=Shared.Config(bias=False), bias=False),
-        feed_forward=MLP.Config(hidden=24, activation="relu"),
+        mixer=SoftmaxAttention.Config(num_heads=2, projection=MultiHead.Config(bias=False), bias=False),
+        feed_forward=MLP.Config(hidden_dim=24, activation="relu"),
         residual=PostNorm.Config(),
     )
     model = Decoder.Config(

@@ -18,10 +18,12 @@ from kinformer.core.errors import KinformerError
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 
 PARTS = ("query", "key", "value")
-CONFIG = SoftmaxAttention.Config(num_heads=2, projection=Convolved.Config(inner=Shared.Config(bias=False)), bias=False)
+CONFIG = SoftmaxAttention.Config(
+    num_heads=2, projection=Convolved.Config(inner=MultiHead.Config(bias=False)), bias=False
+)
 
 
 def golden():
@@ -80,7 +82,7 @@ def test_attention_and_its_gradients_are_those_of_labml(layer):
 
 def test_feed_forward_with_squared_relu_is_that_of_labml():
     arrays = golden()
-    block = MLP.Config(hidden=32, activation="squared_relu").build(16).double()
+    block = MLP.Config(hidden_dim=32, activation="squared_relu").build(16).double()
     renamed = {"layer1": "up", "layer2": "down"}
     weights = {
         f"{renamed[name]}.{kind}": arrays[f"ff.{name}.{kind}"] for name in renamed for kind in ("weight", "bias")
@@ -90,7 +92,7 @@ def test_feed_forward_with_squared_relu_is_that_of_labml():
 
 
 @pytest.mark.parametrize("width", [2, 3, 5])
-@pytest.mark.parametrize("inner", [Shared.Config(), Grouped.Config(num_kv_heads=1)])
+@pytest.mark.parametrize("inner", [MultiHead.Config(), Grouped.Config(num_kv_heads=1)])
 def test_is_a_depthwise_convolution(width, inner):
     torch.manual_seed(0)
     projection = Convolved.Config(width=width, inner=inner).build(16, 2, 8).double()
@@ -105,7 +107,7 @@ def test_is_a_depthwise_convolution(width, inner):
 def test_a_kernel_of_the_token_itself_is_exact_attention():
     torch.manual_seed(0)
     mixer = CONFIG.build(16).double()
-    plain = CONFIG.replace(projection=Shared.Config(bias=False)).build(16).double()
+    plain = CONFIG.replace(projection=MultiHead.Config(bias=False)).build(16).double()
     plain.load_state_dict({"projection.qkv.weight": mixer.projection.inner.qkv.weight, "out.weight": mixer.out.weight})
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     assert (run(mixer, x)[0] - run(plain, x)[0]).abs().max() > 1e-3
@@ -120,7 +122,7 @@ def test_remembers_as_many_tokens_as_it_looks_back_at():
     assert sizes == [1, 2, 2, 2]
     state = run(mixer, torch.randn(2, 9, 16))[1]
     assert states.nbytes(state) == 2 * mixer.state_bytes(9)
-    plain = CONFIG.replace(projection=Shared.Config()).build(16)
+    plain = CONFIG.replace(projection=MultiHead.Config()).build(16)
     assert mixer.state_bytes(9) - plain.state_bytes(9) == 2 * 6 * 8 * 4
 
 

@@ -18,13 +18,13 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"
 class MLP(nn.Module):
     """down(activation(up(x))) (Vaswani et al. 2017, equation 2).
 
-    With ``slices`` above 1 every slice of a token goes through the same weights; ``hidden`` is what one slice becomes.
+    With ``slices`` above 1 every slice of a token goes through the same weights, and becomes ``hidden_dim`` wide.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "mlp"
-        hidden: int | None = None
+        hidden_dim: int | None = None
         activation: Activation = "gelu"
         bias: bool = True
         slices: int = 1
@@ -34,10 +34,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        hidden = config.hidden or 4 * dim
+        hidden_dim = config.hidden_dim or 4 * dim
         self.activation = config.activation
-        self.up = nn.Linear(dim, hidden, bias=config.bias)
-        self.down = ResidualOutput(hidden, dim, bias=config.bias)
+        self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
+        self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(_activate(self.up(x), self.activation))
@@ -54,12 +54,12 @@ def _activate(x: Tensor, name: str) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden`` defaults to 8/3 * dim, rounded up to a multiple of 8."""
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim`` defaults to 8/3 * dim, up to a multiple of 8."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "swiglu"
-        hidden: int | None = None
+        hidden_dim: int | None = None
         bias: bool = False
 
         def build(self, dim: int) -> SwiGLU:
@@ -67,9 +67,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        hidden = config.hidden or -(-8 * dim // 3 // 8) * 8
-        self.gate_up = nn.Linear(dim, 2 * hidden, bias=config.bias)
-        self.down = ResidualOutput(hidden, dim, bias=config.bias)
+        hidden_dim = config.hidden_dim or -(-8 * dim // 3 // 8) * 8
+        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=config.bias)
+        self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -79,13 +79,13 @@ class SwiGLU(nn.Module):
 class Boom(nn.Module):
     """The sum of the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section 3.3).
 
-    An MLP whose second product is a fixed sum: without its weights, and much cheaper. ``hidden`` is a multiple of dim.
+    An MLP whose second product is a fixed sum: without its weights, and cheaper. ``hidden_dim`` is a multiple of dim.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "boom"
-        hidden: int | None = None
+        hidden_dim: int | None = None
         activation: Activation = "gelu_sigmoid"
         bias: bool = True
         dropout: float = 0.0  # of the activations
@@ -95,11 +95,13 @@ class Boom(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        hidden = config.hidden or 4 * dim
-        if hidden % dim:
-            raise KinformerError(f"hidden = {hidden} of the feed-forward 'boom' must be a multiple of dim = {dim}.")
+        hidden_dim = config.hidden_dim or 4 * dim
+        if hidden_dim % dim:
+            raise KinformerError(
+                f"hidden_dim = {hidden_dim} of the feed-forward 'boom' must be a multiple of dim = {dim}."
+            )
         self.activation = config.activation
-        self.up = nn.Linear(dim, hidden, bias=config.bias)
+        self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
 
 
 class FeedForwardConfig(Config):
-    """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden`` defaults to 4 * dim.
+    """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
     A module with the attribute ``masked = True`` also takes ``valid`` [...] bool or None, as what it does or counts
     depends on which tokens are real.

@@ -104,7 +104,7 @@ def sweep(
     done = 0
     with torch.inference_mode():
         for inputs, targets, counted in contexts(model, stream, windows):
-            parts = (field[counted].split(step) for field in (inputs.hidden, inputs.keys, targets))
+            parts = (field[counted].split(step) for field in (inputs.hidden_states, inputs.keys, targets))
             for hidden, keys, wanted in zip(*parts, strict=True):
                 logits = model.decoder.logits(hidden[None])[0]
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -49,6 +49,6 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(1024, 16, 8, hidden=4096, activation="relu"), vocab_size=267744),
+        "paper": _recipe(Shape(1024, 16, 8, hidden_dim=4096, activation="relu"), vocab_size=267744),
     },
 )

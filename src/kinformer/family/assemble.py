@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a recipe. ``hidden``: the feed-forward's width, 4 * dim if not given; ``residual``: where norms are."""
+    """Sizes of a recipe. ``hidden_dim``: of the feed-forward, 4 * dim if not given; ``residual``: where norms stand."""
 
     dim: int
     depth: int
     num_heads: int
-    hidden: int | None = None
+    hidden_dim: int | None = None
     residual: Literal["pre", "post"] = "pre"
     activation: Activation = "gelu"
 
@@ -56,7 +56,7 @@ def encoder(
     from kinformer.inputs.tokens import Tokens
     from kinformer.models.encoder import Encoder
 
-    feed_forward = MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation)
+    feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation)
     layers = tuple(
         EncoderLayer.Config(
             mixer=mixers[index % len(mixers)], feed_forward=feed_forward, residual=residual(shape.residual)
@@ -96,7 +96,7 @@ def decoder(
 
     layer = DecoderLayer.Config(
         mixer=mixer,
-        feed_forward=MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation),
+        feed_forward=MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation),
         residual=residual(shape.residual),
     )
     return Decoder.Config(

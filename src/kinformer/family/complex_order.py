@@ -30,7 +30,7 @@ def _recipe(shape: Shape) -> Recipe:
             mixer=SoftmaxAttention.Config(
                 num_heads=shape.num_heads, projection=Complex.Config(), score=Modulus.Config()
             ),
-            feed_forward=MLP.Config(hidden=shape.hidden, activation=shape.activation, slices=2),
+            feed_forward=MLP.Config(hidden_dim=shape.hidden_dim, activation=shape.activation, slices=2),
             norm=norm,
             residual=residual(shape.residual),
         )
@@ -65,9 +65,9 @@ MEMBER = Member(
     ),
     exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2, hidden=64)),
-        "small": _recipe(Shape(512, 4, 4, hidden=1024)),
-        "benchmark": _recipe(Shape(256, 4, 4, hidden=1024, activation="relu")),
-        "paper": _recipe(Shape(1024, 6, 8, hidden=2048, residual="post", activation="relu")),
+        "tiny": _recipe(Shape(32, 2, 2, hidden_dim=64)),
+        "small": _recipe(Shape(512, 4, 4, hidden_dim=1024)),
+        "benchmark": _recipe(Shape(256, 4, 4, hidden_dim=1024, activation="relu")),
+        "paper": _recipe(Shape(1024, 6, 8, hidden_dim=2048, residual="post", activation="relu")),
     },
 )

@@ -42,8 +42,8 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
 
 MEMBER = Member(
@@ -65,9 +65,9 @@ MEMBER = Member(
     exact_limit="segment >= length: exact attention with relative positions; compressed = 0: Transformer-XL",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16, 8, 4), rate=2),
-        "small": _recipe(_shape(256, 4, 4, hidden=768), (256, 256, 256), rate=2),
+        "small": _recipe(_shape(256, 4, 4, hidden_dim=768), (256, 256, 256), rate=2),
         "benchmark": _recipe(_shape(256, 4, 4), (256, 256, 256), rate=2),
-        "paper": _recipe(_shape(1024, 24, 8, hidden=3072), (768, 1152, 1152), rate=3, head_dim=128),
-        "paper-books": _recipe(_shape(1024, 36, 16, hidden=4096), (512, 512, 512), rate=2),
+        "paper": _recipe(_shape(1024, 24, 8, hidden_dim=3072), (768, 1152, 1152), rate=3, head_dim=128),
+        "paper-books": _recipe(_shape(1024, 36, 16, hidden_dim=4096), (512, 512, 512), rate=2),
     },
 )

@@ -48,6 +48,6 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
-        "paper": _recipe(Shape(128, 16, 8, hidden=2048, residual="post", activation="relu")),
+        "paper": _recipe(Shape(128, 16, 8, hidden_dim=2048, residual="post", activation="relu")),
     },
 )

@@ -115,7 +115,7 @@ def _encoders() -> list[type[Config]]:
     from kinformer.heads import classification, masked_language
     from kinformer.mixers import bidirectional, etc
     from kinformer.models import encoder
-    from kinformer.projections import by_kind
+    from kinformer.projections import multi_head_global
 
     return [
         encoder.Encoder.Config,
@@ -124,7 +124,7 @@ def _encoders() -> list[type[Config]]:
         side.Units.Config,
         bidirectional.BidirectionalAttention.Config,
         etc.EtcAttention.Config,
-        by_kind.ByKind.Config,
+        multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
         classification.TokenClassificationHead.Config,
@@ -134,7 +134,7 @@ def _encoders() -> list[type[Config]]:
 def _other_parts() -> list[type[Config]]:
     """Scores, projections and feature maps."""
     from kinformer.features import dpfp, elu, quadratic, relu
-    from kinformer.projections import complex, convolved, grouped, shared
+    from kinformer.projections import complex, convolved, grouped, multi_head
     from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
 
     return [
@@ -143,7 +143,7 @@ def _other_parts() -> list[type[Config]]:
         bilinear.Bilinear.Config,
         additive.Additive.Config,
         modulus.Modulus.Config,
-        shared.Shared.Config,
+        multi_head.MultiHead.Config,
         grouped.Grouped.Config,
         convolved.Convolved.Config,
         complex.Complex.Config,

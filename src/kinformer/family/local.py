@@ -56,7 +56,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
         pattern=Local.Config(window=4096),
         bias=False,
     )
-    layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden=14336), norm=norm)
+    layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden_dim=14336), norm=norm)
     return Decoder.Config(
         input=Tokens.Config(vocab_size=vocab or 32000),
         dim=4096,

@@ -21,7 +21,7 @@ def _recipe(
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.patterns.window import Window
         from kinformer.positions.learned import Learned
-        from kinformer.projections.by_kind import ByKind
+        from kinformer.projections.multi_head_global import MultiHeadGlobal
 
         return encoder(
             shape,
@@ -29,7 +29,7 @@ def _recipe(
             mixers=[
                 BidirectionalAttention.Config(
                     num_heads=shape.num_heads,
-                    projection=ByKind.Config(),
+                    projection=MultiHeadGlobal.Config(),
                     pattern=Window(window=window),
                 )
                 for window in windows
@@ -41,8 +41,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, residual="post")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post")
 
 
 MEMBER = Member(
@@ -62,7 +62,7 @@ MEMBER = Member(
     exact_limit="window >= length without global tokens",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (4, 8), 128),
-        "small": _recipe(_shape(256, 4, 4, hidden=640), (32, 64, 128, 128), 4096),
+        "small": _recipe(_shape(256, 4, 4, hidden_dim=640), (32, 64, 128, 128), 4096),
         "benchmark": _recipe(_shape(256, 4, 4), (128,), 4096, global_tokens=16),
         "paper": _recipe(_shape(768, 12, 12), (256,), 4096, vocab_size=50265),
         "paper-large": _recipe(_shape(1024, 24, 16), (256,), 4096, vocab_size=50265),

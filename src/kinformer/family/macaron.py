@@ -23,7 +23,7 @@ def _recipe(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> Reci
 
         layer = MacaronLayer.Config(
             mixer=SoftmaxAttention.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden=2 * dim, activation="relu"),
+            feed_forward=MLP.Config(hidden_dim=2 * dim, activation="relu"),
         )
         return Decoder.Config(
             input=Tokens.Config(vocab_size=vocab or vocab_size, scale=True),

@@ -40,14 +40,14 @@ def _with_memory(shape: Shape, vocab: int, layer: int, memory: Memorizing.Config
     from kinformer.patterns.local import Local
     from kinformer.positions.none import NoPosition
     from kinformer.positions.t5 import T5
-    from kinformer.projections.shared import Shared
+    from kinformer.projections.multi_head import MultiHead
 
     config = decoder(
         shape,
         vocab,
         mixer=SoftmaxAttention.Config(
             num_heads=shape.num_heads,
-            projection=Shared.Config(bias=False),
+            projection=MultiHead.Config(bias=False),
             position=T5.Config(),
             pattern=Local.Config(window=memory.window),
             bias=False,

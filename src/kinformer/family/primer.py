@@ -19,14 +19,14 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
         from kinformer.positions.none import NoPosition
         from kinformer.positions.t5 import T5
         from kinformer.projections.convolved import Convolved
-        from kinformer.projections.shared import Shared
+        from kinformer.projections.multi_head import MultiHead
 
         return decoder(
             shape,
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(
                 num_heads=shape.num_heads,
-                projection=Convolved.Config(inner=Shared.Config(bias=False)),
+                projection=Convolved.Config(inner=MultiHead.Config(bias=False)),
                 position=T5.Config(),
                 bias=False,
             ),

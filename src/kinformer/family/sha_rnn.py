@@ -24,7 +24,7 @@ def _recipe(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size:
         from kinformer.models.decoder import Decoder
         from kinformer.positions.none import NoPosition
 
-        boom = Boom.Config(hidden=4 * dim, dropout=dropout)
+        boom = Boom.Config(hidden_dim=4 * dim, dropout=dropout)
         layer = ShaRnnLayer.Config(mixer=LSTM.Config(), feed_forward=boom, dropout=dropout)
         layers = [layer] * depth
         layers[-2] = layer.replace(attention=SingleHead.Config(memory=memory, dropout=dropout))

@@ -50,7 +50,7 @@ MEMBER = Member(
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(512, 6, 8, hidden=1024, residual="post", activation="relu"), vocab_size=32768),
-        "paper-big": _recipe(Shape(1024, 6, 16, hidden=4096, residual="post", activation="relu"), 8, 32768),
+        "paper": _recipe(Shape(512, 6, 8, hidden_dim=1024, residual="post", activation="relu"), vocab_size=32768),
+        "paper-big": _recipe(Shape(1024, 6, 16, hidden_dim=4096, residual="post", activation="relu"), 8, 32768),
     },
 )

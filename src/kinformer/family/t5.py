@@ -22,17 +22,17 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
         from kinformer.models.decoder import Decoder
         from kinformer.positions.none import NoPosition
         from kinformer.positions.t5 import T5
-        from kinformer.projections.shared import Shared
+        from kinformer.projections.multi_head import MultiHead
         from kinformer.scores.dot import Dot
 
         attention = SoftmaxAttention.Config(
             num_heads=shape.num_heads,
-            projection=Shared.Config(bias=False),
+            projection=MultiHead.Config(bias=False),
             position=T5.Config(),
             score=Dot.Config(),
             bias=False,
         )
-        feed_forward = MLP.Config(hidden=shape.hidden or 4 * shape.dim, activation=shape.activation, bias=False)
+        feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation, bias=False)
         layer = DecoderLayer.Config(mixer=attention, feed_forward=feed_forward, norm=RMSNorm())
         return Decoder.Config(
             input=Tokens.Config(vocab_size=vocab or vocab_size),

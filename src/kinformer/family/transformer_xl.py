@@ -60,8 +60,8 @@ def _words(shape: Shape, segment: int, head_dim: int, divisor: int) -> Recipe:
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
 
 MEMBER = Member(
@@ -85,9 +85,9 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),
         "benchmark": _recipe(_shape(256, 4, 4), segment=256),
-        "paper": _recipe(_shape(512, 12, 8, hidden=2048), segment=512),
-        "paper-large": _recipe(_shape(1024, 24, 8, hidden=3072), segment=768, head_dim=128),
-        "paper-words": _words(_shape(410, 16, 10, hidden=2100), segment=150, head_dim=41, divisor=1),
-        "paper-words-large": _words(_shape(1024, 18, 16, hidden=4096), segment=384, head_dim=64, divisor=4),
+        "paper": _recipe(_shape(512, 12, 8, hidden_dim=2048), segment=512),
+        "paper-large": _recipe(_shape(1024, 24, 8, hidden_dim=3072), segment=768, head_dim=128),
+        "paper-words": _words(_shape(410, 16, 10, hidden_dim=2100), segment=150, head_dim=41, divisor=1),
+        "paper-words-large": _words(_shape(1024, 18, 16, hidden_dim=4096), segment=384, head_dim=64, divisor=4),
     },
 )

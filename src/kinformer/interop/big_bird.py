@@ -36,7 +36,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The model config, as data and without its head, of Big Bird's ``config.json``."""
     full = BIG_BIRD.settings(config, place)
     require(full, place, {"rescale_embeddings": False})
-    projection = {"projection": {"kind": "shared", "bias": bool(full["use_bias"])}}
+    projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
     depth = full["num_hidden_layers"]
     if choice(full, place, "attention_type", ("block_sparse", "original_full")) == "original_full":
         return BIG_BIRD.model(full, place, [projection] * depth)

@@ -76,7 +76,7 @@ class Family:
         """The model config, as data, without its head; ``mixers`` is what is special in each layer's mixer."""
         dropout = number(full, place, "hidden_dropout_prob")
         norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
-        hidden = whole(full, place, "intermediate_size")
+        hidden_dim = whole(full, place, "intermediate_size")
         mixer = {
             "kind": "bidirectional",
             "num_heads": whole(full, place, "num_attention_heads"),
@@ -84,7 +84,7 @@ class Family:
         }
         layer = {
             "kind": "encoder",
-            "feed_forward": {"kind": "mlp", "hidden": hidden, "activation": ACTIVATIONS[full["hidden_act"]]},
+            "feed_forward": {"kind": "mlp", "hidden_dim": hidden_dim, "activation": ACTIVATIONS[full["hidden_act"]]},
             "norm": norm,
             "residual": "post",
             "dropout": dropout,

@@ -31,7 +31,7 @@ LAYER_NAMES = {
     "intermediate.dense": "feed_forward.up",
     "output.dense": "feed_forward.down",
     "output.LayerNorm": "feed_forward_residual.norm",
-    **{f"attention.self.{one}_global": f"mixer.projection.apart.{one}" for one in ("query", "key", "value")},
+    **{f"attention.self.{one}_global": f"mixer.projection.of_global.{one}" for one in ("query", "key", "value")},
 }
 FUSED = ("query", "key", "value")
 HEAD_NAMES = {

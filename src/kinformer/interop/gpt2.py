@@ -64,7 +64,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
         },
         "feed_forward": {
             "kind": "mlp",
-            "hidden": _setting(config, place, "n_inner", "", 4 * dim),
+            "hidden_dim": _setting(config, place, "n_inner", "", 4 * dim),
             "activation": ACTIVATIONS[activation],
         },
         "norm": norm,

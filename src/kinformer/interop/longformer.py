@@ -30,7 +30,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The model config, as data and without its head, of Longformer's ``config.json``."""
     full = LONGFORMER.settings(config, place)
     special = [
-        {"projection": {"kind": "by_kind"}, "pattern": {"kind": "window", "window": sides // 2}}
+        {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
         for sides in _windows(full, place)
     ]
     return LONGFORMER.model(full, place, special)

@@ -41,7 +41,7 @@ from kinformer.kernels.attention import (
 )
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.scaled_dot import ScaledDot
 
 _STEP = 64
@@ -60,7 +60,7 @@ class BidirectionalAttention(EncoderMixer):
         kind = "bidirectional"
         num_heads: int = 4
         head_dim: int | None = None
-        projection: ProjectionConfig = Shared.Config()
+        projection: ProjectionConfig = MultiHead.Config()
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Full.Config()
         score: ScoreConfig = ScaledDot.Config()
@@ -81,7 +81,7 @@ class BidirectionalAttention(EncoderMixer):
         check_heads(config.pattern, self.pattern, config.num_heads)
         if self.projection.context or self.projection.num_kv_heads != config.num_heads:
             raise KinformerError(
-                f"the projection {config.projection.kind!r} is for decoders; an encoder takes shared or by_kind."
+                f"the projection {config.projection.kind!r} is for decoders; use multi_head or multi_head_global."
             )
         globals_too = self.projection.global_projection() is not None
         needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)

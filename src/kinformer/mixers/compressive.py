@@ -40,7 +40,7 @@ from kinformer.memory.reconstruction import attention_loss, content_loss
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.segments import check_sizes
 from kinformer.positions.xl import TransformerXL
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 
 
 class CompressiveState(NamedTuple):
@@ -89,7 +89,7 @@ class Compressive(CausalMixer):
         compression: CompressionConfig = Convolution.Config()
         loss: Literal["attention", "auto-encoding"] = "attention"
         loss_weight: float = 1.0
-        projection: ProjectionConfig = Shared.Config(bias=False)
+        projection: ProjectionConfig = MultiHead.Config(bias=False)
         position: PositionConfig = TransformerXL.Config()
         bias: bool = False  # of the output projection
         dropout: float = 0.0  # of the attention probabilities

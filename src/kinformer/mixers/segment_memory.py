@@ -42,7 +42,7 @@ from kinformer.kernels.attention import (
 )
 from kinformer.patterns.segments import Segments, check_sizes
 from kinformer.positions.xl import TransformerXL
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.scaled_dot import ScaledDot
 
 
@@ -87,7 +87,7 @@ class SegmentMemory(CausalMixer):
         head_dim: int | None = None
         segment: int = 128
         memory: int = 128
-        projection: ProjectionConfig = Shared.Config(bias=False)
+        projection: ProjectionConfig = MultiHead.Config(bias=False)
         position: PositionConfig = TransformerXL.Config()
         score: ScoreConfig = ScaledDot.Config()
         bias: bool = False  # of the output projection

@@ -38,7 +38,7 @@ from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.patterns.causal import Causal
 from kinformer.positions.none import NoPosition
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.scaled_dot import ScaledDot
 
 
@@ -66,7 +66,7 @@ class SoftmaxAttention(CausalMixer):
         kind = "softmax"
         num_heads: int = 4
         head_dim: int | None = None
-        projection: ProjectionConfig = Shared.Config()
+        projection: ProjectionConfig = MultiHead.Config()
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()

@@ -23,18 +23,18 @@ FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden sta
 
 
 class Keyed(NamedTuple):
-    """``hidden`` [batch, time, dim], ``keys`` [batch, time, key width] and the state after the chunk."""
+    """``hidden_states`` [batch, time, dim], ``keys`` [batch, time, key width] and the state after the chunk."""
 
-    hidden: Tensor
+    hidden_states: Tensor
     keys: Tensor
     state: Any
 
 
 class KeyedStates(NamedTuple):
-    """What a head that looks things up needs of every position: ``hidden`` [batch, time, dim] for the decoder's own
-    prediction, ``keys`` [batch, time, key width] to search with."""
+    """What a head that looks things up needs of every position: ``hidden_states`` [batch, time, dim] for the decoder's
+    own prediction, ``keys`` [batch, time, key width] to search with."""
 
-    hidden: Tensor
+    hidden_states: Tensor
     keys: Tensor
 
 
@@ -54,15 +54,15 @@ class KeyedDecoder(nn.Module):
     ) -> Keyed:
         """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
         if self.representation == HIDDEN:
-            hidden, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-            return Keyed(hidden, hidden, state)
+            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
+            return Keyed(hidden_states, hidden_states, state)
         with self._tapped() as seen:
-            hidden, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
+            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
         keys = seen[-1]
         if valid is not None:
             back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
             keys = select_valid(keys.gather(1, back), valid)
-        return Keyed(hidden, keys, state)
+        return Keyed(hidden_states, keys, state)
 
     def _probe(self) -> int | None:
         """The width of what enters the last layer's feed-forward; None unless that is one vector per token."""
@@ -139,10 +139,10 @@ class AttachedDecoder(nn.Module):
         self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, Any]:
         """Hidden states and keys, and the state after the chunk."""
-        hidden, keys, state = self.keyed(values, state, valid=valid, reset=reset)
-        return KeyedStates(hidden, keys), state
+        hidden_states, keys, state = self.keyed(values, state, valid=valid, reset=reset)
+        return KeyedStates(hidden_states, keys), state
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """[batch, time, ...] -> [batch, time, vocab]."""
-        logits = self.decoder.logits(inputs.hidden)
+        logits = self.decoder.logits(inputs.hidden_states)
         return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)

@@ -87,10 +87,10 @@ class RetrievingDecoder(nn.Module):
     ) -> Hidden:
         """The decoder's hidden states and taps, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
+        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
         with torch.no_grad():
             _, found, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
-        return Hidden(hidden, RetrievingState(after, found), tapped)
+        return Hidden(hidden_states, RetrievingState(after, found), tapped)
 
     def head_inputs(
         self,
@@ -102,16 +102,16 @@ class RetrievingDecoder(nn.Module):
     ) -> tuple[KeyedStates, RetrievingState]:
         """The decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
+        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
             _, keys, found = self.retriever(values, before.retriever, valid=valid, reset=reset)
-        return KeyedStates(hidden, keys), RetrievingState(after, found)
+        return KeyedStates(hidden_states, keys), RetrievingState(after, found)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """[batch, time, ...] -> [batch, time, vocab]."""
         found = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
-        neighbours = following(found).view(*inputs.hidden.shape[:-1], -1)
-        return self.decoder.head(inputs.hidden, self.decoder.input, neighbours=neighbours)
+        neighbours = following(found).view(*inputs.hidden_states.shape[:-1], -1)
+        return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
 
 
 def following(found: Neighbours) -> Tensor:

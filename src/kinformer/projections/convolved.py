@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
-from kinformer.projections.shared import Shared
+from kinformer.projections.multi_head import MultiHead
 
 SELF = 0.5
 """The weight of a token itself at the beginning; the other ``width - 1`` begin with ``SELF / width``."""
@@ -31,7 +31,7 @@ class Convolved(Projection):
     class Config(ProjectionConfig):
         kind = "convolved"
         width: int = 3
-        inner: ProjectionConfig = Shared.Config()
+        inner: ProjectionConfig = MultiHead.Config()
 
         def __post_init__(self) -> None:
             if self.width < 2:

@@ -29,7 +29,7 @@ NEW = re.compile(r"side\.|stack\.layers\.\d+\.mixer\.(side_)?relations\.")
 
 QKV = ("query", "key", "value")
 COPIES = re.compile(
-    r"(stack\.layers\.\d+\.mixer\.)(?:(projection\.)(?:apart\.(qkv|query|key|value)|l2g|g2l)|side_out)\.(\w+)"
+    r"(stack\.layers\.\d+\.mixer\.)(?:(projection\.)(?:of_global\.(qkv|query|key|value)|l2g|g2l)|side_out)\.(\w+)"
 )
 """Further projections of a layer, and further output projections."""
 

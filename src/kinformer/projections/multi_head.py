@@ -10,16 +10,16 @@ from torch.nn import functional
 from kinformer.core.parts import Projection, ProjectionConfig
 
 
-class Shared(Projection):
+class MultiHead(Projection):
     """x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
-        kind = "shared"
+        kind = "multi_head"
         bias: bool = True
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> Shared:
-            return Shared(self, dim, num_heads, head_dim)
+        def build(self, dim: int, num_heads: int, head_dim: int) -> MultiHead:
+            return MultiHead(self, dim, num_heads, head_dim)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
