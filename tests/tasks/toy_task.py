@@ -15,7 +15,7 @@ from kinformer.core.figure import Figure
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.parts import ModelConfig
 from kinformer.family.record import Member
-from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
@@ -102,7 +102,7 @@ class WaveRows(DataModule):
     figures = (ERROR,)
     validations = 2
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TrainingPlan) -> None:
         self.data, self.settings = plan.data, plan.settings
 
     def batch(self, step: int, rank: int, world: int) -> Waves:
@@ -166,7 +166,7 @@ class Regression(Task):
     def fit(self, config: Any, data: Generator | None) -> dict[str, Any]:
         return {"dim": 4}
 
-    def data_module(self, plan: Plan) -> WaveRows:
+    def data_module(self, plan: TrainingPlan) -> WaveRows:
         return WaveRows(plan)
 
     def measure(self, subject: Subject, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:

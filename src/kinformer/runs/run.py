@@ -138,14 +138,18 @@ def open_run(folder: str | Path) -> Run:
     folder = Path(folder)
     data = _read(folder)
     place = folder / CONFIG
-    task = task_called(data["task"]["name"])
+    try:
+        task = task_called(data["task"]["name"])
+        options = training_options(task, data["task"]["options"])
+    except (KinformerError, TypeError) as error:
+        raise KinformerError(f"{place}: {error}") from None
     return Run(
         folder=folder,
         member=data["member"],
         recipe=data["recipe"],
         config=model_config(data["model"], f"{place}: model"),
         task=task,
-        options=training_options(task, data["task"]["options"]),
+        options=options,
         data=data["data"],
         training=data["training"],
         vocabulary=data["tokenizer"],
