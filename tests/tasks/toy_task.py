@@ -20,7 +20,7 @@ from kinformer.family.record import Member
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
-from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
@@ -138,7 +138,7 @@ class WaveRows(DataModule):
     figures = (ERROR,)
     validations = 2
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TrainingPlan) -> None:
         self.data, self.settings = plan.data, plan.settings
 
     def batch(self, step: int, rank: int, world: int) -> Waves:
@@ -202,7 +202,7 @@ class Regression(Task):
     def fit(self, config: Any, data: Generator | None) -> dict[str, Any]:
         return {"dim": 4}
 
-    def data_module(self, plan: Plan) -> WaveRows:
+    def data_module(self, plan: TrainingPlan) -> WaveRows:
         return WaveRows(plan)
 
     def measure(self, subject: Subject, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:

@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     if options.json:
         print_json(
             {"subject": options.subject, "kind": subject.kind, "out": str(out), "drawn": len(panels[:MOST_PANELS])}
-            | {"panels": [_told(panel) for panel in panels]}
+            | {"panels": [_facts(panel) for panel in panels]}
         )
         return 0
     more = f" ({MOST_PANELS} of {len(panels)}; choose with --layer and --head)" if len(panels) > MOST_PANELS else ""
@@ -65,14 +65,14 @@ def _list(panels: Sequence[Panel]) -> None:
     from kinformer.evaluation.panels import PatternPanel
 
     for panel in panels:
-        told = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
+        line = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
         if isinstance(panel, PatternPanel):
             share = panel.allowed_pairs / panel.length**2
-            told += f" ({panel.allowed_pairs:,} of {panel.length**2:,} pairs of {panel.length} tokens, {share:.1%})"
-        print(f"  {told}")
+            line += f" ({panel.allowed_pairs:,} of {panel.length**2:,} pairs of {panel.length} tokens, {share:.1%})"
+        print(f"  {line}")
 
 
-def _told(panel: Panel) -> dict[str, Any]:
+def _facts(panel: Panel) -> dict[str, Any]:
     """For JSON: a panel without its numbers."""
     import numpy as np
 

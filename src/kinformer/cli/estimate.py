@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.cli.options import Changes, Common, Count, Member
+from kinformer.cli.options import Changes, Common, Member
 from kinformer.cli.output import print_json, print_table, size
 from kinformer.cli.parsing import overrides
 
@@ -24,7 +24,7 @@ class Options(Common):
     """A member of the family (see: kinformer list)."""
     recipe: str = "small"
     """Which of the member's recipes (see: kinformer show MEMBER)."""
-    vocab_size: Count = None
+    vocab_size: int | None = None
     """Size of the vocabulary; the recipe's own if not given."""
     set: Changes = ()
     """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""

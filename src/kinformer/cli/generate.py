@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.options import Changes, RunFolder, Text, asked
+from kinformer.cli.options import Changes, RunFolder, asked
 from kinformer.cli.output import print_json, size
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import GenerateOptions
@@ -21,9 +21,9 @@ class Options(GenerateOptions):
     """The run folder."""
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
-    prompt: Text = None
+    prompt: str | None = None
     """The text to continue; - reads standard input."""
-    prompt_file: Text = None
+    prompt_file: str | None = None
     """A file with the text to continue."""
     json: bool = False
     """Print one JSON object instead of text, at the end."""

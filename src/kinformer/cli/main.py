@@ -74,13 +74,14 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
-    from kinformer.cli.options import with_task_options
+    from kinformer.cli.options import with_placeholders, with_task_options
     from kinformer.cli.parsing import parse
 
     command = COMMANDS[name]
     module: Any = import_module(command.module)
     group: Any = getattr(module, "TASK_OPTIONS", None)
-    known = module.Options if group is None else with_task_options(module.Options, group)
+    known = with_placeholders(module.Options)
+    known = known if group is None else with_task_options(known, group)
     options = parse(known, rest, prog=f"kinformer {name}", description=command.summary)
     return 0 if options is None else module.run(options)
 

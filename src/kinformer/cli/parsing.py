@@ -18,9 +18,9 @@ O = TypeVar("O")
 
 def parse(options: type[O], arguments: Sequence[str], *, prog: str, description: str) -> O | None:
     """``options`` filled from ``arguments``; None when help was asked for (and printed)."""
-    told = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(output):
             return tyro.cli(
                 options,
                 prog=prog,
@@ -31,7 +31,7 @@ def parse(options: type[O], arguments: Sequence[str], *, prog: str, description:
     except SystemExit as end:
         if not end.code:
             return None
-    raise KinformerError(sentence(told.getvalue(), prog)) from None
+    raise KinformerError(sentence(output.getvalue(), prog)) from None
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:
@@ -49,9 +49,9 @@ def sentence(box: str, prog: str) -> str:
     message, *hints = re.split(r"\n[─-]{3,}\n", textwrap.dedent("\n".join(rows)).strip("\n"))
     if message.startswith("Missing from"):
         names = re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE)
-        told = "needs " + " and ".join(names)
+        said = "needs " + " and ".join(names)
     else:
-        told = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing Options: ")
+        said = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing Options: ")
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
-    return f"{prog.removeprefix('kinformer ')}: {told}; {remedy}"
+    return f"{prog.removeprefix('kinformer ')}: {said}; {remedy}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kinformer.cli.list_ import facts
-from kinformer.cli.options import Changes, Common, Count, Member, require
+from kinformer.cli.options import Changes, Common, Member, require
 from kinformer.cli.output import print_json, print_table, size
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
@@ -25,7 +25,7 @@ class Options(Common):
     """Which of its recipes."""
     set: Changes = ()
     """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
-    vocab_size: Count = None
+    vocab_size: int | None = None
     """Tokens of the vocabulary; the recipe's own if not given."""
 
 
@@ -46,7 +46,7 @@ def run(options: Options) -> int:
     config = configure(options.member, options.recipe, options.vocab_size, changes)
     with torch.device("meta"):
         model = config.build()
-    told = facts(record) | {
+    page = facts(record) | {
         "recipe": options.recipe,
         "config": to_dict(config),
         "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
@@ -55,9 +55,9 @@ def run(options: Options) -> int:
         "patterns": pictures(model),
     }
     if options.json:
-        print_json(told)
+        print_json(page)
     else:
-        _print(told)
+        _print(page)
     return 0
 
 
@@ -92,37 +92,37 @@ def _state_bytes(model: Any, length: int) -> int:
     return own + sum(mixer.state_bytes(length) for mixer in mixers)
 
 
-def _print(told: dict[str, Any]) -> None:
-    changes = f" (changes: {', '.join(told['axes'])})" if told["axes"] else ""
-    print(f"{told['title']}{changes}\n{told['paper']}\n")
-    for title, text in (("exact limit", told["exact_limit"]), *(("departure", each) for each in told["departures"])):
+def _print(page: dict[str, Any]) -> None:
+    changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
+    print(f"{page['title']}{changes}\n{page['paper']}\n")
+    for title, text in (("exact limit", page["exact_limit"]), *(("departure", each) for each in page["departures"])):
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
-    print(f"recipes: {', '.join(told['recipes'])}\n\nconfig of {told['name']}, recipe {told['recipe']}")
-    print("\n".join(tree(told["config"], "  ")))
-    total = told["parameters"]["total"]
+    print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
+    print("\n".join(tree(page["config"], "  ")))
+    total = page["parameters"]["total"]
     print(f"\nparameters: {total:,}")
-    print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in told["parameters"]["parts"].items()], (1,))
-    _print_state(told)
-    for picture in told["patterns"][:MOST_PICTURES]:
+    print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
+    _print_state(page)
+    for picture in page["patterns"][:MOST_PICTURES]:
         scale = "" if picture["tokens_per_cell"] == 1 else f", {picture['tokens_per_cell']} tokens to a cell"
         print(f"\npattern {picture['pattern']} (queries down, keys across{scale})")
         print("\n".join(f"  {row}" for row in picture["rows"]))
-    if (more := len(told["patterns"]) - MOST_PICTURES) > 0:
-        print(f"\nand {more} more; see them all with: kinformer draw {told['name']} --recipe {told['recipe']}")
+    if (more := len(page["patterns"]) - MOST_PICTURES) > 0:
+        print(f"\nand {more} more; see them all with: kinformer draw {page['name']} --recipe {page['recipe']}")
 
 
-def _print_state(told: dict[str, Any]) -> None:
-    limit = f"; positions end at {told['max_length']}" if told["max_length"] else ""
-    if not told["causal"]:
+def _print_state(page: dict[str, Any]) -> None:
+    limit = f"; positions end at {page['max_length']}" if page["max_length"] else ""
+    if not page["causal"]:
         print(f"\nno state: it reads whole texts{limit}")
         return
-    print(f"\nstate of one row in float32 (growth of the member: {told['growth']}{limit})")
-    states = [(length, f"{n:,}", size(n)) for length, n in told["state_bytes"].items()]
+    print(f"\nstate of one row in float32 (growth of the member: {page['growth']}{limit})")
+    states = [(length, f"{n:,}", size(n)) for length, n in page["state_bytes"].items()]
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
 def tree(config: Any, indent: str) -> Iterator[str]:
-    """A config's dict form as indented lines; equal neighbours in a list are told once."""
+    """A config's dict form as indented lines; equal neighbours in a list are listed once."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield f"{indent}{name}: {value.get('kind', '')}".rstrip()

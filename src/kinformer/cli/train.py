@@ -35,8 +35,9 @@ class Options(TrainOptions, Common):
 def run(options: Options) -> int:
     """Train, and print what came out; returns the exit status."""
     from kinformer.runs.train import train
+    from kinformer.training.distributed import started_by_torchrun
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = not started_by_torchrun() or os.environ["RANK"] == "0"
     try:
         summary = train(asked(TrainOptions, options))
     except KinformerError:

@@ -27,14 +27,14 @@ from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import BYTES, CONFIG, Run, open_run
 from kinformer.tasks.table import task_for, training_options
-from kinformer.tasks.task import Plan, Source, Task, refuse_options
+from kinformer.tasks.task import Source, Task, TrainingPlan, refuse_options
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
 TOKENIZER = "tokenizer.json"
 
 
-def create(options: TrainOptions, device: str) -> tuple[Run, Settings]:
+def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run, Settings]:
     """A run in a new folder, which holds its config then, and its settings; ``device`` is the type of one.
 
     Errors: ``KinformerError`` for options that do not go together; no new folder is left behind then.
@@ -52,7 +52,7 @@ def create(options: TrainOptions, device: str) -> tuple[Run, Settings]:
         data = task.open(Source(spec, options.holdout, tokenizer), own)
         config = plan_config(options, base, task, data)
         retrieval = choose_retrieval(options, config)
-        plan = Plan(config, data, settings, own, tokenizer)
+        plan = TrainingPlan(config, data, settings, own, tokenizer)
         _check_model(plan, task, _group(options, device))
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
@@ -68,7 +68,7 @@ def create(options: TrainOptions, device: str) -> tuple[Run, Settings]:
             training=vars(settings),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
-        rows_of(run, plan, device)
+        rows_of(run, plan, device, quiet)
         run.save()
     return run, settings
 
@@ -152,7 +152,7 @@ def _settings(options: TrainOptions, task: Task) -> Settings:
     return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
 
 
-def _check_model(plan: Plan, task: Task, group: Group) -> None:
+def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
     """Refuse a model that does not go with the data, the length, the objective, or several processes."""
     with torch.device("meta"):
         model = plan.config.build()

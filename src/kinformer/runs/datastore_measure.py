@@ -31,7 +31,7 @@ BITS = Figure("bits_per_byte", "bits per byte")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StoreMeasurement:
     """With ``entries`` entries: the setting, what it was chosen on (None: it was given), and the reported figures."""
 
     entries: int
@@ -119,7 +119,7 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     return tuning, reported
 
 
-def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> Outcome:
+def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
     """Tune, if asked for, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else options.probes
@@ -138,7 +138,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         begun = time.perf_counter()
         swept = sweep(job.model, look_up, reported, job.windows, grid, chunk=options.chunk, progress=progress)
         seconds = time.perf_counter() - begun
-    return Outcome(
+    return StoreMeasurement(
         entries=entries,
         setting=setting,
         tuned_on=tuning,
@@ -150,7 +150,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
     )
 
 
-def _report(job: _Job, held: HeldOut, reported: Split, done: list[Outcome], plot: str | None) -> Report:
+def _report(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement], plot: str | None) -> Report:
     whole = done[-1]
     weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
     if plot is not None:
@@ -172,7 +172,7 @@ def _report(job: _Job, held: HeldOut, reported: Split, done: list[Outcome], plot
     return Report([evaluation])
 
 
-def _figures(outcome: Outcome) -> dict[str, Any]:
+def _figures(outcome: StoreMeasurement) -> dict[str, Any]:
     return {"entries": outcome.entries} | asdict(outcome.setting) | {
         "bits_per_byte": outcome.bits,
         "bits_per_byte_alone": outcome.at(0.0),
@@ -183,7 +183,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _facts(job: _Job, held: HeldOut, reported: Split, done: list[Outcome]) -> dict[str, Any]:
+def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, Any]:
     whole, tuned = done[-1], done[-1].tuned_on
     return (
         {"run": str(job.run.folder), "member": job.run.member, "datastore": str(job.store.folder)}
@@ -196,7 +196,7 @@ def _facts(job: _Job, held: HeldOut, reported: Split, done: list[Outcome]) -> di
     )
 
 
-def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[Outcome]) -> list[str | Table]:
+def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | Table]:
     whole, setting = done[-1], done[-1].setting
     blocks: list[str | Table] = [
         f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import EvaluateOptions
@@ -15,6 +15,9 @@ from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stor
 from kinformer.tasks.table import measuring_options
 from kinformer.tasks.task import Measuring, Report, Subject
 from kinformer.training.precision import use_fast_products
+
+if TYPE_CHECKING:
+    from kinformer.memory.datastore import Datastore
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> Report:
@@ -47,18 +50,20 @@ def _check_alike(runs: Sequence[Run]) -> None:
 
 
 def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measuring, own: Any, quiet: bool) -> Report:
-    subjects = [subject_of(run, options) for run in runs]
-    report = runs[0].task.evaluate(subjects, measuring, own, quiet)
-    for subject, evaluation in zip(subjects, report.evaluations, strict=True):
-        if (store := store_of(subject.model)) is not None:
+    changes = tuple(f"{path}={value}" for path, value in options.set.items())
+    stores: dict[Path, Datastore] = {}
+
+    def load(run: Any) -> Subject:
+        model = run.model(options.set).to(options.prepare(options.seed))
+        if looks_up(run.config):
+            model = attach_store(run, model, options)
+        if (store := store_of(model)) is not None:
+            stores[run.folder] = store
+        return Subject(run, model, changes, lookup_facts(model))
+
+    report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
+    for run, evaluation in zip(runs, report.evaluations, strict=True):
+        if run.folder in stores:
             holdout = getattr(own, "holdout", None)
-            note_stored(store, evaluation.data, subject.run.data.get("holdout") if holdout is None else holdout)
+            note_stored(stores[run.folder], evaluation.data, run.data.get("holdout") if holdout is None else holdout)
     return report
-
-
-def subject_of(run: Run, options: EvaluateOptions) -> Subject:
-    """A run and its model, ready to be measured, with the store that it was trained with."""
-    model = run.model(options.set).to(options.prepare(options.seed))
-    if looks_up(run.config):
-        model = attach_store(run, model, options)
-    return Subject(run, model, tuple(f"{path}={value}" for path, value in options.set.items()), lookup_facts(model))

@@ -12,7 +12,7 @@ from kinformer.core.progress import note, progressing
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.lists import Lists, build, has_lists
 from kinformer.memory.writer import Writer
-from kinformer.runs.index_text import Source, entries_of, open_source
+from kinformer.runs.index_text import IndexedText, entries_of, open_source
 from kinformer.runs.options import IndexOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
@@ -53,7 +53,7 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
     return Indexed(Datastore(options.datastore), text.identity, new, seconds, None if lists is None else lists.count)
 
 
-def _write(run: Run, keys: KeyedDecoder, text: Source, options: IndexOptions, quiet: bool) -> int:
+def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOptions, quiet: bool) -> int:
     """Write the entries that are not there yet; returns how many."""
     with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
         if not options.append and not writer.holds(text.identity):

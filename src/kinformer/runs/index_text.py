@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class IndexedText:
     """A text and how it is read; ``identity`` says both, as plain data. ``windows`` None: with the state carried."""
 
     splits: Sequence[Split]
@@ -38,7 +38,7 @@ class Source:
         return sum(len(split) - 1 for split in self.splits)
 
 
-def open_source(run: Run, model: Decoder, options: IndexOptions) -> Source:
+def open_source(run: Run, model: Decoder, options: IndexOptions) -> IndexedText:
     """The text that ``options`` name."""
     holdout = run.data.get("holdout") if options.holdout is None else options.holdout
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
@@ -62,13 +62,13 @@ def open_source(run: Run, model: Decoder, options: IndexOptions) -> Source:
         "overlap": 0.0 if windows is None else windows.overlap,
         "chunk": options.chunk,
     }
-    return Source(splits, windows, options.chunk, identity)
+    return IndexedText(splits, windows, options.chunk, identity)
 
 
 Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
 
 
-def entries_of(model: KeyedDecoder, text: Source, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
+def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
     """Keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
 
     ``done`` is where an earlier call had come to, and ``leaves`` are the tensors that it gave there.
@@ -104,7 +104,7 @@ def _carried(
             yield keys[0], segment.tokens[0, 1:], tuple(states.tensors(state))
 
 
-def _windowed(model: KeyedDecoder, split: Split, text: Source, skipped: int) -> Iterator[Entries]:
+def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int) -> Iterator[Entries]:
     assert text.windows is not None
     device = next(model.parameters()).device
     seen = 0

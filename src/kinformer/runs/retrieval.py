@@ -21,7 +21,7 @@ from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.memory.datastore import Datastore, Part
 from kinformer.memory.neighbours import Plan, neighbours_of, own_neighbours, table
-from kinformer.runs.index_text import Source, entries_of
+from kinformer.runs.index_text import IndexedText, entries_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.store import GATED_NEIGHBOURS, RETRIEVAL, keyed, looks_up, origin_of, searcher
@@ -91,13 +91,15 @@ def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
     return {RETRIEVAL: kept | {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}}
 
 
-def with_neighbours(rows: DataModule, run: Run, settings: Settings, corpus: Corpus, device: str) -> DataModule:
+def with_neighbours(
+    rows: DataModule, run: Run, settings: Settings, corpus: Corpus, device: str, quiet: bool
+) -> DataModule:
     """The run's rows of text with what their neighbours say, where it looks things up."""
     if RETRIEVAL not in run.data:
         return rows
     found = _open(run, corpus, device)
     _check_settings(run, found, settings, rows.carries)
-    with progressing(False, "looking up neighbours") as progress:
+    with progressing(quiet, "looking up neighbours") as progress:
         plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
         train = table(found.store, plan, own_neighbours(found.store, found.searcher, found.first, plan), progress)
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
@@ -191,5 +193,5 @@ def _keys(found: _Retrieval, split: Split) -> Iterator[Tensor]:
     source = found.part.source
     context = source.get("context")
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
-    text = Source([split], windows, source["chunk"], {})
+    text = IndexedText([split], windows, source["chunk"], {})
     return (keys for keys, _, _ in entries_of(found.keys, text, 0, ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kinformer.runs.retrieval import with_neighbours
 from kinformer.runs.run import Run
-from kinformer.tasks.task import Data, Plan, Source
+from kinformer.tasks.task import Data, Source, TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
 
@@ -14,11 +14,11 @@ def data_of(run: Run) -> Data:
     return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
 
 
-def plan_of(run: Run, settings: Settings) -> Plan:
+def plan_of(run: Run, settings: Settings) -> TrainingPlan:
     """The run as its task sees it."""
-    return Plan(run.config, data_of(run), settings, run.options, run.tokenizer)
+    return TrainingPlan(run.config, data_of(run), settings, run.options, run.tokenizer)
 
 
-def rows_of(run: Run, plan: Plan, device: str) -> DataModule:
+def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
     """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
-    return with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device)
+    return with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device, quiet)

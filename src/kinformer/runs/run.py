@@ -145,16 +145,20 @@ def open_run(folder: str | Path) -> Run:
     data = _read(folder)
     place = folder / CONFIG
     packages = data.get("packages", {})
-    if package := packages.get("member"):
-        member_called(data["member"], package)
-    task = task_called(data["task"]["name"], packages.get("task"))
+    try:
+        if package := packages.get("member"):
+            member_called(data["member"], package)
+        task = task_called(data["task"]["name"], packages.get("task"))
+        options = training_options(task, data["task"]["options"])
+    except (KinformerError, TypeError) as error:
+        raise KinformerError(f"{place}: {error}") from None
     return Run(
         folder=folder,
         member=data["member"],
         recipe=data["recipe"],
         config=model_config(data["model"], f"{place}: model"),
         task=task,
-        options=training_options(task, data["task"]["options"]),
+        options=options,
         data=data["data"],
         training=data["training"],
         vocabulary=data["tokenizer"],

@@ -104,7 +104,7 @@ def prepare(options: TrainOptions, quiet: bool = False) -> Job:
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
         )
-    run, settings = resume(options) if options.resume else create(options, device)
+    run, settings = resume(options) if options.resume else create(options, device, quiet)
     return Job(run, settings, device, options.strategy, options.threads, quiet)
 
 
@@ -114,7 +114,7 @@ def work(job: Job, group: Group) -> Summary:
     if group.world > 1 and group.device.type == "cpu":
         torch.set_num_threads(job.threads or max(1, (os.cpu_count() or 1) // group.world))
     run, settings = job.run, job.settings
-    data = rows_of(run, plan_of(run, settings), job.device)
+    data = rows_of(run, plan_of(run, settings), job.device, job.quiet)
     torch.manual_seed(settings.seed)
     model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())

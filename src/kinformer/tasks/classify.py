@@ -8,7 +8,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.figure import ACCURACY, Figure
 from kinformer.core.model import WholeModel
 from kinformer.tasks.mlm import READS_WHOLE_TEXTS, SPECIAL_TOKENS
-from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,13 +64,13 @@ class Classify(Task):
             return {"head.classes": classes}
         return {"head": {"kind": HEAD, "classes": classes}}
 
-    def check(self, plan: Plan, model: nn.Module) -> None:
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.text import check_ids, check_sequence
 
         check_ids(plan, plan.data.vocab_size, self.special_apart)
         check_sequence(model)
 
-    def data_module(self, plan: Plan) -> DataModule:
+    def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.label_rows import Labels
         from kinformer.tasks.text import ends_of
 

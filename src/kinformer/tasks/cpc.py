@@ -123,9 +123,9 @@ def _standardised(x: Tensor, real: Tensor) -> Tensor:
 
 def restored(batch: MaskedBatch) -> Tensor:
     """The tokens of ``batch`` before some were masked."""
-    told = batch.labels != IGNORED
-    # Places that are not told would overwrite others: let them write behind the row.
-    places = batch.places.masked_fill(~told, batch.tokens.shape[1])
+    counted = batch.labels != IGNORED
+    # Places that do not count would overwrite others: let them write behind the row.
+    places = batch.places.masked_fill(~counted, batch.tokens.shape[1])
     return functional.pad(batch.tokens, (0, 1)).scatter(1, places, batch.labels)[:, :-1]
 
 

@@ -55,9 +55,9 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
             nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
             if not isfinite(nats):
                 raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
-            told = logits.argmax(-1).numpy()
-            right = some.labels[told == some.labels]
-            counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, told, right)])
+            guesses = logits.argmax(-1).numpy()
+            right = some.labels[guesses == some.labels]
+            counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, guesses, right)])
             if progress is not None:
                 progress(int(counts[0].sum()), len(rows.examples))
     examples, answers, correct = (tuple(row) for row in counts.tolist())

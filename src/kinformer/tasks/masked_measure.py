@@ -97,8 +97,8 @@ def evaluate(subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
         "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     if has_global_input(model):
-        further, told = _global_input(subject, text, measuring, quiet)
-        facts, lines = facts | further, lines + told
+        further, more = _global_input(subject, text, measuring, quiet)
+        facts, lines = facts | further, lines + more
     return Evaluation(
         run=str(run.folder),
         member=run.member,

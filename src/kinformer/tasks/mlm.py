@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import ACCURACY, Figure
 from kinformer.core.model import WholeModel
-from kinformer.tasks.task import Evaluation, Measuring, Plan, Source, Subject, Task
+from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,14 +87,14 @@ class MaskedLanguageModelling(Task):
     def fit(self, config: Any, data: Corpus | None) -> dict[str, Any]:
         return {} if config.head.kind == HEAD else {"head": HEAD}
 
-    def check(self, plan: Plan, model: nn.Module) -> None:
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.text import check_ids, check_long_enough, check_sequence
 
         check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
         check_sequence(model)
         check_long_enough(plan.data, 1, plan.settings.length)
 
-    def data_module(self, plan: Plan) -> DataModule:
+    def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.masked_rows import MaskedTokens, masking_of
         from kinformer.tasks.text import ends_of
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.model import CausalModel
-from kinformer.tasks.task import Measuring, Plan, Report, Source, Subject, Task, TrainedRun
+from kinformer.tasks.task import Load, Measuring, Report, Source, Subject, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +98,7 @@ class NextToken(Task):
     def vocab_size(self, data: Corpus) -> int:
         return data.tokenizer.vocab_size
 
-    def check(self, plan: Plan, model: nn.Module) -> None:
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.text import check_ids, check_long_enough, check_sequence
 
         check_ids(plan, self.vocab_size(plan.data), special_apart=False)
@@ -108,7 +108,7 @@ class NextToken(Task):
         rows = plan.settings.batch_size if plan.options.segments else 1
         check_long_enough(plan.data, rows, plan.settings.length)
 
-    def data_module(self, plan: Plan) -> DataModule:
+    def data_module(self, plan: TrainingPlan) -> DataModule:
         from kinformer.tasks.next_token_rows import NextTokens
 
         return NextTokens(plan.data, plan.settings, plan.options.segments)
@@ -121,11 +121,11 @@ class NextToken(Task):
         return super().objective(name, model, data)
 
     def evaluate(
-        self, subjects: Sequence[Subject], measuring: Measuring, own: NextTokenMeasuring, quiet: bool = True
+        self, runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool = True
     ) -> Report:
         from kinformer.tasks.next_token_measure import evaluate
 
-        return evaluate(subjects, measuring, own, quiet)
+        return evaluate(runs, load, measuring, own, quiet)
 
     def check_generation(self, run: TrainedRun) -> None:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kinformer.evaluation.bits import Measurement, measure
 from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.tasks.next_token import BITS_PER_BYTE, NextTokenMeasuring
-from kinformer.tasks.task import Evaluation, Measuring, Report, Subject, Table, TrainedRun
+from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, check_positions, heading, held_out, main_windows
 
 NGRAM_CONTEXT = 4
@@ -25,9 +25,11 @@ NGRAM_CONTEXT = 4
 @dataclass(frozen=True)
 class Measured:
     """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
-    ``usage`` of its memories in the first."""
+    ``usage`` of its memories in the first, ``changes`` and ``lookup`` as of its subject."""
 
-    subject: Subject
+    run: TrainedRun
+    changes: tuple[str, ...]
+    lookup: Mapping[str, Any] | None
     data: HeldOut
     first: Measurement
     rest: list[Measurement]
@@ -42,7 +44,9 @@ class Measured:
         return [self.first, *self.rest]
 
 
-def evaluate(subjects: Sequence[Subject], measuring: Measuring, own: NextTokenMeasuring, quiet: bool) -> Report:
+def evaluate(
+    runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool
+) -> Report:
     """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
     if own.plot is not None:
         from kinformer.evaluation.figure import check
@@ -52,11 +56,11 @@ def evaluate(subjects: Sequence[Subject], measuring: Measuring, own: NextTokenMe
             raise KinformerError(f"--plot {own.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
     lengths = parse_lengths(own.lengths)
     if own.recl:
-        from kinformer.tasks.next_token_recl import evaluate_recl
+        from kinformer.tasks.next_token_recl import contexts_of, evaluate_recl
 
-        return evaluate_recl(subjects, measuring, own, lengths, quiet)
-    results = [_measure(subject, measuring, own, lengths, quiet) for subject in subjects]
-    names = short_names([subject.run.folder for subject in subjects])
+        return evaluate_recl(runs, load, measuring, own, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), measuring, own, lengths, quiet) for run in runs]
+    names = short_names([run.folder for run in runs])
     if own.plot is not None:
         _plot(names, results, Path(own.plot))
     return Report([_evaluation(result) for result in results], _side_by_side(names, results))
@@ -107,7 +111,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def _measure(
     subject: Subject, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
 ) -> Measured:
-    run, model = subject.run, subject.model
+    run, model, changes, lookup = subject
     main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
@@ -129,21 +133,20 @@ def _measure(
     ngram = NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if own.baseline else None
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
-    return Measured(
-        subject, held, done[main], [done[windows] for windows in further], skipped, seconds, ngram, usages.read()
-    )
+    rest = [done[windows] for windows in further]
+    return Measured(run, changes, lookup, held, done[main], rest, skipped, seconds, ngram, usages.read())
 
 
 def _evaluation(result: Measured) -> Evaluation:
-    run, first = result.subject.run, result.first
+    run, first = result.run, result.first
     facts = (
-        {"run": str(run.folder), "member": run.member, "set": list(result.subject.changes)}
+        {"run": str(run.folder), "member": run.member, "set": list(result.changes)}
         | {"data": result.data.identity}
         | _facts(first)
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
         | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
-        | dict(result.subject.lookup or {})
+        | dict(result.lookup or {})
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
     return Evaluation(
@@ -159,13 +162,13 @@ def _evaluation(result: Measured) -> Evaluation:
 
 
 def _lines(result: Measured) -> list[str]:
-    run, data, first = result.subject.run, result.data, result.first
+    run, data, first = result.run, result.data, result.first
     lines = [
-        heading(run.folder, run.member, result.subject.changes, data.corpus, data.split.name),
+        heading(run.folder, run.member, result.changes, data.corpus, data.split.name),
         f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
         f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
     ]
-    if (lookup := result.subject.lookup) is not None:
+    if (lookup := result.lookup) is not None:
         lines.append(
             f"{lookup['neighbours']} neighbours of each token among the {lookup['entries']:,} entries of "
             f"{lookup['datastore']}"
@@ -247,7 +250,7 @@ def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None
         curves.append(
             Curve(
                 name=name,
-                trained=trained_at(result.subject.run),
+                trained=trained_at(result.run),
                 lengths=tuple((each.context or 0, each.bits_per_byte) for each in windowed),
                 positions=tuple((each.last, each.bits_per_byte) for each in windowed[-1].by_position),
             )

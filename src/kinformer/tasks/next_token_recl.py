@@ -14,7 +14,7 @@ from kinformer.core.progress import note, progressing
 from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.tasks.next_token import NextTokenMeasuring
 from kinformer.tasks.next_token_measure import Length, short_names, trained_at
-from kinformer.tasks.task import Evaluation, Measuring, Report, Subject, Table
+from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, held_out
 
 STEPS = 8
@@ -22,15 +22,19 @@ RECL = Figure("recl", "tokens", lower_is_better=False)
 
 
 def evaluate_recl(
-    subjects: Sequence[Subject], measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
+    runs: Sequence[TrainedRun],
+    load: Load,
+    measuring: Measuring,
+    own: NextTokenMeasuring,
+    contexts: Sequence[int],
+    quiet: bool,
 ) -> Report:
     """Measure the group at every context."""
-    contexts = _contexts(subjects, lengths)
     check(contexts, own.hardest)
-    held = _same_data(subjects, measuring)
-    losses = np.stack([_losses(subject, held, contexts, measuring.chunk, own, quiet) for subject in subjects])
+    held = _same_data(runs, measuring)
+    losses = np.stack([_losses(load(run), held, contexts, measuring.chunk, own, quiet) for run in runs])
     found = recl(losses, contexts, hardest=own.hardest)
-    names = short_names([subject.run.folder for subject in subjects])
+    names = short_names([run.folder for run in runs])
     if own.plot is not None:
         from kinformer.evaluation.plot_recl import plot
 
@@ -38,25 +42,25 @@ def evaluate_recl(
         note(f"drew {own.plot}")
     evaluations = [
         Evaluation(
-            run=str(subject.run.folder),
-            member=subject.run.member,
+            run=str(run.folder),
+            member=run.member,
             figures={RECL.name: each.length},
             units=(RECL,),
             data=held.identity,
-            facts=_facts(subject, each, loss),
+            facts=_facts(run, each, loss),
         )
-        for subject, each, loss in zip(subjects, found, losses, strict=True)
+        for run, each, loss in zip(runs, found, losses, strict=True)
     ]
     facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": own.hardest}
-    runs = {"runs": [evaluation.facts for evaluation in evaluations]}
+    each_run = {"runs": [evaluation.facts for evaluation in evaluations]}
     return Report(
-        evaluations, _blocks(names, held, contexts, found, f"{own.hardest:.0%} of {losses.shape[2]}"), facts | runs
+        evaluations, _blocks(names, held, contexts, found, f"{own.hardest:.0%} of {losses.shape[2]}"), facts | each_run
     )
 
 
-def _contexts(subjects: Sequence[Subject], lengths: Sequence[Length]) -> list[int]:
+def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
     """As asked for, or eight equal steps up to twice the (first run's) training length."""
-    first = subjects[0].run
+    first = runs[0]
     if lengths:
         return sorted({length.tokens(first) for length in lengths})
     trained = trained_at(first)
@@ -65,10 +69,10 @@ def _contexts(subjects: Sequence[Subject], lengths: Sequence[Length]) -> list[in
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
-def _same_data(subjects: Sequence[Subject], measuring: Measuring) -> HeldOut:
+def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
     """The data that all are measured on, the first run's if none was named; all must read it alike."""
-    first = subjects[0].run
-    for other in (subject.run for subject in subjects[1:]):
+    first = runs[0]
+    for other in runs[1:]:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise KinformerError(
                 f"--recl compares losses token by token, but {other.folder} and {first.folder} have unlike "
@@ -85,10 +89,10 @@ def _losses(
         return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
 
 
-def _facts(subject: Subject, found: Recl, losses: Losses) -> dict[str, Any]:
+def _facts(run: TrainedRun, found: Recl, losses: Losses) -> dict[str, Any]:
     return {
-        "run": str(subject.run.folder),
-        "member": subject.run.member,
+        "run": str(run.folder),
+        "member": run.member,
         "recl": found.length,
         "at_least": found.at_least,
         "gains": list(found.gains),

@@ -53,7 +53,7 @@ class Data(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """What a run is going to be: a model's config, the data, the settings, the task's own options."""
 
     config: Any
@@ -90,6 +90,9 @@ class Subject(NamedTuple):
     model: Any
     changes: tuple[str, ...] = ()
     lookup: Mapping[str, Any] | None = None
+
+
+Load = Callable[[TrainedRun], Subject]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +204,11 @@ class Task:
         """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
         return {}
 
-    def check(self, plan: Plan, model: nn.Module) -> None:
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         """Raise a :class:`KinformerError` where the model, which is on the meta device, cannot be trained as
         planned."""
 
-    def data_module(self, plan: Plan) -> DataModule:
+    def data_module(self, plan: TrainingPlan) -> DataModule:
         """The rows to train on and to validate with."""
         raise NotImplementedError
 
@@ -225,9 +228,14 @@ class Task:
             )
         return name
 
-    def evaluate(self, subjects: Sequence[Subject], measuring: Measuring, own: Any, quiet: bool = True) -> Report:
-        """Measure runs, one by one unless the task compares them; ``own`` are its own options."""
-        return Report([self.measure(subject, measuring, own, quiet) for subject in subjects])
+    def evaluate(
+        self, runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: Any, quiet: bool = True
+    ) -> Report:
+        """Measure runs, one by one unless the task compares them; ``own`` are its own options.
+
+        ``load`` gives a run its model; one model at a time is in memory.
+        """
+        return Report([self.measure(load(run), measuring, own, quiet) for run in runs])
 
     def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
         """Measure one run beside the task's baselines."""

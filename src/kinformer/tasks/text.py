@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.data import Labelled
-    from kinformer.tasks.task import Measuring, Plan, TrainedRun
+    from kinformer.tasks.task import Measuring, TrainedRun, TrainingPlan
 
 CARRIED = "carried"
 
@@ -38,7 +38,7 @@ def ends_of(config: Any) -> BosEos:
     return BosEos(getattr(config.input, "bos_token", None), getattr(config.input, "eos_token", None))
 
 
-def check_ids(plan: Plan, ids: int, special_apart: bool) -> None:
+def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
     """Refuse a model that knows fewer than ``ids``, or whose special tokens stand for something else among them; a
     tokenizer's may be among its own ids, unless they are ``special_apart``."""
     config = plan.config

@@ -89,9 +89,9 @@ class Checkpoints:
             files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
             return Checkpoint(int(plan["step"]), files, plan["numbers"])
         except (KinformerError, KeyError, TypeError, ValueError, AttributeError) as error:
-            told = str(error) if isinstance(error, KinformerError) else f"{folder / PLAN}: is damaged ({error!r})"
+            reason = str(error) if isinstance(error, KinformerError) else f"{folder / PLAN}: is damaged ({error!r})"
             remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
-            raise KinformerError(f"{told.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
+            raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
 
     def clean(self) -> None:
         """Remove what an interrupted write left behind."""

@@ -75,9 +75,9 @@ class Progress:
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
         self._stream = stream or sys.stderr
-        self._start = self._told = time.monotonic()
+        self._start = self._said_at = time.monotonic()
         self._bar = _bar(self._stream) if self._stream.isatty() else None
-        self._task = self._bar.add_task("", total=total, completed=done, told="") if self._bar else None
+        self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
     def __enter__(self) -> Progress:
         if self._bar:
@@ -91,15 +91,15 @@ class Progress:
     def update(self, done: int, figures: str, speed: float) -> None:
         """``done`` steps are done, the last with ``figures``, at ``speed`` tokens per second."""
         self.done = done
-        told = f"{figures}  {speed:,.0f} tokens/s"
+        text = f"{figures}  {speed:,.0f} tokens/s"
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, told=told)
+            self._bar.update(self._task, completed=done, text=text)
             return
         now = time.monotonic()
-        if now - self._told >= QUIET_SECONDS or done == self.total:
-            self._told = now
+        if now - self._said_at >= QUIET_SECONDS or done == self.total:
+            self._said_at = now
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
-            self.say(f"step {done}/{self.total}  {told}  {_clock(left)} left")
+            self.say(f"step {done}/{self.total}  {text}  {_clock(left)} left")
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -132,5 +132,5 @@ def _bar(stream: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=stream))

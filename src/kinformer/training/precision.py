@@ -22,8 +22,8 @@ def use_fast_products() -> None:
 
 def has_amx() -> bool:
     """Whether this x86 processor has AMX tiles; True where that cannot be found out."""
-    told = processor()
-    return told is None or "amx_tile" in told
+    flags = processor()
+    return flags is None or "amx_tile" in flags
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

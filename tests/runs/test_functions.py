@@ -1,0 +1,119 @@
+"""A run as an object: ``kinformer.train``, ``evaluate``, ``open_run`` and ``load``, with options by name."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core.errors import KinformerError
+from kinformer.models.decoder import Decoder
+
+SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text_file):
+    return kinformer.train(
+        "linear-transformer", data=text_file, out=tmp_path_factory.mktemp("runs") / "linear", **SMALL
+    )
+
+
+def test_a_run_knows_what_it_is(run, text_file):
+    assert (run.member, run.recipe, run.task.name, run.vocabulary) == (
+        "linear-transformer",
+        "tiny",
+        "next-token",
+        "bytes",
+    )
+    assert not run.options.segments and run.training["length"] == 16 and run.data["spec"] == str(text_file)
+    assert isinstance(run.config, Decoder.Config) and run.config is run.config
+    assert run.tokenizer.encode("ab").tolist() == [97, 98]
+    assert list(run.figures) == ["bits_per_byte"] and 0 < run.figures["bits_per_byte"] < 16
+    again = kinformer.open_run(run.folder)
+    assert again == run and again.figures == run.figures
+    model = run.model()
+    assert not model.training and model(torch.zeros(1, 4, dtype=torch.int64))[0].shape == (1, 4, 256)
+
+
+def test_evaluate_is_the_command(run, capsys):
+    from kinformer.cli.main import main
+
+    found = kinformer.evaluate(run.folder, lengths="1x,2x", max_bytes=300, device="cpu")
+    assert (
+        main(["evaluate", str(run.folder), "--lengths", "1x,2x", "--max-bytes", "300", "--device", "cpu", "--json"])
+        == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert found.figures == {"bits_per_byte": facts["bits_per_byte"]} and found.units[0].lower_is_better
+    assert found.data == facts["data"] and [each["context"] for each in found.facts["lengths"]] == [16, 32]
+    carried = kinformer.evaluate(run.folder, context="carried", baseline=True, max_bytes=300)
+    assert carried.facts["carried"] and carried.baselines["ngram_bits_per_byte"] > 0
+    assert kinformer.evaluate(run.folder, context=8, max_bytes=300).facts["context"] == 8
+
+
+def test_a_run_goes_on(run, text_file, tmp_path):
+    first = kinformer.train("gpt", data=text_file, out=tmp_path / "run", set={"dim": 16}, **SMALL)
+    again = kinformer.train("gpt", out=tmp_path / "run", resume=True, steps=6)
+    assert (first.config.dim, again.config.dim, again.training["steps"]) == (16, 16, 6)
+    with pytest.raises(KinformerError, match="goes on as it was"):
+        kinformer.train("gpt", out=tmp_path / "run", resume=True, lr=1.0)
+
+
+def test_nothing_is_printed(text_file, tmp_path, capsys):
+    kinformer.train("gpt", data=text_file, out=tmp_path / "run", **SMALL)
+    kinformer.evaluate(tmp_path / "run", max_bytes=300)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batchsize": 3}, "kinformer.train: 'batchsize' is not an option; did you mean 'batch_size'"),
+        ({"mask_share": 0.2}, "--mask-share 0.2: is for the task mlm, not for next-token"),
+        ({"task": "mlm"}, "gpt is causal, whose tasks are next-token"),
+        ({"data": "no/such/file"}, "does not exist"),
+        ({"segments": True}, "--set position=sinusoidal"),
+    ],
+)
+def test_mistakes_of_training(text_file, tmp_path, options, told):
+    with pytest.raises(KinformerError) as error:
+        kinformer.train("gpt", out=tmp_path / "run", **{"data": text_file, **SMALL, **options})
+    assert told in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_mistakes_of_measuring(run):
+    with pytest.raises(KinformerError, match="kinformer.evaluate: 'lenghts' is not an option; did you mean 'lengths'"):
+        kinformer.evaluate(run.folder, lenghts="1x")
+    with pytest.raises(KinformerError, match="is no run folder"):
+        kinformer.evaluate(run.folder / "nothing")
+
+
+def test_tasks_are_records():
+    records = {task.name: task for task in kinformer.tasks()}
+    assert list(records) == ["next-token", "mlm", "classify", "listops"]
+    assert [records[name].figures[0].name for name in ("next-token", "classify")] == ["bits_per_byte", "accuracy"]
+    assert not records["classify"].figures[0].lower_is_better and records["mlm"].figures[0].lower_is_better
+    code = "import sys, kinformer; kinformer.tasks(); import kinformer.tasks.table; kinformer.tasks()"
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_folder_of_an_older_version_is_one_sentence(run, tmp_path):
+    config = json.loads((run.folder / "config.json").read_text())
+    for change, told in (
+        ({"schema": 1}, "has schema 1, as kinformer 0.1 wrote it"),
+        ({"schema": 3}, "has schema 3, but this version reads schema 2"),
+        ({"task": {"name": "chess", "options": {}}}, "task: 'chess' is unknown"),
+        ({"task": {"name": "mlm", "options": {"x": 1}}}, "'x' is not an option of the task mlm"),
+        ({"task": {}}, "without a name or options"),
+        ({"training": 3}, "training is 3, not a table"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(KinformerError) as error:
+            kinformer.open_run(tmp_path)
+        assert told in str(error.value) and str(tmp_path) in str(error.value)
