@@ -53,7 +53,7 @@ def in_text(pattern: Pattern, config: Any) -> Pattern:
     return WholeText(pattern, count, side) if count or side is not None else pattern
 
 
-def told(text: WholeText) -> str:
+def global_token_words(text: WholeText) -> str:
     """A text's global tokens in words."""
     count, side = text.globals, text.side
     words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []
