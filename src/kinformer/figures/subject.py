@@ -239,7 +239,7 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
 
 
 def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
-    depth = len(config.layers)
+    depth = len(config.uses)
     if placed.layers is None:
         position = config.position.build_model(config.dim, depth) if model is None else model.position
         return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
@@ -254,7 +254,7 @@ def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
 
 def _at(model: Any, path: str) -> Any:
     """The module that a part of the config at ``path`` became."""
-    found: Any = model
+    found: Any = model.stack if path.startswith("layers.") else model
     for name in path.split("."):
         found = found[int(name)] if name.isdigit() else getattr(found, name)
     return found
