@@ -27,7 +27,7 @@ from kinformer.evaluation.panels import (
     pattern_panel,
     raster,
 )
-from kinformer.evaluation.whole_text import WholeText, in_text, told
+from kinformer.evaluation.whole_text import WholeText, describe_global, in_text
 from kinformer.kernels.block_sparse import explain
 from kinformer.runs.options import DrawOptions
 from kinformer.runs.run import CONFIG, open_run
@@ -198,7 +198,7 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:
-    return f"{name}\n{told(pattern)}" if isinstance(pattern, WholeText) else name
+    return f"{name}\n{describe_global(pattern)}" if isinstance(pattern, WholeText) else name
 
 
 def _chosen(found: list[Placed], options: DrawOptions) -> list[Placed]:
