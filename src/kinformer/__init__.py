@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kinformer.runs.run import Run
     from kinformer.tasks.task import Evaluation, Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["build", "evaluate", "generate", "load", "members", "open_run", "tasks", "train"]
 
 

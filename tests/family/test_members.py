@@ -298,7 +298,7 @@ def test_small_recipes_have_one_budget():
     sizes = {}
     for name in MEMBERS:
         with torch.device("meta"):
-            layers = configure(name, "small").build().layers
+            layers = configure(name, "small").build().stack.layers
         sizes[name] = sum(parameter.numel() for parameter in layers.parameters())
     assert all(abs(size / sizes["gpt"] - 1) < 0.12 for size in sizes.values()), sizes
 

@@ -11,8 +11,8 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session, generate
 from kinformer.models.attached import KeyedDecoder
 from kinformer.models.retrieving import RetrievingDecoder, RetrievingState
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
-from kinformer.tasks.retrieved import RetrievedBatch, RetrievedNextToken
+from kinformer.tasks.next_token_rows import NextTokenLoss, RetrievedBatch, TokenBatch
+from kinformer.tasks.retrieved import RetrievedNextToken
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40

@@ -26,3 +26,10 @@ class Figure:
 
 
 ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)
+BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
+BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
+
+
+def bits_per_masked(unit: str) -> Figure:
+    """The figure, by what a token is: a byte, or a tokenizer's token."""
+    return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")

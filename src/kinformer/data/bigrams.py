@@ -1,4 +1,4 @@
-"""How often tokens, and pairs of tokens, occur: what guessing a hidden token has to be compared with.
+"""How often tokens, and pairs of tokens, occur: what guessing a masked token has to be compared with.
 
 P(w) = (c(w) + 1) / (N + V), P(w | h) = (c(h w) + T(h) P(w)) / (c(h) + T(h)), T(h) being how many tokens come after h,
 each counted once (Witten and Bell 1991); P(w) where h was never seen, or is not known.

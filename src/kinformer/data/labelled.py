@@ -60,7 +60,7 @@ def open_labelled(
     fingerprint = fingerprint_of(files)
     key = sha256(f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}".encode()).hexdigest()[:32]
     folder = (cache or default_cache()) / "labelled" / key
-    classes, splits = keep(folder, lambda: _encoded(_told(path, files, holdout), tokenizer, spec))
+    classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]
     return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits)
 
@@ -86,7 +86,7 @@ def _ordered(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
-def _told(path: Path, files: Sequence[SourceFile], holdout: float | None) -> Told:
+def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> Told:
     """The examples of each split."""
     if not path.is_dir():
         return _held_out({"train": list(_table(path))}, holdout, str(path))

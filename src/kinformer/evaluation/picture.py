@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kinformer.core.parts import Pattern
-from kinformer.evaluation.whole_text import WholeText, describe_global, in_text
+from kinformer.evaluation.whole_text import WholeText, global_token_words, in_text
 
 CELLS = 16
 MOST_TOKENS = 256
@@ -54,5 +54,5 @@ def _patterns(model: nn.Module) -> Iterator[Pattern]:
 
 def _name(pattern: Pattern) -> str:
     if isinstance(pattern, WholeText):
-        return f"{_name(pattern.inner)}, {describe_global(pattern)}"
+        return f"{_name(pattern.inner)}, {global_token_words(pattern)}"
     return getattr(pattern, "name", type(pattern).__name__.lower())

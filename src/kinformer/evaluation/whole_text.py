@@ -55,7 +55,7 @@ def in_text(pattern: Pattern, config: Any) -> Pattern:
     return WholeText(pattern, count, global_input) if count or global_input is not None else pattern
 
 
-def describe_global(text: WholeText) -> str:
+def global_token_words(text: WholeText) -> str:
     """A text's global tokens in words."""
     count, global_input = text.global_tokens, text.global_input
     words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []

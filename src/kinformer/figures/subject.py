@@ -27,7 +27,7 @@ from kinformer.evaluation.panels import (
     pattern_panel,
     raster,
 )
-from kinformer.evaluation.whole_text import WholeText, describe_global, in_text
+from kinformer.evaluation.whole_text import WholeText, global_token_words, in_text
 from kinformer.kernels.block_sparse import explain
 from kinformer.runs.options import DrawOptions
 from kinformer.runs.run import CONFIG, open_run
@@ -180,17 +180,17 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
-    for placed in _chosen(parts_of(config, "pattern"), options):
+    for placed in _of_layer(parts_of(config, "pattern"), options):
         found = [(in_text(each, config), name, place) for each, name, place in _heads(placed, options)]
         subject.patterns.extend((each, _with_globals(each, name), place) for each, name, place in found)
-    for placed in _apart(_chosen(parts_of(config, "position"), options), model):
+    for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
             subject.encodings.append(_encoding(placed, config, model))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
         embedding = placed.part.build(placed.owner.vocab_size, config.dim) if model is None else model.input.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
-    for placed in _apart(_chosen(mixers, options), model):
+    for placed in _apart(_of_layer(mixers, options), model):
         if not hasattr(placed.part, "pattern"):
             mixer = placed.part.build(config.dim) if model is None else _at(model, placed.path)
             subject.others.append((mixer, describe(placed.part), _place(placed), config.dim))
@@ -198,10 +198,10 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:
-    return f"{name}\n{describe_global(pattern)}" if isinstance(pattern, WholeText) else name
+    return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, WholeText) else name
 
 
-def _chosen(found: list[Placed], options: DrawOptions) -> list[Placed]:
+def _of_layer(found: list[Placed], options: DrawOptions) -> list[Placed]:
     """Those of the layer that was asked for."""
     if options.layer is None:
         return found
@@ -239,7 +239,7 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
 
 
 def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
-    depth = len(config.layers)
+    depth = len(config.uses)
     if placed.layers is None:
         position = config.position.build_model(config.dim, depth) if model is None else model.position
         return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
@@ -254,7 +254,7 @@ def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
 
 def _at(model: Any, path: str) -> Any:
     """The module that a part of the config at ``path`` became."""
-    found: Any = model
+    found: Any = model.stack if path.startswith("layers.") else model
     for name in path.split("."):
         found = found[int(name)] if name.isdigit() else getattr(found, name)
     return found

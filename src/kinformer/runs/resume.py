@@ -45,7 +45,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
             f"{spec}: is not the data that the run in {run.folder} was begun with ({found.fingerprint} instead of "
             f"{begun_with}); give that data, or another --out."
         )
-    if options.set and _planned(run, options, found) != run.config:
+    if options.set and _plan_again(run, options, found) != run.config:
         path, value = next(iter(options.set.items()))
         raise _otherwise(run, f"--set {path}={value}")
     run.save()
@@ -92,7 +92,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         raise _otherwise(run, f"--holdout {options.holdout}")
 
 
-def _planned(run: Run, options: TrainOptions, data: Any) -> Any:
+def _plan_again(run: Run, options: TrainOptions, data: Any) -> Any:
     """What the run's model would be by these options."""
     init = run.data.get("init")
     return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.figure import ACCURACY, Figure
+from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import WholeModel
-from kinformer.tasks.mlm import READS_WHOLE_TEXTS, SPECIAL_TOKENS
-from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
+from kinformer.tasks.task import (
+    READS_WHOLE_TEXTS,
+    SPECIAL_TOKENS,
+    Evaluation,
+    Measuring,
+    Source,
+    Subject,
+    Task,
+    TrainingPlan,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from kinformer.data import Labelled
     from kinformer.training.data_module import DataModule
 
-BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
 HEAD, FEWEST = "classification", 2
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.figure import ACCURACY
+from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.data import IGNORED, BosEos, Buckets, Labelled, Rows
-from kinformer.tasks.classify import BITS_PER_LABEL
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
 from kinformer.training.settings import Settings

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.figure import ACCURACY
+from kinformer.core.figure import ACCURACY, bits_per_masked
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
 from kinformer.data import IGNORED
@@ -19,7 +19,6 @@ from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.tasks.global_input import has_global_input, measure_global_input
 from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
-from kinformer.tasks.mlm import bits_per_masked
 from kinformer.tasks.task import Evaluation, Measuring, Subject
 from kinformer.tasks.text import ends_of, heading, held_out, whole_length
 from kinformer.training.batch import map_fields

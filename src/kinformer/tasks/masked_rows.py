@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.figure import ACCURACY
+from kinformer.core.figure import ACCURACY, bits_per_masked
 from kinformer.data import BosEos, Corpus, Rows, Tokenizer
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, Words, ordinary
 from kinformer.tasks.label_rows import scored
-from kinformer.tasks.mlm import MlmOptions, bits_per_masked
+from kinformer.tasks.options import MlmOptions
 from kinformer.tasks.text import ends_of, mask_token_of
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import ACCURACY, Figure
+from kinformer.core.figure import ACCURACY, bits_per_masked
 from kinformer.core.model import WholeModel
-from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
+from kinformer.tasks.options import MlmOptions
+from kinformer.tasks.task import (
+    READS_WHOLE_TEXTS,
+    SPECIAL_TOKENS,
+    Evaluation,
+    Measuring,
+    Source,
+    Subject,
+    Task,
+    TrainingPlan,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,29 +26,7 @@ if TYPE_CHECKING:
     from kinformer.data import Corpus
     from kinformer.training.data_module import DataModule
 
-SPECIAL_TOKENS = 3
-"""Ids that a new encoder has for itself: a mask, BOS and EOS."""
-READS_WHOLE_TEXTS = "an encoder, which reads whole texts and continues none; give a run of a causal member."
 HEAD = "masked_language"
-
-
-def bits_per_masked(unit: str) -> Figure:
-    """The figure, by what a token is: a byte, or a tokenizer's token."""
-    return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlmOptions:
-    """Of masked language modelling."""
-
-    mask_share: float = 0.15
-    """The share of all tokens that is predicted."""
-    whole_words: bool = False
-    """All tokens of a word are masked together."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_share < 1:
-            raise KinformerError(f"--mask-share is {self.mask_share:g} but must lie between 0 and 1.")
 
 
 def _masked_language(model: Any) -> Any:

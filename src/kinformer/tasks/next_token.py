@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError, require
-from kinformer.core.figure import Figure
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.core.model import CausalModel
+from kinformer.tasks.options import NextTokenMeasuring, NextTokenOptions
 from kinformer.tasks.task import Load, Measuring, Report, Source, Subject, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
@@ -19,45 +19,6 @@ if TYPE_CHECKING:
     from kinformer.data import Corpus
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
-
-BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextTokenOptions:
-    """Of models of the next token."""
-
-    segments: bool = False
-    """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextTokenMeasuring:
-    """Of models of the next token."""
-
-    context: str | None = None
-    """Measure in windows of N tokens, or with the state carried from end to end (N or "carried"). If not given, as it
-    was trained: carried after training with --segments, else in windows of the training length."""
-    overlap: float = 0.0
-    """The share of each window that repeats the one before and is not scored again."""
-    lengths: str | None = None
-    """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
-    for multiples of the training length. A length beyond a model's positions is left out."""
-    plot: str | None = None
-    """Draw what --lengths, --recl or --datastore measured, as PNG or SVG by the ending of this name."""
-    recl: bool = False
-    """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
-    hardest: float = 0.1
-    """With --recl: the share of tokens that count, those that the shorter context explains least."""
-    positions: int = 512
-    """With --recl: how many tokens are predicted, evenly spread, each anew at every context."""
-    holdout: float | None = None
-    """Take the last share of the data for validation and test, instead of the run's."""
-    baseline: bool = False
-    """Also count 5-grams of the training split and measure their prediction."""
-
-    def __post_init__(self) -> None:
-        require("--positions", self.positions, 1)
 
 
 def _next_token(model: Any) -> Any:
@@ -114,7 +75,8 @@ class NextToken(Task):
         return NextTokens(plan.data, plan.settings, plan.options.segments)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
-        from kinformer.tasks.retrieved import RetrievedNextToken, RetrievedTokens
+        from kinformer.tasks.next_token_rows import RetrievedTokens
+        from kinformer.tasks.retrieved import RetrievedNextToken
 
         if isinstance(data, RetrievedTokens) and self.choose_objective(name) == "next-token":
             return RetrievedNextToken()

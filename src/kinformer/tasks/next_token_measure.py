@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.core.progress import note, progressing
 from kinformer.data import NgramModel
 from kinformer.evaluation.bits import Measurement, measure
 from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
-from kinformer.tasks.next_token import BITS_PER_BYTE, NextTokenMeasuring
+from kinformer.tasks.lengths import Length, parse_lengths, short_names, trained_at
+from kinformer.tasks.options import NextTokenMeasuring
 from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, check_positions, heading, held_out, main_windows
 
@@ -64,48 +65,6 @@ def evaluate(
     if own.plot is not None:
         _plot(names, results, Path(own.plot))
     return Report([_evaluation(result) for result in results], _side_by_side(names, results))
-
-
-@dataclass(frozen=True)
-class Length:
-    """A length as it was asked for: ``number`` tokens, or so many times the training length."""
-
-    number: int
-    times: bool
-
-    def tokens(self, run: TrainedRun) -> int:
-        """How many tokens that is for a run."""
-        if not self.times:
-            return self.number
-        trained = trained_at(run)
-        if trained is None:
-            raise KinformerError(
-                f"--lengths {self.number}x: {run.folder} does not say its training length; give tokens."
-            )
-        return self.number * trained
-
-
-def parse_lengths(text: str | None) -> list[Length]:
-    """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"-?\d+x?", part) for part in parts):
-        raise KinformerError(
-            f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
-            "multiples of the training length."
-        )
-    return [Length(int(part.removesuffix("x")), part.endswith("x")) for part in parts]
-
-
-def trained_at(run: TrainedRun) -> int | None:
-    """The training length of a run, where it says so."""
-    length = run.training.get("length")
-    return length if isinstance(length, int) else None
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names where these tell them apart, else their paths."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _measure(

@@ -12,8 +12,8 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.figure import Figure
 from kinformer.core.progress import note, progressing
 from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
-from kinformer.tasks.next_token import NextTokenMeasuring
-from kinformer.tasks.next_token_measure import Length, short_names, trained_at
+from kinformer.tasks.lengths import Length, short_names, trained_at
+from kinformer.tasks.options import NextTokenMeasuring
 from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, held_out
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
-from kinformer.tasks.next_token import BITS_PER_BYTE
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
 from kinformer.training.settings import Settings
@@ -70,9 +70,52 @@ class NextTokens(DataModule):
         return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        from kinformer.tasks.retrieved import RetrievedTokens
-
         return RetrievedTokens(self, train, validation)
+
+
+class RetrievedBatch(NamedTuple):
+    """A :class:`TokenBatch` and ``neighbours`` [batch, time, k] int64, the tokens that followed, -1 where is none."""
+
+    tokens: Tensor
+    reset: Tensor | None
+    valid: Tensor | None
+    neighbours: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many tokens are predicted."""
+        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+
+
+class RetrievedTokens(DataModule):
+    """The rows of ``texts`` with their neighbours.
+
+    ``train`` and ``validation``, int32 [tokens, k]: row t belongs to the input at position t of the training split, and
+    of the part of the validation split that is measured.
+    """
+
+    figures = (BITS_PER_BYTE,)
+
+    def __init__(self, texts: NextTokens, train: np.ndarray, validation: np.ndarray) -> None:
+        self.texts, self.train, self.held_out, self.carries = texts, train, validation, texts.carries
+        for table, split in ((train, texts.corpus.splits["train"]), (validation, texts.stream.split)):
+            assert len(table) == len(split) - 1
+
+    @property
+    def validations(self) -> int:
+        return self.texts.validations
+
+    def batch(self, step: int, rank: int, world: int) -> RetrievedBatch:
+        batch = self.texts.batch(step, rank, world)
+        return _with_rows(batch, self.train, self.texts.sampler.starts(step), rank)
+
+    def validation(self, rank: int, world: int) -> Iterator[RetrievedBatch]:
+        stream = self.texts.stream
+        for index, batch in enumerate(self.texts.validation(rank, world)):
+            yield _with_rows(batch, self.held_out, stream.starts + index * stream.length, rank)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return self.texts.measured(means, split)
 
 
 class NextTokenLoss:
@@ -116,3 +159,14 @@ def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
 def _marks(reset: np.ndarray | None) -> Tensor | None:
     """Where sequences begin, or None where none does, so that nobody works for it; most batches have none."""
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
+
+
+def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
+    """``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows, the last of which may
+    be fewer than the others'."""
+    count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+    rows = np.full((count, time, table.shape[1]), -1, np.int64)
+    for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
+        found = table[start : start + time]
+        row[: len(found)] = found
+    return RetrievedBatch(*batch, torch.from_numpy(rows))

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from kinformer.training.settings import Settings
 
 
+SPECIAL_TOKENS = 3
+"""Ids that a new encoder has for itself: a mask, BOS and EOS."""
+READS_WHOLE_TEXTS = "an encoder, which reads whole texts and continues none; give a run of a causal member."
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """A task without options of its own."""
