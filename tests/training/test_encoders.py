@@ -138,7 +138,7 @@ def test_measured_as_validated(corpus: Corpus, tmp_path: Path) -> None:
     assert measured.bits == pytest.approx(told["validation_bits_per_label"], rel=1e-5)
     labels = labelled().splits["test"].labels
     assert measured.examples == tuple((labels == each).sum() for each in range(3))
-    assert sum(measured.told) == 120 and all(map(int.__le__, measured.correct, measured.told))
+    assert sum(measured.predicted) == 120 and all(map(int.__le__, measured.correct, measured.predicted))
     assert measured.guessing == max(measured.examples) / 120
 
 

@@ -95,8 +95,8 @@ class Buckets:
         number, batch = divmod(step, POOL)
         if self._pool[0] != number:
             self._pool = number, self._sorted(number)
-        place = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
-        return self._pool[1][place * self.batch_size : (place + 1) * self.batch_size]
+        index = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
+        return self._pool[1][index * self.batch_size : (index + 1) * self.batch_size]
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Rows:
         """This process's rows, as wide as the longest of the global batch needs."""

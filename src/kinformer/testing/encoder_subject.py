@@ -44,8 +44,8 @@ class EncoderSubject(ABC):
 
     @abstractmethod
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
-        """``case`` with padding of unlike length and rubbish in it, each of its rows alone without, and which tokens
-        [batch, time] are valid."""
+        """``case`` with rubbish as padding, as much as differs by row, each of its rows alone without, and which
+        tokens [batch, time] are valid."""
 
     @abstractmethod
     def run(self, module: Any, case: Case) -> Tensor:
