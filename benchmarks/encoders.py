@@ -2,7 +2,7 @@
 
 Forward and backward of
 
-    longformer  window of 128 on either side, 16 global tokens with their own projections
+    longformer  window of 128 to the left and right, 16 global tokens with their own projections
     big-bird    blocks of 64: window of 3, first and last, 3 random ones by the same table
     bert        all pairs, for comparison
 
@@ -54,8 +54,8 @@ def ours(name: str) -> tuple[EncoderLayer, Text]:
         feed_forward=MLP.Config(hidden_dim=HIDDEN),
         norm=LayerNorm(eps=1e-12),
     )
-    globals_ = torch.arange(GLOBALS)[None] if name == "longformer" else None
-    return config.build(DIM), Text(globals=globals_)
+    positions = torch.arange(GLOBALS)[None] if name == "longformer" else None
+    return config.build(DIM), Text(global_positions=positions)
 
 
 def longformer(length: int) -> tuple[nn.Module, Step, Step]:

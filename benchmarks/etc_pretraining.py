@@ -1,14 +1,14 @@
-"""Does ETC's global input learn to stand for its units, and does the long input need it?
+"""Does ETC's global input learn to stand for its sentences, and does the long input need it?
 
 Trains the member etc on masked bytes and contrastive prediction (`kinformer train etc --objective mlm-cpc`), then
 measures on the test split (`kinformer evaluate`)
 
-    units    how many of the units that are hidden as a whole are told from the batch's others by their global tokens
-    bytes    bits per masked byte with the global input, with its vectors zeroed, and without it
+    sentences  how many of those masked as a whole are identified among the batch's others by their global tokens
+    bytes      bits per masked byte with the global input, with its vectors zeroed, and without it
 
-Two layers of dim 64 with windows of 16 on either side, 128 bytes in units of 16: of each of the 64 rows of a batch one
-unit is hidden, so that chance is 1 in 64. The budget is --steps or --minutes. Extra options of `kinformer train`
-stand after --.
+Two layers of dim 64 with windows of 16 to the left and right, 128 bytes in sentences of 16: of each of the 64 rows of a
+batch one sentence is masked, so that chance is 1 in 64. The budget is --steps or --minutes. Extra options of
+`kinformer train` stand after --.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECIPE = {
     "layers.*.mixer.max_distance": 12,
     "layers.*.mixer.pattern.window": 16,
     "layers.*.feed_forward.hidden_dim": 256,
-    "side.length": 16,
+    "global_input.length": 16,
 }
 LENGTH, ROWS, RATE = 128, 64, 3e-3
 
@@ -59,11 +59,11 @@ def main() -> None:
         training = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
     measured.pop("run")
     found = measured["global_input"]
-    ratio = found["told"] / found["chance"]
+    ratio = found["accuracy"] / found["chance"]
     show(
-        f"{found['units']} hidden units told by their global tokens",
+        f"{found['sentences']} masked sentences identified by their global tokens",
         ("", "share"),
-        [["told", found["told"]], ["by chance", found["chance"]], [f"times chance (goal: {GOAL:g})", ratio]],
+        [["accuracy", found["accuracy"]], ["by chance", found["chance"]], [f"times chance (goal: {GOAL:g})", ratio]],
     )
     show(
         "bits per masked byte",

@@ -22,7 +22,7 @@ from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.contract import Chunk
 from kinformer.core.reserved import KeysValues
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
-from kinformer.kernels.lookup.lists import centroids, insert, places_of
+from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
 from kinformer.mixers.memorizing import Memorizing, MemorizingState
 
 DIM, HEADS, SEGMENT, TOPK, LISTS, PROBES = 512, 8, 512, 32, 64, 3
@@ -45,13 +45,13 @@ def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
     size, recent = mixer.config.memory_size, mixer.kept
     seen = 4 * max(size, mixer.batch_of) + segments * SEGMENT
     new, old = (points(HEADS, count) for count in (recent, size))
-    places = torch.zeros(1, HEADS, size, 0, dtype=torch.int64)
+    assignments = torch.zeros(1, HEADS, size, 0, dtype=torch.int64)
     k, v = old, torch.randn_like(old)
     if mixer.centroids is not None:
         border = seen // mixer.batch_of * mixer.batch_of
-        places = places_of(old, border - size, CoarseQuantizer(mixer.centroids, PROBES))
-        k, v, places = insert(k, v, places, size)
-    return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), k, v, places)
+        assignments = assignments_of(old, border - size, CoarseQuantizer(mixer.centroids, PROBES))
+        k, v, assignments = insert(k, v, assignments, size)
+    return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), k, v, assignments)
 
 
 def points(heads: int, count: int, clusters: int = 0) -> Tensor:
@@ -82,10 +82,10 @@ def find(name: str, q: Tensor, k: Tensor, impl: str = "auto") -> tuple[Tensor, T
         found = look_up(q, [MemorySlice(k, k, 0, k.shape[2])], Search(name, TOPK, impl=impl))
         return (q @ k.mT).gather(-1, found), found
     lists = CoarseQuantizer(centroids(k.shape[1], LISTS, WIDTH), PROBES)
-    filed, _, places = insert(k, k, places_of(k, 0, lists), k.shape[2])
+    filed, _, assignments = insert(k, k, assignments_of(k, 0, lists), k.shape[2])
     pieces = [MemorySlice(filed, filed, 0, k.shape[2]), MemorySlice(k, k, 0, 0)]
-    found = look_up(q, pieces, Search(name, TOPK, lists, impl), InvertedFile(filed, places, 0))
-    positions = places[:, :, None, :, 1].expand(-1, -1, q.shape[2], -1).gather(-1, found.clamp_min(0))
+    found = look_up(q, pieces, Search(name, TOPK, lists, impl), InvertedFile(filed, assignments, 0))
+    positions = assignments[:, :, None, :, 1].expand(-1, -1, q.shape[2], -1).gather(-1, found.clamp_min(0))
     positions = torch.where(found < 0, -1, positions)
     scores = (q @ k.mT).gather(-1, positions.clamp_min(0))
     return torch.where(positions < 0, -1.0, scores), positions

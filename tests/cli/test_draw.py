@@ -123,7 +123,7 @@ def test_global_tokens_of_a_document_have_rows_and_columns(drawn):
 def test_tokens_on_the_side_stand_before_the_document(drawn):
     told, _ = drawn("big-bird", "--recipe", "tiny-etc", "--length", 47, "--layer", 1, "--head", 2)
     (panel,) = (each for each in told["panels"] if each["panel"] == "pattern")
-    assert panel["name"].endswith("no edges\n3 tokens on the side")
+    assert panel["name"].endswith("no edges\nglobal input of 3 tokens")
     pattern = configure("big-bird", "tiny-etc").layers[0].mixer.pattern.build().sized(44).at(1)
     index = torch.arange(44)
     document = int(pattern.allowed(index[:, None], index).sum())

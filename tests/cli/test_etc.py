@@ -1,4 +1,4 @@
-"""ETC on the command line: trained on hidden bytes and hidden units, measured with its global input and without."""
+"""ETC on the command line: trained on masked bytes and masked sentences, measured with its global input and without."""
 
 import json
 
@@ -14,7 +14,7 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def test_hidden_units(cli, text_file, tmp_path):
+def test_masked_sentences(cli, text_file, tmp_path):
     out = tmp_path / "run"
     data = ("--data", text_file, "--validation-tokens", "300", "--out", out)
     code, told, _ = cli("train", "etc", *OPTIONS, *data, "--objective", "mlm-cpc", "--json")
@@ -24,24 +24,25 @@ def test_hidden_units(cli, text_file, tmp_path):
     measured = json.loads(told)
     found = measured["global_input"]
     assert code == 0 and found["bits"] == pytest.approx(measured["bits_per_masked_byte"], rel=1e-4)
-    assert found["units"] > 8 and 0 <= found["told"] <= 1 and 1 / 4 <= found["chance"] < 1 / 3
+    assert found["sentences"] > 8 and 0 <= found["accuracy"] <= 1 and 1 / 4 <= found["chance"] < 1 / 3
     assert len({found["bits"], found["zeroed"], found["without"]}) == 3
     code, told, _ = cli("evaluate", out, "--threads", "1")
     assert code == 0 and f"{found['zeroed']:.4f} with the vectors of the global tokens zeroed" in told
-    assert f"of {found['units']} hidden units told by their global tokens (by chance: {found['chance']:.1%})" in told
+    identified = f"of {found['sentences']} masked sentences identified by their global tokens"
+    assert f"{identified} (by chance: {found['chance']:.1%})" in told
 
 
-def test_a_run_without_hidden_units_says_nothing_of_them(cli, text_file, tmp_path):
+def test_a_run_without_masked_sentences_says_nothing_of_them(cli, text_file, tmp_path):
     out = tmp_path / "run"
     data = ("--data", text_file, "--validation-tokens", "300", "--out", out)
     assert cli("train", "etc", *OPTIONS, *data)[0] == 0
     code, told, _ = cli("evaluate", out, "--threads", "1", "--max-bytes", "300")
-    assert code == 0 and "zeroed" in told and "hidden units" not in told
+    assert code == 0 and "zeroed" in told and "masked sentences" not in told
 
 
-def test_a_model_without_units_is_refused_before_anything_is_written(cli, text_file, tmp_path):
+def test_a_model_without_sentences_is_refused_before_anything_is_written(cli, text_file, tmp_path):
     code, _, told = cli(
         "train", "bert", *OPTIONS, "--data", text_file, "--objective", "mlm-cpc", "--out", tmp_path / "run"
     )
-    assert code == 2 and "needs an encoder with a mask token and a global token for every unit" in told
+    assert code == 2 and "needs an encoder with a mask token and a global token for every sentence" in told
     assert not (tmp_path / "run").exists()

@@ -99,4 +99,4 @@ def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):
 def test_unlike_tokenizers_are_no_group(cli, gpt_run, tokenized_run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, _, err = cli("evaluate", gpt_run, tokenized_run, "--recl")
-    assert code == 2 and "have unlike tokenizers; measure them apart" in err
+    assert code == 2 and "have different tokenizers; measure them separately" in err

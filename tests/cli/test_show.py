@@ -51,7 +51,7 @@ def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
     [
         ("longformer", "tiny", "pattern band, 1 global token"),
         ("big-bird", "tiny", "pattern big_bird (queries down"),
-        ("big-bird", "tiny-etc", "pattern big_bird, 3 tokens on the side"),
+        ("big-bird", "tiny-etc", "pattern big_bird, global input of 3 tokens"),
         ("blockbert", "tiny", "pattern blockwise"),
     ],
 )

@@ -68,6 +68,6 @@ def test_shares_are_equal_and_nothing_counts_twice() -> None:
     rows = Rows(np.arange(15).reshape(5, 3), None, np.arange(5), np.arange(10).reshape(5, 2))
     shares = [rows.share(rank, 2) for rank in (0, 1)]
     assert [share.labels.tolist() for share in shares] == [[0, 1, 2], [3, 4, IGNORED]]
-    assert shares[1].tokens.tolist()[2] == rows.tokens[4].tolist() and shares[1].places is not None
+    assert shares[1].tokens.tolist()[2] == rows.tokens[4].tolist() and shares[1].positions is not None
     alone = [Rows(rows.tokens[:1], None, np.zeros((1, 2), np.int64)).share(rank, 3).labels for rank in range(3)]
     assert [labels.tolist() for labels in alone] == [[[0, 0]], [[IGNORED] * 2], [[IGNORED] * 2]]

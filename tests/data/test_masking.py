@@ -22,19 +22,19 @@ def rows(count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, mix(5, np.arange(count))
 
 
-def test_fifteen_of_a_hundred_are_chosen_and_most_of_them_hidden() -> None:
+def test_fifteen_of_a_hundred_are_chosen_and_most_of_them_masked() -> None:
     tokens = np.random.default_rng(0).integers(0, 256, (400, 200))
-    masked, places, truth = PLAIN(tokens, mix(0, np.arange(400)))
-    assert places.shape == (400, 30) and (truth >= 0).all()
-    assert np.array_equal(truth, np.take_along_axis(tokens, places, 1))
-    shown = np.take_along_axis(masked, places, 1)
+    masked, positions, truth = PLAIN(tokens, mix(0, np.arange(400)))
+    assert positions.shape == (400, 30) and (truth >= 0).all()
+    assert np.array_equal(truth, np.take_along_axis(tokens, positions, 1))
+    shown = np.take_along_axis(masked, positions, 1)
     assert (shown == MASK).mean() == pytest.approx(0.8, abs=0.02)
     assert (shown == truth).mean() == pytest.approx(0.1 + 0.1 / 256, abs=0.015)
     drawn = shown[(shown != MASK) & (shown != truth)]
     assert len(drawn) / truth.size == pytest.approx(0.1, abs=0.015)
     assert drawn.max() < 256 and len(set(drawn.tolist())) > 200
     untouched = np.ones(tokens.shape, bool)
-    np.put_along_axis(untouched, places, False, 1)
+    np.put_along_axis(untouched, positions, False, 1)
     assert untouched.sum(1).tolist() == [170] * 400 and np.array_equal(masked[untouched], tokens[untouched])
     chosen = (~untouched).mean(0)
     assert chosen.min() > 0.07 and chosen.max() < 0.24, "no place is preferred"
@@ -61,13 +61,13 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_padding(masking: Masking)
         assert (together[2][row, count:] == IGNORED).all()
 
 
-def test_whole_words_are_hidden_together() -> None:
+def test_whole_words_are_masked_together() -> None:
     tokens, keys = rows(30, 90)
-    places = WHOLE.choose(tokens, keys, np.full(30, 90))
-    counts = (places >= 0).sum(1)
+    positions = WHOLE.choose(tokens, keys, np.full(30, 90))
+    counts = (positions >= 0).sum(1)
     assert counts.max() <= WHOLE.most(90) and counts.mean() > 0.9 * WHOLE.most(90)
     words = set()
-    for text, row in zip(tokens, places, strict=True):
+    for text, row in zip(tokens, positions, strict=True):
         chosen = np.isin(np.arange(90), row)
         number = np.cumsum(~WHOLE.words.joined(text)) if WHOLE.words else np.zeros(90)
         for word in set(number[chosen].tolist()):
@@ -76,9 +76,9 @@ def test_whole_words_are_hidden_together() -> None:
     assert {"naïve", "they_said", "river", "   "} <= words and not any(" " in word.strip() for word in words)
 
 
-def test_a_word_too_long_to_be_hidden() -> None:
-    masked, places, truth = WHOLE(np.full((3, 50), 97), mix(2, np.arange(3)))
-    assert (truth != IGNORED).sum(1).tolist() == [1, 1, 1] and places[:, 0].tolist() == [0, 0, 0]
+def test_a_word_too_long_to_be_masked() -> None:
+    masked, positions, truth = WHOLE(np.full((3, 50), 97), mix(2, np.arange(3)))
+    assert (truth != IGNORED).sum(1).tolist() == [1, 1, 1] and positions[:, 0].tolist() == [0, 0, 0]
     assert (masked[:, 1:] == 97).all()
 
 

@@ -46,7 +46,7 @@ CONFIGS["xl positions, bilinear score"] = configure(
 CONFIGS["linear-transformer, quadratic"] = configure(
     "linear-transformer", "tiny", set={"layers.*.mixer.feature_map": "quadratic", "dim": 32}
 )
-CONFIGS["big-bird, tokens on the side"] = configure("big-bird", "tiny-etc", set={"layers": 3})
+CONFIGS["big-bird, global input"] = configure("big-bird", "tiny-etc", set={"layers": 3})
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
     head=ClassificationHead.Config(classes=3)
 )

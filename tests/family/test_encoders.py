@@ -7,7 +7,7 @@ import torch
 
 import kinformer
 from kinformer.core.config import from_dict, to_dict
-from kinformer.core.encoder import DOCUMENT, GLOBAL
+from kinformer.core.encoder import GLOBAL, LOCAL
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
@@ -18,7 +18,7 @@ from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
-WITHOUT_KINDS = {"etc": "its global tokens stand beside the document"}
+WITHOUT_KINDS = {"etc": "its global tokens are a global input"}
 
 
 def build(name, **changes):
@@ -90,7 +90,7 @@ def test_kinds_say_which_tokens_are_global():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     tokens = torch.randint(61, (1, 40))
-    kinds_ = torch.full_like(tokens, DOCUMENT)
+    kinds_ = torch.full_like(tokens, LOCAL)
     kinds_[:, 0] = GLOBAL
     assert torch.equal(model(tokens, kinds=kinds_), model(tokens))
     kinds_[:, 20] = GLOBAL
@@ -105,7 +105,7 @@ def test_kinds_say_which_tokens_are_global():
 def test_a_tapped_layer_and_the_last():
     model = build("bert").eval()
     encoded = model.hidden(torch.randint(61, (2, 9)), taps=(1,))
-    assert torch.equal(encoded.tapped[0], encoded.document)
+    assert torch.equal(encoded.tapped[0], encoded.long_input)
 
 
 def test_refusals():

@@ -8,7 +8,7 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import to_dict
-from kinformer.core.encoder import DOCUMENT
+from kinformer.core.encoder import LOCAL
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
 from kinformer.data.corpus import STDLIB
@@ -52,18 +52,18 @@ def tokens_of(length):
 
 def hidden(model, length, **inputs):
     with torch.no_grad():
-        return model.double().hidden(tokens_of(length), **inputs).document
+        return model.double().hidden(tokens_of(length), **inputs).long_input
 
 
 def test_longformer_reads_4096_tokens_and_short_texts_as_bert_does(bert):
     """Its windows are 256 a side, so that 257 tokens see each other; a global token projects with equal numbers."""
     short, long = kinformer.load(bert), extend_to_long(bert, "longformer", "paper")
     assert (short.max_length, long.max_length) == (512, 4096)
-    none = torch.full((2, 257), DOCUMENT)
+    none = torch.full((2, 257), LOCAL)
     want = hidden(short, 257)
     assert_close(hidden(long, 257, kinds=none), want, 1e-12)
     assert_close(hidden(long, 257), want, 1e-12)
-    one_more = hidden(long, 258, kinds=torch.full((2, 258), DOCUMENT))
+    one_more = hidden(long, 258, kinds=torch.full((2, 258), LOCAL))
     assert (one_more - hidden(short, 258)).abs().max() > 1e-6
     assert hidden(long, 4096).isfinite().all()
 
@@ -92,7 +92,7 @@ def test_the_layers_take_the_attention_at_their_place_in_the_recipe(bert):
     assert all(layer.mixer.num_heads == 2 for layer in layers)
 
 
-@pytest.mark.parametrize("sharing", ["all", "sides", "pieces"])
+@pytest.mark.parametrize("sharing", ["all", "inputs", "pieces"])
 def test_etc_begins_with_copies(bert, sharing):
     before = dict(kinformer.load(bert).state_dict())
     model = extend_to_long(bert, "etc", "tiny", {"layers.*.mixer.sharing": sharing})
@@ -100,22 +100,22 @@ def test_etc_begins_with_copies(bert, sharing):
     same = before.keys() & after.keys()
     assert before.keys() - same == {"position.table"}
     assert all(torch.equal(before[name], after[name]) for name in same)
-    copies = {"side_out": ("out", 0)}
-    copies |= {} if sharing == "all" else {"projection.apart.qkv": ("projection.qkv", 0)}
+    copies = {"global_out": ("out", 0)}
+    copies |= {} if sharing == "all" else {"projection.of_global.qkv": ("projection.qkv", 0)}
     copies |= {f"projection.{piece}": ("projection.qkv", 32) for piece in ("l2g", "g2l") if sharing == "pieces"}
     for layer in range(DEPTH):
         for name, (source, first) in copies.items():
             for kind in ("weight", "bias"):
                 mixer = f"stack.layers.{layer}.mixer"
                 assert torch.equal(after.pop(f"{mixer}.{name}.{kind}"), before[f"{mixer}.{source}.{kind}"][first:])
-    new = {name for name in after.keys() - same if name != "side.table.weight"}
+    new = {name for name in after.keys() - same if name != "global_input.table.weight"}
     assert len(new) == 4 * DEPTH and all("relations." in name for name in new)
     assert hidden(model, 600).isfinite().all()
 
 
-def test_tokens_on_the_side_of_big_bird_begin_anew(bert):
+def test_the_global_input_of_big_bird_is_new(bert):
     model = extend_to_long(bert, "big-bird", "tiny-etc")
-    assert model.side.table.weight.shape == (3, 32)
+    assert model.global_input.table.weight.shape == (3, 32)
     assert hidden(model, 100).isfinite().all()
 
 

@@ -73,7 +73,7 @@ def test_same_hidden_states_at_every_layer(length, tmp_path):
         got = model.hidden(tokens, taps=range(3))
     want = theirs(peer, tokens).hidden_states
     assert peer.model.bert.attention_type == ("original_full" if length == 36 else "block_sparse")
-    for each, their in zip((*got.tapped, got.document), (*want[1:], want[-1]), strict=True):
+    for each, their in zip((*got.tapped, got.long_input), (*want[1:], want[-1]), strict=True):
         assert_close(each, their[:, :length], 1e-9)
 
 
@@ -121,7 +121,7 @@ def differing(peer, folder, length):
     model = imported(peer.folder, folder).double()
     tokens = peer.texts((length,))[0]
     with torch.no_grad():
-        got = model.hidden(tokens).document
+        got = model.hidden(tokens).long_input
     apart = (got - theirs(peer, tokens).hidden_states[-1]).abs().amax((0, 2)).view(-1, 64).amax(1)
     assert ((apart < 1e-9) | (apart > 1e-5)).all()
     return {int(block) for block in (apart > 1e-9).nonzero()} & set(range(2, length // 64 - 2)), apart

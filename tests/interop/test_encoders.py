@@ -85,7 +85,7 @@ def test_same_hidden_states_at_every_layer(peers, model_type, tmp_path):
     with torch.no_grad():
         got = model.hidden(tokens, valid=valid, types=types, taps=range(3))
     want = peer(input_ids=tokens, attention_mask=valid.long(), token_type_ids=types).hidden_states
-    for ours, theirs in zip((*got.tapped, got.document), (*want[1:], want[-1]), strict=True):
+    for ours, theirs in zip((*got.tapped, got.long_input), (*want[1:], want[-1]), strict=True):
         assert_close(ours[valid], theirs[valid], limits(model_type)[1][1])
 
 
@@ -155,7 +155,7 @@ def test_a_model_without_a_head_gets_a_new_one_and_says_so(model_type, tmp_path,
     assert "pooler.dense.bias, pooler.dense.weight left out" in told
     tokens, valid, types = peer.texts()
     with torch.no_grad():
-        got = model.hidden(tokens, valid=valid, types=types).document
+        got = model.hidden(tokens, valid=valid, types=types).long_input
     want = peer(input_ids=tokens, attention_mask=valid.long(), token_type_ids=types).last_hidden_state
     assert_close(got[valid], want[valid], limits(model_type)[1][1])
 

@@ -279,7 +279,7 @@ def test_an_explicit_name_never_becomes_another(monkeypatch: pytest.MonkeyPatch)
     from kinformer.core.encoder import Text
 
     mixer = BidirectionalAttention.Config(impl="sdpa").build(16)
-    text = Text(globals=torch.tensor([[0]]))
+    text = Text(global_positions=torch.tensor([[0]]))
     with pytest.raises(KinformerError, match="'sdpa', which knows no log-sum-exps"):
         mixer(torch.randn(1, 5, 16), text)
 

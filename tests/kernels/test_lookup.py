@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
 from kinformer.kernels.lookup import numbered as rounding
-from kinformer.kernels.lookup.lists import centroids, insert, places_of
+from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
 from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64
@@ -47,17 +47,19 @@ def test_what_is_chosen_of_long_lists_is_nearly_the_best(kind, first):
     torch.manual_seed(0)
     k, q = points(kind, MEMORIES, True), points(kind, 64, False)
     lists = CoarseQuantizer(centroids(HEADS, 5, WIDTH), 2)
-    k, _, places = insert(k, k, places_of(k, 0, lists), MEMORIES)
+    k, _, assignments = insert(k, k, assignments_of(k, 0, lists), MEMORIES)
     pieces = [MemorySlice(k, k, 0, MEMORIES), MemorySlice(k, k, 0, 0)]
     found, want = (
-        look_up(q, pieces, Search("inverted", 12, lists, impl), InvertedFile(k, places, first))
+        look_up(q, pieces, Search("inverted", 12, lists, impl), InvertedFile(k, assignments, first))
         for impl in ("chunked", "reference")
     )
     assert torch.equal(found < 0, want < 0)
     scores = q.double() @ k.double().mT
     got, best = (torch.where(each < 0, 0.0, scores.gather(-1, each.clamp_min(0))) for each in (found, want))
     assert (best - got).max() < WIDTH**0.5 / 60 and (best - got).mean() < 0.005
-    assert ((places[:, :, None, :, 1].expand_as(scores).gather(-1, found.clamp_min(0)) >= first) | (found < 0)).all()
+    assert (
+        (assignments[:, :, None, :, 1].expand_as(scores).gather(-1, found.clamp_min(0)) >= first) | (found < 0)
+    ).all()
 
 
 @rounds
@@ -95,7 +97,7 @@ def test_integers_are_for_many_of_float32_that_are_there():
 def test_filed_by_parts_is_filed_at_once(keep):
     torch.manual_seed(0)
     k, v = (torch.randn(2, 3, 100, 8) for _ in range(2))
-    new = (k, v, places_of(k, 7, CoarseQuantizer(centroids(3, 5, 8), 2)))
+    new = (k, v, assignments_of(k, 7, CoarseQuantizer(centroids(3, 5, 8), 2)))
     want = insert(*new, keep=keep)
     filed = insert(*(each[:, :, :70] for each in new), keep=min(70, keep))
     got = insert(*(each[:, :, 70:] for each in new), keep=keep, filed=filed)

@@ -45,18 +45,19 @@ def dense(mixer, x, text):
     """All pairs at once, row by row: what a token may see is written out."""
     q, k, v = mixer.projection(x)
     own = mixer.projection.global_projection()
-    heads, time, side = q.shape[1], x.shape[1], text.side
+    heads, time, num_global = q.shape[1], x.shape[1], text.num_global
     outputs = []
     for row in range(len(x)):
-        places = [] if text.globals is None else [side + int(p) for p in text.globals[row] if p >= 0]
+        own_globals = [] if text.global_positions is None else text.global_positions[row].tolist()
+        places = [num_global + position for position in own_globals if position >= 0]
         valid = torch.ones(time, dtype=torch.bool) if text.valid is None else text.valid[row]
-        index = torch.arange(time) - side
+        index = torch.arange(time) - num_global
         merged = []
         for head in range(heads):
-            pattern = mixer.pattern.sized(time - side).at(head)
+            pattern = mixer.pattern.sized(time - num_global).at(head)
             seen = pattern.allowed(index[:, None], index[None]) & (index[:, None] >= 0) & (index[None] >= 0)
-            seen[:, :side] = True
-            seen[:side] = True
+            seen[:, :num_global] = True
+            seen[:num_global] = True
             seen[:, places] = True
             seen[places] = True
             scores = (q[row, head] @ k[row, head].T) * q.shape[-1] ** -0.5
@@ -89,7 +90,7 @@ def test_many_global_tokens_are_projected_before_they_look():
     mixer = config(pattern=Window(window=3), projection=MultiHeadGlobal.Config()).build(16).double()
     x = torch.randn(2, 40, 16, dtype=torch.float64)
     for count in (3, 8, 20):
-        text = Text(globals=torch.arange(count).expand(2, -1))
+        text = Text(global_positions=torch.arange(count).expand(2, -1))
         torch.testing.assert_close(mixer(x, text), dense(mixer, x, text), rtol=0, atol=1e-12)
 
 
@@ -109,7 +110,7 @@ def test_work_is_linear_in_length():
         with torch.device("meta"):
             mixer = config(pattern=Window(window=32), projection=MultiHeadGlobal.Config()).build(16)
             x = torch.zeros(1, time, 16)
-            text = Text(globals=torch.zeros(1, 2, dtype=torch.int64))
+            text = Text(global_positions=torch.zeros(1, 2, dtype=torch.int64))
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:

@@ -14,7 +14,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
-from kinformer.kernels.lookup.lists import centroids, insert, places_of
+from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
@@ -172,22 +172,22 @@ def test_a_query_finds_the_best_of_its_lists():
     torch.manual_seed(2)
     k, q = (torch.nn.functional.normalize(torch.randn(1, 2, n, 8, dtype=torch.float64), dim=-1) for n in (300, 21))
     lists = CoarseQuantizer(centroids(2, 5, 8).double(), 2)
-    places = places_of(k, 1000, lists)
-    kept, _, places = insert(k, k, places, 300)
-    assert (places[..., 0].diff(dim=-1) >= 0).all()
+    assignments = assignments_of(k, 1000, lists)
+    kept, _, assignments = insert(k, k, assignments, 300)
+    assert (assignments[..., 0].diff(dim=-1) >= 0).all()
     pieces = [MemorySlice(kept, kept, 0, 300), MemorySlice(k, k, 0, 0)]
     for first in (0, 1100, 1299):
-        filed = InvertedFile(kept, places, first)
+        filed = InvertedFile(kept, assignments, first)
         found, want = (
             look_up(q, pieces, Search("inverted", 12, lists, impl), filed) for impl in ("chunked", "reference")
         )
         assert torch.equal(found, want) and (found[..., 8:] == -1).all()
         real = found.clamp_min(0)
-        where = places[:, :, None].expand(-1, -1, 21, -1, -1).gather(3, real[..., None].expand(-1, -1, -1, -1, 2))
+        where = assignments[:, :, None].expand(-1, -1, 21, -1, -1).gather(3, real[..., None].expand(-1, -1, -1, -1, 2))
         wanted = (q @ lists.centroids.mT).topk(2).indices.repeat_interleave(4, dim=-1) + 1
         assert ((where[..., 0] == torch.nn.functional.pad(wanted, (0, 4))) | (found < 0)).all()
         assert ((where[..., 1] >= first) | (found < 0)).all()
-    scores, found = q @ kept.mT, look_up(q, pieces, Search("inverted", 12, lists), InvertedFile(kept, places, 0))
+    scores, found = q @ kept.mT, look_up(q, pieces, Search("inverted", 12, lists), InvertedFile(kept, assignments, 0))
     inside = scores.gather(-1, found[..., :8])
     best = scores.amax(dim=-1)
     assert (inside.amax(-1) == best).double().mean() > 0.5

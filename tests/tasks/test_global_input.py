@@ -32,14 +32,14 @@ def text(text_file):
     return MaskedText(split, LENGTH, Masking(256, ordinary(256, set())), BosEos(257, 258), 0)
 
 
-def bits(model, text, **told):
-    """Of a hidden token, by logits of all tokens."""
+def bits(model, text, **inputs):
+    """Of a masked token, by logits of all tokens."""
     nats = masked = 0.0
     for shown in text.in_order(1):
         batch = MaskedBatch.of(shown.rows)
-        given = {name: make(batch.tokens) for name, make in told.items()}
+        given = {name: make(batch.tokens) for name, make in inputs.items()}
         with torch.no_grad():
-            logits = model(batch.tokens, valid=batch.valid, **given)[0, batch.places[0]]
+            logits = model(batch.tokens, valid=batch.valid, **given)[0, batch.positions[0]]
         chosen = batch.labels[0] >= 0
         nats -= float(logits.log_softmax(-1)[chosen].gather(1, batch.labels[0, chosen, None]).sum())
         masked += int(chosen.sum())
@@ -49,24 +49,24 @@ def bits(model, text, **told):
 def test_with_it_with_its_vectors_zeroed_and_without(model, text):
     found = measure_global_input(model, text, ROWS)
     assert found.bits == pytest.approx(bits(model, text), rel=1e-5)
-    assert found.without == pytest.approx(bits(model, text, units=lambda x: torch.full_like(x, -1)), rel=1e-5)
+    assert found.without == pytest.approx(bits(model, text, sentences=lambda x: torch.full_like(x, -1)), rel=1e-5)
     with silenced(model):
         assert found.zeroed == pytest.approx(bits(model, text), rel=1e-5)
     assert len({found.bits, found.zeroed, found.without}) == 3
 
 
-def test_units_are_told_among_those_of_the_same_rows(model, text):
+def test_sentences_are_identified_among_those_of_the_same_rows(model, text):
     found = measure_global_input(model, text, ROWS)
     objective = TASK.objective("mlm-cpc", model)
-    correct = units = groups = 0
+    correct = sentences = groups = 0
     with torch.no_grad():
         for shown in text.in_order(ROWS, shuffled=True):
             _, metrics, _ = objective(model, MaskedBatch.of(shown.rows), None, 1.0)
             correct += int(metrics["cpc_correct"])
-            units += int(metrics["cpc_predicted"])
+            sentences += int(metrics["cpc_predicted"])
             groups += 1
-    assert units > 10
-    assert (found.units, found.told, found.chance) == (units, correct / units, groups / units)
+    assert sentences > 10
+    assert (found.sentences, found.accuracy, found.chance) == (sentences, correct / sentences, groups / sentences)
 
 
 def test_measuring_leaves_the_model_as_it_was(model, text):
@@ -74,9 +74,9 @@ def test_measuring_leaves_the_model_as_it_was(model, text):
     measure_global_input(model, text, ROWS)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     with pytest.raises(RuntimeError, match="stop"), silenced(model):
-        assert not model.side.table.weight.any()
+        assert not model.global_input.table.weight.any()
         raise RuntimeError("stop")
-    assert torch.equal(model.side.table.weight, before["side.table.weight"])
+    assert torch.equal(model.global_input.table.weight, before["global_input.table.weight"])
 
 
 def test_rows_from_all_over_the_text_are_the_same_windows(text):

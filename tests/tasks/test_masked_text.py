@@ -24,8 +24,8 @@ def restored(text: MaskedText, rows: int) -> tuple[list[list[int]], int]:
     found, masked = [], 0
     for shown in text.in_order(rows):
         tokens = shown.rows.tokens.copy()
-        for row, (places, labels) in enumerate(zip(shown.rows.places, shown.rows.labels, strict=True)):
-            for place, label in zip(places.tolist(), labels.tolist(), strict=True):
+        for row, (positions, labels) in enumerate(zip(shown.rows.positions, shown.rows.labels, strict=True)):
+            for place, label in zip(positions.tolist(), labels.tolist(), strict=True):
                 if label != IGNORED:
                     tokens[row, place] = label
                     masked += 1
@@ -44,7 +44,7 @@ def test_windows_hold_every_token_once_between_bos_and_eos(split: Split) -> None
     assert masked == sum(max(1, round(0.15 * (len(row) - 2))) for row in rows)
 
 
-def test_what_is_hidden_follows_from_the_place_alone(split: Split) -> None:
+def test_what_is_masked_follows_from_the_position_alone(split: Split) -> None:
     text = MaskedText(split, 32, MASKING, ENDS, seed=0)
     alone = list(text.in_order(1))
     for batch in (3, 64):
@@ -61,7 +61,7 @@ def test_what_is_hidden_follows_from_the_place_alone(split: Split) -> None:
     first, also = next(iter(piece.in_order(1))), alone[0]
     assert np.array_equal(first.rows.tokens, also.rows.tokens)
     other = next(iter(MaskedText(split, 32, MASKING, ENDS, seed=1).in_order(1)))
-    assert not np.array_equal(other.rows.places, also.rows.places)
+    assert not np.array_equal(other.rows.positions, also.rows.positions)
 
 
 def test_the_token_before_is_the_true_one(split: Split) -> None:
@@ -79,7 +79,7 @@ def test_the_token_before_is_the_true_one(split: Split) -> None:
 
 
 def _fields(shown):
-    return shown.rows.places, shown.before, shown.rows.labels
+    return shown.rows.positions, shown.before, shown.rows.labels
 
 
 def test_training_hides_others_at_every_step_and_processes_share_a_batch(split: Split) -> None:
@@ -88,12 +88,12 @@ def test_training_hides_others_at_every_step_and_processes_share_a_batch(split: 
     whole = text.batch(sampler, 5)
     assert whole.tokens.shape == (4, 32) and whole.valid is None
     halves = [text.batch(sampler, 5, rank, 2) for rank in (0, 1)]
-    for name in ("tokens", "labels", "places"):
+    for name in ("tokens", "labels", "positions"):
         assert np.array_equal(np.concatenate([getattr(half, name) for half in halves]), getattr(whole, name))
-    assert np.array_equal(text.batch(text.sampler(4), 5).places, whole.places)
-    places = {text.batch(sampler, step).places.tobytes() for step in range(8)}
-    assert len(places) == 8
-    assert {row.tobytes() for row in whole.places} != {whole.places[0].tobytes()}
+    assert np.array_equal(text.batch(text.sampler(4), 5).positions, whole.positions)
+    positions = {text.batch(sampler, step).positions.tobytes() for step in range(8)}
+    assert len(positions) == 8
+    assert {row.tobytes() for row in whole.positions} != {whole.positions[0].tobytes()}
 
 
 def test_no_room(split: Split) -> None:

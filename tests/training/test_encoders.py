@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "masked, dropout": MASKED | {"model": {"member": "bert", "dropout": 0.1, "layers.*.dropout": 0.1}},
     "masked, muon, accumulated": MASKED | {"optimizer": "muon", "accumulate": 2},
     "longformer": MASKED | {"model": {"member": "longformer"}, "length": 40},
-    "units": {"model": {"member": "etc"}, "objective": "mlm-cpc", "length": 40},
+    "sentences": {"model": {"member": "etc"}, "objective": "mlm-cpc", "length": 40},
     "labels": LABELS,
     "labels, bf16": LABELS | {"precision": "bf16-mixed"},
 }
@@ -87,7 +87,7 @@ def test_accumulation_is_the_big_batch(corpus: Corpus, tmp_path: Path, options: 
 def test_masks_differ_from_step_to_step_and_not_in_validation(corpus: Corpus, tmp_path: Path) -> None:
     run = trainer(corpus, tmp_path, **MASKED, batch_size=2)
     steps = [run.data.batch(step, 0, 1) for step in range(3)]
-    assert len({batch.places.numpy().tobytes() for batch in steps if batch.places is not None}) == 3
+    assert len({batch.positions.numpy().tobytes() for batch in steps if batch.positions is not None}) == 3
     measure = [Validation(run.data, CPU)(run.engine) for _ in range(2)]
     assert measure[0] == measure[1]
     other = trainer(corpus, tmp_path, **MASKED, batch_size=16)
@@ -97,11 +97,11 @@ def test_masks_differ_from_step_to_step_and_not_in_validation(corpus: Corpus, tm
 def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:
     torch.manual_seed(0)
     model = build("bert", "tiny", 259)
-    tokens, places = torch.randint(0, 256, (2, 12)), torch.tensor([[1, 5, 7], [3, 0, 0]])
+    tokens, positions = torch.randint(0, 256, (2, 12)), torch.tensor([[1, 5, 7], [3, 0, 0]])
     labels = torch.tensor([[4, 9, 200], [8, IGNORED, IGNORED]])
     valid = torch.ones(2, 12, dtype=torch.bool)
     valid[1, 6:] = False
-    loss, metrics, _ = MaskedLanguage()(model, MaskedBatch(tokens, valid, labels, places), None, 0.0)
+    loss, metrics, _ = MaskedLanguage()(model, MaskedBatch(tokens, valid, labels, positions), None, 0.0)
     logits = model(tokens, valid=valid)
     want = [
         functional.cross_entropy(logits[row, at], torch.tensor(label)).item()
@@ -109,7 +109,9 @@ def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:
     ]
     assert loss.item() == pytest.approx(sum(want) / 4, rel=1e-5)
     assert float(metrics["nats"]) == pytest.approx(sum(want), rel=1e-5) and int(metrics["predicted"]) == 4
-    alone, _, _ = MaskedLanguage()(model, MaskedBatch(tokens[1:, :6], None, labels[1:, :1], places[1:, :1]), None, 0.0)
+    alone, _, _ = MaskedLanguage()(
+        model, MaskedBatch(tokens[1:, :6], None, labels[1:, :1], positions[1:, :1]), None, 0.0
+    )
     assert alone.item() == pytest.approx(want[3], rel=1e-5)
 
 
@@ -136,7 +138,7 @@ def test_measured_as_validated(corpus: Corpus, tmp_path: Path) -> None:
     assert measured.bits == pytest.approx(told["validation_bits_per_label"], rel=1e-5)
     labels = labelled().splits["test"].labels
     assert measured.examples == tuple((labels == each).sum() for each in range(3))
-    assert sum(measured.told) == 120 and all(map(int.__le__, measured.correct, measured.told))
+    assert sum(measured.predicted) == 120 and all(map(int.__le__, measured.correct, measured.predicted))
     assert measured.guessing == max(measured.examples) / 120
 
 

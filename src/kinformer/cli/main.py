@@ -2,7 +2,7 @@
 
 Nothing but the chosen command's module is imported, and PyTorch only when that command runs. Exit codes: 0, 1 where a
 command says so, 2 for a mistake of the user (one sentence on standard error), 130 after Ctrl-C, 141 when the reader of
-the output has gone.
+the output was closed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon(sys.stdout)
         return 141
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename else ""
         _abandon(sys.stdout)
-        return _fail(f"{place}{error.strerror or error}; free space or check the path and its permissions.")
+        return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -99,7 +99,7 @@ def overview() -> str:
             "commands:",
             *lines,
             "",
-            "kinformer COMMAND --help tells a command's options, kinformer --version the version.",
+            "kinformer COMMAND --help shows a command's options, kinformer --version the version.",
         ]
     )
 

@@ -129,8 +129,8 @@ def tree(config: Any, indent: str) -> Iterator[str]:
             yield from tree(_without_kind(value), indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for first, last, item in _runs(value):
-                places = str(first) if first == last else f"{first} to {last}"
-                yield f"{indent}{name} {places}: {item.get('kind', '')}".rstrip()
+                layers = str(first) if first == last else f"{first} to {last}"
+                yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
                 yield from tree(_without_kind(item), indent + "  ")
         elif name != "kind":
             yield f"{indent}{name} = {value}"

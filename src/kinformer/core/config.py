@@ -239,7 +239,7 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
 
 
 def _package_of(config: type[Config]) -> str | None:
-    """The other package that adds a kind of part, None where it is Kinformer's own or nobody's."""
+    """The other package that adds a kind of part, None where it is Kinformer's own or unknown."""
     return package_of(config, PARTS, f"{config.slot}.{config.kind}")
 
 

@@ -1,9 +1,10 @@
 """The protocol of encoder mixers, which read a whole text at once: ``y = mixer(x, text)``.
 
-What tokens are beside their vectors is a :class:`Text`: which of them are real, which are *global* (seen by all, seeing
-all), and how many stand beside the document on its *side*. The model's edge makes it once from masks and kinds.
+A :class:`Text` says of the tokens what their vectors do not: which are valid, which are *global* (all tokens see them
+and they see all), and how many are the *global input*, which stands before the *long input* (Ainslie et al. 2020, ETC).
+The model makes it once, from masks and kinds.
 
-Shapes: ``x [batch, time, dim]``, the side's tokens before the document's; of either, a row's valid tokens are a prefix.
+Shapes: ``x [batch, num_global + time, dim]``; of either input, a row's valid tokens are a prefix.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 
-DOCUMENT, GLOBAL = 0, 1
-"""Kinds of a document's tokens, as ``model(tokens, kinds=...)`` takes them."""
+LOCAL, GLOBAL = 0, 1
+"""Kinds of tokens of the long input, as ``model(tokens, kinds=...)`` takes them."""
 
 
 class Text(NamedTuple):
-    """What a mixer knows of the tokens [batch, time] beside their vectors.
+    """What a mixer knows of the tokens [batch, num_global + time] besides their vectors.
 
-    ``valid``    bool or None (all valid): False marks padding.
-    ``globals``  [batch, n] int64 or None: the places (in the document) of each row's global tokens, -1 fills up.
-    ``units``    [batch, time] int64 or None: the number of the unit (sentence) that a token belongs to, which is that
-                 of a token of the side; -1 belongs to none.
-    ``side``     how many tokens stand before the document: global, but not in its order.
+    ``valid``             bool or None (all valid): False marks padding.
+    ``global_positions``  [batch, n] int64 or None: positions in the long input of its global tokens, -1 fills up.
+    ``sentences``         [batch, num_global + time] int64 or None: the sentence that a token of the long input belongs
+                          to, or that one of the global input stands for; -1 is none.
+    ``num_global``        how many tokens of the global input stand before the long input; they have no position in it.
     """
 
     valid: Tensor | None = None
-    globals: Tensor | None = None
-    units: Tensor | None = None
-    side: int = 0
+    global_positions: Tensor | None = None
+    sentences: Tensor | None = None
+    num_global: int = 0
 
     @property
-    def document(self) -> Tensor | None:
-        """The valid tokens of the document, bool [batch, time - side] or None."""
-        return None if self.valid is None else self.valid[:, self.side :]
+    def long_valid(self) -> Tensor | None:
+        """``valid`` of the long input alone, bool [batch, time] or None."""
+        return None if self.valid is None else self.valid[:, self.num_global :]
 
 
 class EncoderMixer(nn.Module):
     """What an encoder's layer mixes tokens with.
 
-    Rules that the battery enforces: outputs at invalid positions are zero; what stands there reaches nobody (NaN is
-    fine); a row's outputs depend on no other row and not on how far it was padded.
+    Rules that the battery enforces: outputs at invalid positions are zero; what stands there changes no other
+    output (NaN is fine); a row's outputs depend on no other row and not on how far it was padded.
     """
 
     even_costs: bool = True
@@ -64,8 +65,8 @@ class EncoderMixerConfig(Config):
         raise NotImplementedError
 
 
-def global_places(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
-    """[batch, n] places of the tokens of kind GLOBAL in rising order, -1 behind them; None if there are none."""
+def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
+    """[batch, n] positions of the tokens of kind GLOBAL in rising order, -1 behind them; None if there are none."""
     chosen = kinds == GLOBAL
     if valid is not None:
         chosen = chosen & valid
@@ -73,5 +74,5 @@ def global_places(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
     most = int(count.max())
     if most == 0:
         return None
-    places = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :most]
-    return places.masked_fill(torch.arange(most, device=kinds.device) >= count[:, None], -1)
+    positions = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :most]
+    return positions.masked_fill(torch.arange(most, device=kinds.device) >= count[:, None], -1)

@@ -1,4 +1,4 @@
-"""A figure by which a model is judged: its name, its unit, and whether less of it is better."""
+"""A figure by which a model is measured: its name, its unit, and whether less of it is better."""
 
 from __future__ import annotations
 

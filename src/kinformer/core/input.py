@@ -32,8 +32,8 @@ class Input(nn.Module):
         """Raise ``KinformerError`` where ``values`` have another shape than this input takes."""
         raise NotImplementedError
 
-    def forward(self, values: Tensor, positions: Tensor, **beside: Tensor) -> Tensor:
-        """Vectors of ``values`` at ``positions`` [batch, time] int64; ``beside``: what else it is told of them."""
+    def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
+        """Vectors of ``values`` at ``positions`` [batch, time] int64; ``others``: what else is known of them."""
         raise NotImplementedError
 
     def without_padding(self, values: Tensor, valid: Tensor) -> Tensor:

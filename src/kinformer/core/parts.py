@@ -183,7 +183,7 @@ class ProjectionConfig(Config):
 
 
 def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
-    """Refuse a projection that a memory of hidden states cannot do anew, slot by slot."""
+    """Refuse a projection that a memory of hidden states cannot repeat slot by slot."""
     if projection.context:
         raise KinformerError(
             f"the projection {config.kind!r} looks at earlier tokens, which a memory of hidden states cannot project "
@@ -205,7 +205,7 @@ class FeedForwardConfig(Config):
 
 
 class FeatureMap(nn.Module):
-    """x [..., head_dim] to features [..., size]; ``size(head_dim)`` tells the width."""
+    """x [..., head_dim] to features [..., size]; ``size(head_dim)`` is the width."""
 
     def size(self, head_dim: int) -> int:
         return head_dim

@@ -2,7 +2,7 @@
 
 A pattern is one truth seen at two grains. ``allowed`` says of single pairs of positions whether the query may see the
 key. ``cover`` says of whole boxes (some queries x some keys) whether none, some or all of their pairs are allowed; from
-it alone a plan of what to compute is made, by splitting boxes that hold both kinds, so nobody ever looks at all pairs.
+it alone a plan of what to compute is made, by splitting boxes that hold both kinds, so all pairs are never looked at.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pattern:
 
     ``behind`` and ``ahead`` bound how far a query sees (None: without bound); ``ahead = 0`` is what a decoder needs.
     ``stride``: all distances between a query and the keys it sees are multiples of it.
-    ``num_heads``: how many heads it tells apart, None where all heads see the same; ``at`` is then one head's pattern.
+    ``num_heads``: how many heads it distinguishes, None where all see the same; ``at`` is then one head's pattern.
     ``domain`` names what its positions are ("sequence", or "image": pixels of a raster).
     """
 

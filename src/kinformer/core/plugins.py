@@ -8,7 +8,7 @@ A package says in its metadata what it adds, for example in ``pyproject.toml``::
     [project.entry-points."kinformer.members"]
     my-member = "my_package.member:MEMBER"
 
-Names are read without importing anything; what is behind a name is imported when somebody asks for it by that name.
+Names are read without importing anything; what is behind a name is imported when it is asked for by that name.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Registry(Mapping[str, T]):
         return sorted(name.removeprefix(self.prefix) for name in names)
 
     def available(self, complain: Callable[[str], object] = warnings.warn) -> list[T]:
-        """All that can be had, Kinformer's own first; ``complain`` is told in a sentence of each that cannot."""
+        """All that can be had, Kinformer's own first; ``complain`` gets a sentence for each that cannot."""
         found = list(self.own.values())
         for name in self.added():
             try:
@@ -126,7 +126,7 @@ def package_of(thing: object, group: str, name: str) -> str | None:
     for entry in entry_points_of(group).get(name, ()):
         try:
             found = entry.load()
-        except (Exception, SystemExit):  # told when somebody asks for it by its name
+        except (Exception, SystemExit):  # reported when it is asked for by its name
             continue
         if found is thing:
             return _package(entry)

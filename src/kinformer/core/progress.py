@@ -1,4 +1,4 @@
-"""What long work tells meanwhile: a bar on a terminal, and notes that the command line prints."""
+"""Progress of long work: a bar on a terminal, and notes that the command line prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[int, int], None]
-"""Told how much is done, and of how much."""
+"""Called with how much is done, and of how much."""
 
 LOGGER = logging.getLogger("kinformer")
 

@@ -48,17 +48,17 @@ def by_position(chunk: Chunk, state: Any, past: int, run: _Run) -> tuple[Tensor,
 
 
 def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
-    """RowGroup that have seen as many tokens, get as many and begin anew at the same places."""
+    """RowGroup that have seen as many tokens, get as many and are reset at the same positions."""
     batch, time = chunk.x.shape[:2]
     before = host_ints(seen, past)
     assert before is not None
     counts = [time] * batch if chunk.valid is None else chunk.valid.sum(dim=1).tolist()
     begin: list[list[int]] = [[] for _ in range(batch)]
     reset = real_resets(chunk)
-    for row, place in [] if reset is None else reset.nonzero().tolist():
-        begin[row].append(place)
+    for row, position in [] if reset is None else reset.nonzero().tolist():
+        begin[row].append(position)
     groups: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for row in range(batch):
         groups.setdefault((counts[row], before[row], tuple(begin[row])), []).append(row)
-    for (count, first, places), rows in groups.items():
-        yield RowGroup(None if len(rows) == batch and count == time else rows, count, first, places)
+    for (count, first, begins), rows in groups.items():
+        yield RowGroup(None if len(rows) == batch and count == time else rows, count, first, begins)

@@ -39,8 +39,8 @@ class Bigrams:
         double = single.copy()
         if len(known):
             first = before[known]
-            place = find_sorted(self.pairs, first * self.size + tokens[known])
-            count = np.where(place >= 0, self.times[place], 0)
+            index = find_sorted(self.pairs, first * self.size + tokens[known])
+            count = np.where(index >= 0, self.times[index], 0)
             follow = self.followers[first]
             double[known] = (count + follow * single[known]) / (self.followed[first] + follow)
         return single, double

@@ -23,14 +23,14 @@ IGNORED = -100
 class Rows(NamedTuple):
     """Rows of an encoder's batch: ``tokens`` int64 [rows, time], ``valid`` bool [rows, time] or None (all valid).
 
-    ``labels``: int64, [rows] of whole rows, or [rows, n] of the tokens that stand at ``places`` int64 [rows, n] (of all
-    tokens in order where ``places`` is None). IGNORED labels do not count.
+    ``labels``: int64, [rows] of whole rows, or [rows, n] of the tokens at ``positions`` int64 [rows, n] (of all tokens
+    in order where ``positions`` is None). IGNORED labels do not count.
     """
 
     tokens: np.ndarray
     valid: np.ndarray | None
     labels: np.ndarray
-    places: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
     def share(self, rank: int, world: int) -> Rows:
         """A process's rows: as many for each, so that a row may be there twice, its labels ignored."""
@@ -39,8 +39,8 @@ class Rows(NamedTuple):
         within = np.minimum(index, len(self.tokens) - 1)
         own = (index < len(self.tokens)).reshape(-1, *[1] * (self.labels.ndim - 1))
         labels = np.where(own, self.labels[within], IGNORED)
-        valid, places = (None if field is None else field[within] for field in (self.valid, self.places))
-        return Rows(self.tokens[within], valid, labels, places)
+        valid, positions = (None if field is None else field[within] for field in (self.valid, self.positions))
+        return Rows(self.tokens[within], valid, labels, positions)
 
 
 class BosEos(NamedTuple):
@@ -95,8 +95,8 @@ class Buckets:
         number, batch = divmod(step, POOL)
         if self._pool[0] != number:
             self._pool = number, self._sorted(number)
-        place = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
-        return self._pool[1][place * self.batch_size : (place + 1) * self.batch_size]
+        index = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
+        return self._pool[1][index * self.batch_size : (index + 1) * self.batch_size]
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Rows:
         """This process's rows, as wide as the longest of the global batch needs."""

@@ -13,7 +13,7 @@ from kinformer.data.split import Split
 
 
 class Segment(NamedTuple):
-    """``tokens`` int64 [streams, n + 1] (inputs and targets, one apart), ``valid`` and ``reset`` bool [streams, n]."""
+    """``tokens`` int64 [streams, n + 1] (inputs and, one later, targets), ``valid`` and ``reset`` bool [streams, n]."""
 
     tokens: np.ndarray
     valid: np.ndarray
@@ -27,7 +27,7 @@ class EvaluationStream:
     is not reset where a document begins, unless ``reset_documents``. Nothing predicts the very first token, so it is
     charged log2(vocab_size) bits: every token counts, once, and so does every byte.
 
-    With ``streams`` > 1 the stream is cut into that many contiguous parts that advance side by side. This is an
+    With ``streams`` > 1 the stream is cut into that many contiguous parts that advance in parallel. This is an
     approximation, for speed: each part starts from an empty state and the one token before it. Parts are equal but
     for the last; where it has ended, ``valid`` is False and tokens are 0.
     """

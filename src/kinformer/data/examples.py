@@ -83,7 +83,7 @@ def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]
         arrays = {name: [_mapped(folder / f"{name}.{part}.npy") for part in _PARTS] for name in _SPLITS}
         return tuple(map(str, about["classes"])), {name: Examples(name, *arrays[name]) for name in _SPLITS}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KinformerError(f"{folder}: is damaged ({error}); delete this folder, it will be written anew.") from None
+        raise KinformerError(f"{folder}: is damaged ({error}); delete this folder, it will be written again.") from None
 
 
 _SPLITS = ("train", "validation", "test")

@@ -1,4 +1,4 @@
-"""Files on disk: which belong to a corpus, and how a failure to read them is told."""
+"""Files on disk: which belong to a corpus, and how a failure to read them is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 
 class SourceFile(NamedTuple):
-    """A file of a corpus: its name relative to the corpus, its place on disk, its size in bytes."""
+    """A file of a corpus: its name relative to the corpus, its path on disk, its size in bytes."""
 
     name: str
     path: str
@@ -109,9 +109,9 @@ def stdlib_files() -> list[SourceFile]:
 def _walk(folder: Path, folder_kept: Callable[[str], bool], file_kept: Callable[[str], bool]) -> list[SourceFile]:
     files = []
     with reading(folder):
-        for place, folders, names in os.walk(folder, onerror=_raise):
+        for parent, folders, names in os.walk(folder, onerror=_raise):
             folders[:] = [name for name in folders if folder_kept(name)]
-            for path in (Path(place, name) for name in names if file_kept(name)):
+            for path in (Path(parent, name) for name in names if file_kept(name)):
                 if path.is_file() and (size := path.stat().st_size):
                     files.append(SourceFile(path.relative_to(folder).as_posix(), str(path), size))
     return sorted(files)

@@ -4,8 +4,8 @@
     reviews/bad/2.txt                         bad<TAB>Never again.
 
 A table's columns are label and text, unless its first line names them (one is ``label``, the other ``text`` or
-``sentence``). ``train``, ``validation`` and ``test`` may be given apart, as folders of folders or as files of a folder
-(``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
+``sentence``). ``train``, ``validation`` and ``test`` may be given separately, as folders of folders or as files of a
+folder (``train.tsv``). What is missing of them is held out of the rest, 5 % each, by a hash of the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELD_OUT = 0.05
 _NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 _TABLES = (".tsv", ".jsonl")
 _TEXT_COLUMNS = ("text", "sentence")
-Told = dict[str, list["Example"]]
+BySplit = dict[str, list["Example"]]
 
 
 class Example(NamedTuple):
@@ -65,8 +65,8 @@ def open_labelled(
     return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits)
 
 
-def _encoded(told: Told, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
-    classes = _ordered({example.label for examples in told.values() for example in examples})
+def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
+    classes = _ordered({example.label for examples in examples_of.values() for example in examples})
     if len(classes) < 2:
         raise KinformerError(
             f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
@@ -75,7 +75,7 @@ def _encoded(told: Told, tokenizer: Tokenizer, place: str) -> tuple[list[str], W
     highest = tokenizer.vocab_size - 1
     dtype = np.uint8 if highest < 1 << 8 else np.uint16 if highest < 1 << 16 else np.uint32
     written = {}
-    for split, examples in told.items():
+    for split, examples in examples_of.items():
         ids = [each.astype(dtype) for each in tokenizer.encode_batch([example.text for example in examples])]
         written[split] = ids, np.array([number[example.label] for example in examples], np.int64)
     return classes, written
@@ -86,11 +86,11 @@ def _ordered(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
-def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> Told:
+def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> BySplit:
     """The examples of each split."""
     if not path.is_dir():
         return _held_out({"train": list(_table(path))}, holdout, str(path))
-    given: Told = {}
+    given: BySplit = {}
     for file in files:
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
@@ -121,21 +121,21 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
         return Example(Path(file.path).read_bytes(), label)
 
 
-def _held_out(given: Told, holdout: float | None, place: str) -> Told:
+def _held_out(given: BySplit, holdout: float | None, place: str) -> BySplit:
     """Splits that are not given, taken from the rest of the data in the order of the texts' hashes."""
     train = sorted(given["train"], key=lambda example: sha256(example.text).digest())
     count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
-    told = {}
+    kept = {}
     for name in ("test", "validation"):
         if name in given:
-            told[name] = given[name]
+            kept[name] = given[name]
         elif holdout is not None and name == "validation" and "test" not in given:
-            told[name] = told["test"]
+            kept[name] = kept["test"]
         else:
-            told[name], train = train[:count], train[count:]
+            kept[name], train = train[:count], train[count:]
     if not train:
         raise KinformerError(f"{place}: too few examples ({len(given['train'])}) to hold some out; give more data.")
-    return {"train": train, "validation": told["validation"], "test": told["test"]}
+    return {"train": train, "validation": kept["validation"], "test": kept["test"]}
 
 
 def _table(path: Path) -> Iterator[Example]:

@@ -27,7 +27,7 @@ class MaskedText:
     """Windows of ``split`` that are ``length`` tokens with BOS and EOS; all draws follow from ``seed``.
 
     A step of training masks other tokens each time. In order, as for measuring, what is masked of a window follows from
-    its place in the split alone.
+    its position in the split alone.
     """
 
     def __init__(self, split: Split, length: int, masking: Masking, ends: BosEos, seed: int) -> None:
@@ -68,8 +68,8 @@ class MaskedText:
         ]
         width = int(lengths.max())
         plain, _ = lay(texts, BosEos(), width)
-        masked, places, labels = self.masking(plain, keys, lengths)
+        masked, positions, labels = self.masking(plain, keys, lengths)
         shown = [row[:length] for row, length in zip(masked, lengths.tolist(), strict=True)]
         tokens, valid = lay(shown, self.ends, width + self.ends.size)
-        before = np.where(places > 0, np.take_along_axis(plain, np.maximum(places - 1, 0), 1), -1)
-        return Shown(Rows(tokens, valid, labels, places + self.ends.before), before)
+        before = np.where(positions > 0, np.take_along_axis(plain, np.maximum(positions - 1, 0), 1), -1)
+        return Shown(Rows(tokens, valid, labels, positions + self.ends.before), before)

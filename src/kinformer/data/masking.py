@@ -1,9 +1,9 @@
-"""Masking some tokens of a text for a model to find them out (Devlin et al. 2019, BERT, section 3.1).
+"""Masking some tokens of a text for a model to predict (Devlin et al. 2019, BERT, section 3.1).
 
 Of every row the share ``share`` of the tokens is chosen. Of these 80 % become the mask token, 10 % another token drawn
 at random, and 10 % stay as they are. With whole words, what belongs to one word is chosen together.
 
-All draws are hashes of a key that the caller gives for each row: they do not depend on which rows are side by side.
+All draws are hashes of a key that the caller gives for each row: they do not depend on the other rows of a batch.
 """
 
 from __future__ import annotations
@@ -72,38 +72,38 @@ class Masking:
         return max(1, round(self.share * length))
 
     def choose(self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The places of the tokens that are chosen, rising, then -1: int64 [rows, most].
+        """The positions of the tokens that are chosen, rising, then -1: int64 [rows, most].
 
         ``tokens`` int64 [rows, time], of which the first ``lengths`` [rows] count; ``keys`` uint64 [rows].
         """
         draws = mix(keys[:, None], _CHOICE, np.arange(tokens.shape[1]))
         draws[np.arange(tokens.shape[1]) >= lengths[:, None]] = np.iinfo(np.uint64).max
-        places = np.full((len(tokens), self.most(tokens.shape[1])), -1)
-        for row, text, draw, length in zip(places, tokens, draws, lengths.tolist(), strict=True):
+        positions = np.full((len(tokens), self.most(tokens.shape[1])), -1)
+        for row, text, draw, length in zip(positions, tokens, draws, lengths.tolist(), strict=True):
             count = min(self.most(length), length)
             if self.words is None:
                 found = np.argpartition(draw, count - 1)[:count] if count < len(draw) else np.arange(length)
             else:
                 found = _whole(self.words.joined(text[:length]), draw[:length], count)
             row[: len(found)] = np.sort(found)
-        return places
+        return positions
 
     def __call__(
         self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``tokens`` with some masked, the places of these and what stood there; 0 and IGNORED where they are fewer."""
+        """``tokens`` with some masked, the positions of these and their labels; 0 and IGNORED where they are fewer."""
         lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
-        places = self.choose(tokens, keys, lengths)
-        chosen = places >= 0
-        places = np.maximum(places, 0)
-        truth = np.take_along_axis(tokens, places, 1)
-        fate = mix(keys[:, None], _FATE, places) / 2.0**64
-        drawn = self.ordinary[mix(keys[:, None], _TOKEN, places) % np.uint64(len(self.ordinary))]
+        positions = self.choose(tokens, keys, lengths)
+        chosen = positions >= 0
+        positions = np.maximum(positions, 0)
+        truth = np.take_along_axis(tokens, positions, 1)
+        fate = mix(keys[:, None], _FATE, positions) / 2.0**64
+        drawn = self.ordinary[mix(keys[:, None], _TOKEN, positions) % np.uint64(len(self.ordinary))]
         shown = np.where(fate < MASKED, self.mask_token, np.where(fate < MASKED + SWAPPED, drawn, truth))
         masked = tokens.copy()
-        rows = np.broadcast_to(np.arange(len(tokens))[:, None], places.shape)
-        masked[rows[chosen], places[chosen]] = shown[chosen]
-        return masked, places, np.where(chosen, truth, IGNORED)
+        rows = np.broadcast_to(np.arange(len(tokens))[:, None], positions.shape)
+        masked[rows[chosen], positions[chosen]] = shown[chosen]
+        return masked, positions, np.where(chosen, truth, IGNORED)
 
 
 def ordinary(vocab_size: int, special: set[int]) -> np.ndarray:

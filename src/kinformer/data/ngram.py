@@ -38,13 +38,13 @@ class _Order:
 
     def interpolate(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """P of each gram's last byte given the bytes before it, ``lower`` being P given one byte less."""
-        place = find_sorted(self.contexts, grams >> np.uint64(8))
-        known = place >= 0
-        place, gram = place[known], find_sorted(self.grams, grams[known])
+        index = find_sorted(self.contexts, grams >> np.uint64(8))
+        known = index >= 0
+        index, gram = index[known], find_sorted(self.grams, grams[known])
         count = np.where(gram >= 0, self.counts[gram], 0)
-        followers = self.followers[place].astype(np.float64)
+        followers = self.followers[index].astype(np.float64)
         result = lower.copy()
-        result[known] = (count + followers * lower[known]) / (self.totals[place] + followers)
+        result[known] = (count + followers * lower[known]) / (self.totals[index] + followers)
         return result
 
 
@@ -122,6 +122,6 @@ def _mask(size: int) -> np.uint64:
 
 
 def find_sorted(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The place of each value in a sorted table, -1 where it is not."""
-    place = np.minimum(np.searchsorted(table, values), len(table) - 1)
-    return np.where(table[place] == values, place, -1)
+    """The index of each value in a sorted table, -1 where it is not."""
+    index = np.minimum(np.searchsorted(table, values), len(table) - 1)
+    return np.where(table[index] == values, index, -1)

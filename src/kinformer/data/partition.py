@@ -18,8 +18,8 @@ def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict
     """Pieces of files for each of "train", "validation" and "test".
 
     Without ``holdout`` about 90, 5 and 5 % of the bytes. With it, that share is held out and is validation and test
-    at once. Ten files or more are split by file. Fewer, or files too unlike in size to come within a factor of two of
-    the shares, are split within each file by position: its last bytes are held out.
+    at once. Ten files or more are split by file. Fewer, or files too different in size to come within a factor of two
+    of the shares, are split within each file by position: its last bytes are held out.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out the last tenth.")

@@ -34,7 +34,7 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. ``fingerprint`` tells two tokenizers apart; ids lie below ``vocab_size``."""
+    """Text to ids and back. ``fingerprint`` differs between tokenizers; ids lie below ``vocab_size``."""
 
     vocab_size: int
     fingerprint: str

@@ -3,7 +3,7 @@
     bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
 
 The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
-unlike tokenizers compare.
+different tokenizers compare.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 class Measurement:
     """``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
 
-    ``by_position`` tells the same by place within the windows; it is empty where the state was carried.
+    ``by_position`` is the same by position within the windows; it is empty where the state was carried.
     """
 
     bits_per_byte: float
@@ -69,20 +69,20 @@ def measure(
     """Measure ``model`` (in eval mode) on ``split``: with its state carried from end to end, or in ``windows``.
 
     ``chunk`` is how many tokens are computed at a time (whole windows side by side, at least one); it bounds the memory
-    and changes nothing else. ``progress(done, total)`` is told after every chunk.
+    and changes nothing else. ``progress(done, total)`` is called after every chunk.
 
     Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
-    that are no numbers.
+    that are not finite.
     """
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)
-    places = ByPosition()
+    by_position = ByPosition()
     nats, done = 0.0, 0
     with torch.inference_mode():
         for inputs, targets, counted in contexts(model, stream, windows):
             each = negative_log_likelihood(model, inputs, targets)
             if windows is not None:
-                places.add(each, counted)
+                by_position.add(each, counted)
             nats, done = nats + float(each.where(counted, 0.0).sum()), done + int(counted.sum())
             if not isfinite(nats):
                 raise KinformerError(
@@ -99,7 +99,7 @@ def measure(
         bytes=split.bytes,
         context=None if windows is None else windows.context,
         overlap=0.0 if windows is None else windows.overlap,
-        by_position=places.bins(done / split.bytes),
+        by_position=by_position.bins(done / split.bytes),
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss by place within a window, in bins that double: a token with 1, 2, 3-4, 5-8, 9-16, ... tokens before it."""
+"""The loss by position within a window, in bins that double: tokens with 1, 2, 3-4, 5-8, 9-16, ... before them."""
 
 from __future__ import annotations
 

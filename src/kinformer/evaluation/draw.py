@@ -52,13 +52,13 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
     foot = FOOT + (LEGEND if _tops(panels[0]) and not all(map(_tops, panels[(rows - 1) * columns :])) else 0)
     width, height = MARGIN + columns * (SIZE + GAP), TOP + rows * (SIZE + head) + foot
     with figure(width, height) as drawn:
-        for index, (panel, told) in enumerate(zip(panels, lines, strict=True)):
+        for index, (panel, text_lines) in enumerate(zip(panels, lines, strict=True)):
             row, column = divmod(index, columns)
             left, bottom = MARGIN + column * (SIZE + GAP), height - TOP - (row + 1) * (SIZE + head) + SHIFT
             wide = SIZE - (0 if _tops(panel) else LABELS)
             axes = drawn.add_axes((left / width, bottom / height, wide / width, SIZE / height))
             _paint(axes, panel)
-            for line, text in enumerate(reversed(told)):
+            for line, text in enumerate(reversed(text_lines)):
                 over = (18 if _tops(panel) else 6) + 72 * LINE * line
                 weight = "bold" if text == panel.place else "normal"
                 axes.annotate(
@@ -173,8 +173,8 @@ def _curves(axes: Any, panel: CurvePanel) -> None:
     low, high = axes.get_ylim()
     ends = [(float(curve[-1]) - low) / (high - low) for curve in panel.curves]
     for head, (placed, shade) in enumerate(zip(spread(ends, 0.055), shades, strict=True)):
-        told = f"head {head + 1}" if heads > 1 else ""
-        axes.annotate(told, (1.02, placed), xycoords="axes fraction", color=shade, fontsize=7.5, va="center")
+        label = f"head {head + 1}" if heads > 1 else ""
+        axes.annotate(label, (1.02, placed), xycoords="axes fraction", color=shade, fontsize=7.5, va="center")
 
 
 def _legend(drawn: Any, panels: Sequence[Panel], left: float) -> None:

@@ -1,4 +1,4 @@
-"""Encodings of positions as panels: whatever a position's hooks do, told from the hooks alone.
+"""Encodings of positions as panels: whatever a position's hooks do, found from the hooks alone.
 
 embed, layer_input    what is added, [position, feature]
 rotate                the product of a feature with itself at a distance: cos(angle) of rotary positions
@@ -23,7 +23,7 @@ MOST_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """An encoding in its place: at the tokens of a model of ``depth`` layers, or in heads of width ``head_dim``."""
+    """An encoding where it acts: at the tokens of a model of ``depth`` layers, or in heads of width ``head_dim``."""
 
     position: Position
     name: str
@@ -76,16 +76,16 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
     if relative is None:
         return
     name, place = encoding.name, encoding.place
-    for field, told, rest in (("bias", "added to the score", 0.0), ("factor", "multiplies the score", 1.0)):
+    for field, effect, rest in (("bias", "added to the score", 0.0), ("factor", "multiplies the score", 1.0)):
         if (table := getattr(relative, field)) is not None:
             curves = _whole(table, relative.lowest, length, rest)
-            yield CurvePanel(place=place, name=f"{name}\n{told}", curves=curves)
+            yield CurvePanel(place=place, name=f"{name}\n{effect}", curves=curves)
     for field in ("keys", "values"):
         if (table := getattr(relative, field)) is not None:
             head = " of head 1" if table.shape[0] > 1 else ""
             values = _whole(table[0].T, relative.lowest, length, 0.0).T
-            told = f"{name}\nadded to {field}{head}"
-            yield HeatPanel(place=place, name=told, values=values, rows="distance", columns="feature")
+            title = f"{name}\nadded to {field}{head}"
+            yield HeatPanel(place=place, name=title, values=values, rows="distance", columns="feature")
 
 
 def _whole(table: Tensor, lowest: int, length: int, rest: float) -> Floats:

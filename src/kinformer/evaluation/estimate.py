@@ -138,9 +138,9 @@ def _check(model: Any, length: int, batch: int) -> None:
 
 
 def _even(model: Any) -> bool:
-    units = getattr(getattr(model, "side", None), "length", 1)
+    sentence = getattr(getattr(model, "global_input", None), "length", 1)
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer | EncoderMixer))
-    return 512 % units == 0 and all(mixer.even_costs for mixer in mixers)
+    return 512 % sentence == 0 and all(mixer.even_costs for mixer in mixers)
 
 
 def _horizon(model: Any) -> int:

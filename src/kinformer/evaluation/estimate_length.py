@@ -24,10 +24,10 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int, even: 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
     """The value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
-    away = Fraction(length - start, step)
+    steps = Fraction(length - start, step)
     costs = {}
     for key in samples[0].keys() | samples[1].keys() | samples[2].keys():
         first, second, third = (sample.get(key, 0) for sample in samples)
-        curve = away * (away - 1) / 2 * (third - 2 * second + first)
-        costs[key] = round(first + away * (second - first) + curve)
+        curve = steps * (steps - 1) / 2 * (third - 2 * second + first)
+        costs[key] = round(first + steps * (second - first) + curve)
     return costs

@@ -1,4 +1,4 @@
-"""The rules of thumb of the field for plain decoders, to be printed beside what was counted.
+"""The rules of thumb of the field for plain decoders, to be printed with what was counted.
 
 Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations of
 B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).

@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib when it is there, colours that colour-blind readers tell apart, PNG or SVG files.
+"""What all figures share: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
 
 The colours are those of Okabe and Ito (2008, Color Universal Design).
 """

@@ -14,7 +14,7 @@ LENGTH = 48
 def influence_panel(mixer: CausalMixer | EncoderMixer, name: str, place: str, dim: int, length: int) -> HeatPanel:
     """The length of the gradient of (a random direction of) every output with respect to every input, [query, key].
 
-    Rows are divided by their largest value, so that the reach shows and not the size of the outputs.
+    Rows are divided by their largest value, so that the context length shows and not the size of the outputs.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, length, dim, generator=generator).requires_grad_()

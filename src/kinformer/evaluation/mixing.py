@@ -69,22 +69,22 @@ class Sweep:
     @property
     def best(self) -> Setting:
         """The point with the fewest bits."""
-        place = np.unravel_index(int(self.nats.argmin()), self.nats.shape)
+        best = np.unravel_index(int(self.nats.argmin()), self.nats.shape)
         return Setting(
-            weight=self.grid.weights[place[0]],
-            temperature=self.grid.temperatures[place[1]],
-            neighbours=self.grid.neighbours[place[2]],
+            weight=self.grid.weights[best[0]],
+            temperature=self.grid.temperatures[best[1]],
+            neighbours=self.grid.neighbours[best[2]],
         )
 
     def bits_per_byte(self, setting: Setting) -> float:
         """At a point of the grid."""
         grid = self.grid
-        place = (
+        index = (
             grid.weights.index(setting.weight),
             grid.temperatures.index(setting.temperature),
             grid.neighbours.index(setting.neighbours),
         )
-        return self.stream.bits_per_byte(float(self.nats[place]))
+        return self.stream.bits_per_byte(float(self.nats[index]))
 
 
 def sweep(

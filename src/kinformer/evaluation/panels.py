@@ -126,9 +126,9 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
     for head in range(pattern.num_heads):
         one = pattern.at(head)
         name = describe(own[head]) if config.kind == "per_head" else describe(config)
-        for index, (other, told, heads) in enumerate(groups):
+        for index, (other, described, heads) in enumerate(groups):
             if other == one:
-                groups[index] = (other, told, (*heads, head))
+                groups[index] = (other, described, (*heads, head))
                 break
         else:
             groups.append((one, name, (head,)))
@@ -240,8 +240,8 @@ def describe(config: Config) -> str:
         return f"not {_inner(config.pattern)}"  # type: ignore[attr-defined]
     if inner:
         return name
-    told = [_option(field, getattr(config, field.name), config) for field in dataclasses.fields(config)]  # type: ignore[arg-type]
-    return ": ".join(filter(None, [name, ", ".join(filter(None, told))]))
+    words = [_option(field, getattr(config, field.name), config) for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    return ": ".join(filter(None, [name, ", ".join(filter(None, words))]))
 
 
 def _inner(config: Config) -> str:
@@ -249,7 +249,7 @@ def _inner(config: Config) -> str:
 
 
 def _option(field: Any, value: Any, config: Config) -> str:
-    """One option in words, or nothing: sizes of a pattern always, all else where it is unlike the default."""
+    """One option in words, or nothing: sizes of a pattern always, all else where it is not the default."""
     size = config.slot == "pattern" and isinstance(value, int) and not isinstance(value, bool) and value
     if value is None or isinstance(value, Config) or (value == field.default and not size):
         return ""
@@ -268,5 +268,5 @@ def numbers(what: str, indices: Sequence[int]) -> str:
         return f"{what} {first}"
     if list(indices) == list(range(first - 1, last)):
         return f"{what}s {first}\N{EN DASH}{last}"
-    told = ", ".join(str(index + 1) for index in indices[:6])
-    return f"{what}s {told}{', ...' if len(indices) > 6 else ''}"
+    listed = ", ".join(str(index + 1) for index in indices[:6])
+    return f"{what}s {listed}{', ...' if len(indices) > 6 else ''}"

@@ -26,7 +26,7 @@ def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list
 
 
 def scale(pattern: Pattern, cells: int = CELLS) -> int:
-    """Tokens per cell at which the reach of ``pattern`` fills about a third of the picture, or something is unseen."""
+    """Tokens per cell at which the window of ``pattern`` fills about a third of the picture, or something is unseen."""
     if pattern.behind is not None:
         return max(1, 3 * pattern.behind // cells)
     powers = (2**power for power in range(MOST_TOKENS.bit_length()))
@@ -34,7 +34,7 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 
 
 def pictures(model: nn.Module) -> list[dict[str, Any]]:
-    """Each unlike pattern of the model's mixers and their heads, in order: its name, scale and lines."""
+    """Each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)

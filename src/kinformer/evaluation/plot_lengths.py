@@ -88,14 +88,15 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
     left, right = (log2(x) for x in axes.get_xlim())
     ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
     exits = [_exit(points, high) for points in lines]
-    gone = [index for index, place in enumerate(exits) if place is not None]
-    stay = [index for index, place in enumerate(exits) if place is None]
-    tops = spread([(exits[index] - left) / (right - left) for index in gone], ACROSS)  # type: ignore[operator]
-    for index, x in zip(gone, tops, strict=True):
+    leaving = [index for index, place in enumerate(exits) if place is not None]
+    staying = [index for index, place in enumerate(exits) if place is None]
+    tops = spread([(exits[index] - left) / (right - left) for index in leaving], ACROSS)  # type: ignore[operator]
+    for index, x in zip(leaving, tops, strict=True):
         style = {"rotation": 35, "ha": "left", "va": "bottom", "fontsize": 8, "annotation_clip": False}
         axes.annotate(names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], **style)
-    last = max((ends[index][0] for index in stay), default=0.0)
-    for sooner, group in enumerate(([i for i in stay if ends[i][0] == last], [i for i in stay if ends[i][0] < last])):
+    last = max((ends[index][0] for index in staying), default=0.0)
+    groups = [i for i in staying if ends[i][0] == last], [i for i in staying if ends[i][0] < last]
+    for sooner, group in enumerate(groups):
         offset = (0.012, -0.05) if sooner else (0.02, 0.0)
         heights = spread([(ends[index][1] - low) / (high - low) for index in group], DOWN)
         for index, height in zip(group, heights, strict=True):

@@ -1,6 +1,6 @@
 r"""Relative effective context length (Dai et al. 2019, Transformer-XL, appendix C).
 
-How far back can a model make use of what it reads, judged beside other models? With the losses l_i(c, t) of model i on
+How far back can a model make use of what it reads, compared with other models? With the losses l_i(c, t) of model i on
 token t after exactly c tokens of context, the group's best short-context model is everyone's baseline,
 
     b(c, t) = min over i of l_i(c, t)

@@ -1,4 +1,4 @@
-"""What the tokens of a whole text see of each other in an encoder, those of its side included: for pictures."""
+"""What the tokens of a whole text see of each other in an encoder, its global input included: for pictures."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kinformer.core.pattern import Pattern
 
 @dataclass(frozen=True)
 class WholeText(Pattern):
-    """``inner`` between the tokens of a document; the first ``beside`` positions are tokens on its side.
+    """``inner`` between the tokens of the long input; the first ``num_global`` positions are the global input.
 
-    These, and the document's first ``globals``, see all and are seen by all. ``side`` is the config of a side or None.
+    These, and the first ``global_tokens`` of the long input, see all and are seen by all. ``global_input`` is its
+    config or None.
     """
 
     inner: Pattern
-    globals: int = 0
-    side: Any = None
-    beside: int = 0
+    global_tokens: int = 0
+    global_input: Any = None
+    num_global: int = 0
 
     behind = None
     ahead = None
@@ -30,34 +31,35 @@ class WholeText(Pattern):
         return self.inner.num_heads
 
     def at(self, head: int) -> Pattern:
-        return WholeText(self.inner.at(head), self.globals, self.side, self.beside)
+        return WholeText(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
 
     def sized(self, length: int) -> Pattern:
-        """Of ``length`` tokens together: as many of a document as leave room for its side."""
-        beside = 0
-        if self.side is not None:
-            side = self.side.build(1)
-            counts = ((side.count(None, document), document) for document in range(length, 0, -1))
-            beside = next((count for count, document in counts if count + document <= length), length)
-        return WholeText(self.inner.sized(max(1, length - beside)), self.globals, self.side, beside)
+        """Of ``length`` tokens together: as many of the long input as leave room for the global one."""
+        num_global = 0
+        if self.global_input is not None:
+            built = self.global_input.build(1)
+            counts = ((built.count(None, time), time) for time in range(length, 0, -1))
+            num_global = next((count for count, time in counts if count + time <= length), length)
+        inner = self.inner.sized(max(1, length - num_global))
+        return WholeText(inner, self.global_tokens, self.global_input, num_global)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        edge = self.beside + self.globals
-        query, key = ((positions - self.beside).clamp_min(0) for positions in (q, k))
+        edge = self.num_global + self.global_tokens
+        query, key = ((positions - self.num_global).clamp_min(0) for positions in (q, k))
         return (q < edge) | (k < edge) | self.inner.allowed(query, key)
 
 
 def in_text(pattern: Pattern, config: Any) -> Pattern:
     """``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
-    count, side = getattr(config, "global_tokens", 0), getattr(config, "side", None)
-    return WholeText(pattern, count, side) if count or side is not None else pattern
+    count, global_input = getattr(config, "global_tokens", 0), getattr(config, "global_input", None)
+    return WholeText(pattern, count, global_input) if count or global_input is not None else pattern
 
 
 def global_token_words(text: WholeText) -> str:
     """A text's global tokens in words."""
-    count, side = text.globals, text.side
+    count, global_input = text.global_tokens, text.global_input
     words = [f"{count} global token{'s' if count > 1 else ''}"] if count else []
-    if side is not None:
-        extra = getattr(side, "count", None)
-        words.append(f"{extra} tokens on the side" if extra else "units on the side")
+    if global_input is not None:
+        extra = getattr(global_input, "count", None)
+        words.append(f"global input of {extra} tokens" if extra else "global input of sentences")
     return ", ".join(words)

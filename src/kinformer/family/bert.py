@@ -41,7 +41,7 @@ MEMBER = Member(
     growth="none",
     departures=(
         "no next-sentence prediction (as RoBERTa)",
-        "masks are drawn anew at every step (as RoBERTa)",
+        "masks are drawn again at every step (as RoBERTa)",
         "bytes are the default vocabulary, and the small recipes have no token types",
         "no dropout unless asked for",
     ),

@@ -20,10 +20,10 @@ def _recipe(
     vocab_size: int = 259,
     types: int = 0,
 ) -> Recipe:
-    """With ``extra`` global tokens on the side, or else the first and the last block for all."""
+    """With a global input of ``extra`` tokens, or else the first and the last block for all."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.side import Extra
+        from kinformer.blocks.global_input import ExtraTokens
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.patterns.big_bird import BigBird
         from kinformer.positions.learned import Learned
@@ -37,7 +37,7 @@ def _recipe(
             vocab or vocab_size,
             mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=each) for each in patterns],
             position=Learned.Config(max_length=max_length),
-            side=Extra.Config(count=extra) if extra else None,
+            global_input=ExtraTokens.Config(count=extra) if extra else None,
             types=types,
         )
 

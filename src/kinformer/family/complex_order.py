@@ -58,7 +58,7 @@ MEMBER = Member(
         "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",
         "the imaginary part of a product is re im' + im re' (the authors' language model takes re im' twice), its "
         "score is the modulus of the sum (theirs adds those of content and position), the pre-norm keeps its residual",
-        "positions count through the whole sequence (theirs begin anew in every segment), from 0",
+        "positions count through the whole sequence (theirs are reset in every segment), from 0",
         "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
         "twice as wide as other members' at as many weights",
         "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",

@@ -1,4 +1,4 @@
-"""ETC: a long input with a window, and beside it a global one that stands for its units and sees all."""
+"""ETC: a long input with a window, and a global one that stands for its sentences and sees all."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def _recipe(
     shape: Shape,
     radius: int,
     max_distance: int,
-    unit: int,
+    sentence: int,
     *,
     ids: int | None = None,
     vocab_size: int = 259,
     types: int = 0,
 ) -> Recipe:
-    """``radius``: how far a token sees on either side; ``unit``: tokens that a global one stands for."""
+    """``radius``: how far a token sees to the left and right; ``sentence``: how many tokens a global one stands for."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.blocks.global_input import Sentences
         from kinformer.blocks.norms import LayerNorm
-        from kinformer.blocks.side import Units
         from kinformer.mixers.etc import EtcAttention
         from kinformer.patterns.window import Window
         from kinformer.positions.none import NoPosition
@@ -41,7 +41,7 @@ def _recipe(
                 )
             ],
             position=NoPosition.Config(),
-            side=Units.Config(length=unit),
+            global_input=Sentences.Config(length=sentence),
             embedding_norm=LayerNorm(eps=EPS),
             types=types,
         )
@@ -67,17 +67,17 @@ MEMBER = Member(
     growth="none",
     departures=(
         "any length, no padding to blocks; the window is exact",
-        "a unit is a run of tokens of one length unless the caller tells sentences by model(tokens, units=...)",
+        "a sentence is a run of tokens of one length unless the caller gives them by model(tokens, sentences=...)",
         "contrastive prediction (--objective mlm-cpc), whose code is not released, standardises features over a batch",
         "long and global input are normed by one layer norm at the embedding",
         "no dropout unless asked for",
     ),
     exact_limit="window >= length, shared output projection and relations of nothing (over global and long input)",
     recipes={
-        "tiny": _recipe(_shape(32, 2, 2), radius=4, max_distance=3, unit=8),
-        "small": _recipe(_shape(256, 4, 4), radius=64, max_distance=12, unit=64),
-        "benchmark": _recipe(_shape(256, 4, 4), radius=84, max_distance=12, unit=64),
-        "paper": _recipe(_shape(768, 12, 12), 84, 12, unit=16, ids=32, vocab_size=30522, types=16),
-        "paper-large": _recipe(_shape(1024, 24, 16), 169, 24, unit=16, vocab_size=50265, types=16),
+        "tiny": _recipe(_shape(32, 2, 2), radius=4, max_distance=3, sentence=8),
+        "small": _recipe(_shape(256, 4, 4), radius=64, max_distance=12, sentence=64),
+        "benchmark": _recipe(_shape(256, 4, 4), radius=84, max_distance=12, sentence=64),
+        "paper": _recipe(_shape(768, 12, 12), 84, 12, sentence=16, ids=32, vocab_size=30522, types=16),
+        "paper-large": _recipe(_shape(1024, 24, 16), 169, 24, sentence=16, vocab_size=50265, types=16),
     },
 )

@@ -41,7 +41,7 @@ def _shape(dim: int, depth: int, num_heads: int) -> Shape:
 
 
 def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, int]:
-    """Sizes as (height, width), in values: a colour pixel is three beside each other."""
+    """Sizes as (height, width), in values: a colour pixel is three in a row."""
     names = ("block_height", "block_width", "flange_height", "flange_width")
     return {"height": height, "width": width} | dict(zip(names, block + flange, strict=True))
 

@@ -111,7 +111,7 @@ def _mixers() -> list[type[Config]]:
 
 
 def _encoders() -> list[type[Config]]:
-    from kinformer.blocks import encoder_layer, side
+    from kinformer.blocks import encoder_layer, global_input
     from kinformer.heads import classification, masked_language
     from kinformer.mixers import bidirectional, etc
     from kinformer.models import encoder
@@ -120,8 +120,8 @@ def _encoders() -> list[type[Config]]:
     return [
         encoder.Encoder.Config,
         encoder_layer.EncoderLayer.Config,
-        side.Extra.Config,
-        side.Units.Config,
+        global_input.ExtraTokens.Config,
+        global_input.Sentences.Config,
         bidirectional.BidirectionalAttention.Config,
         etc.EtcAttention.Config,
         multi_head_global.MultiHeadGlobal.Config,

@@ -102,7 +102,7 @@ def member(name: str, package: str | None = None) -> Member:
 def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:
     """The records of the family, Kinformer's own first, in the order of the table.
 
-    ``complain`` is told in a sentence of every member of another package that cannot be had, and is left out.
+    ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.
     """
     return FAMILY.available(complain)
 

@@ -1,4 +1,4 @@
-"""Transformer-XL: segments that see a memory of those before, with positions told by distance."""
+"""Transformer-XL: segments that see a memory of those before, with positions given by distance."""
 
 from __future__ import annotations
 

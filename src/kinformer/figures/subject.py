@@ -211,18 +211,18 @@ def _of_layer(found: list[Placed], options: DrawOptions) -> list[Placed]:
 
 def _apart(found: list[Placed], model: Any) -> list[Placed]:
     """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
-    apart = []
+    separate = []
     for placed in found:
         layers = placed.layers or ()
         paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
         modules = [] if model is None else [_at(model, path) for path in paths]
         if len(set(map(id, modules))) > 1 and any(True for _ in modules[0].parameters()):
-            apart += [
+            separate += [
                 Placed(placed.part, placed.owner, path, (layer,)) for path, layer in zip(paths, layers, strict=True)
             ]
         else:
-            apart.append(placed)
-    return apart
+            separate.append(placed)
+    return separate
 
 
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:

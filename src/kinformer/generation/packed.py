@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 class PackedLinear(nn.Module):
     """A linear product [..., in] -> [..., out] with weights in oneDNN's layout; for inference on a CPU only.
 
-    ``weight`` is empty: it tells the dtype and the device to modules that ask their products for them.
+    ``weight`` is empty: it has the dtype and the device for modules that ask their products for them.
     """
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:

@@ -57,7 +57,7 @@ class Sampling:
 class Sampler:
     """Draws a token for each row: a function of its logits, the seed, its stream's index and how many it drew before.
 
-    So a row's tokens do not depend on the rows beside it. Each draw takes one uniform number, inverting the cumulated
+    So a row's tokens do not depend on the other rows. Each draw takes one uniform number, inverting the cumulated
     probabilities; the numbers are made 256 at a time.
     """
 

@@ -20,7 +20,7 @@ _CHECKED_EVERY = 256
 
 
 class Session:
-    """``batch`` sequences that grow side by side: :meth:`feed` text of any length, then :meth:`step` token by token.
+    """``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token by token.
 
     A step draws from the logits of what was absorbed before, so a token is known before it is absorbed itself, and the
     last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model
@@ -158,15 +158,15 @@ class Session:
         if valid is None:
             self._logits = self.model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
             return
-        places = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
-        last = (places.amax(dim=1) - 1).clamp_min(0)
+        numbers = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
+        last = (numbers.amax(dim=1) - 1).clamp_min(0)
         rows = torch.arange(len(last), device=last.device)
         logits = self.model.logits(states.map_tensors(lambda x: x[rows, last][:, None], inputs))[:, 0]
         before = torch.zeros_like(logits) if self._logits is None else self._logits
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
 
     def _counts(self, tokens: Tensor, valid: Tensor | None) -> list[int]:
-        """How many tokens each row gains; wrong shapes, ids and empty rows are told here."""
+        """How many tokens each row gains; wrong shapes, ids and empty rows are refused here."""
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or (valid is not None and valid.shape != tokens.shape):
             shapes = f"{tuple(tokens.shape)}" + ("" if valid is None else f" with valid {tuple(valid.shape)}")
             raise KinformerError(f"tokens must be [batch = {self.batch}, time], but have the shape {shapes}.")
@@ -217,7 +217,7 @@ def generate(
 ) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
 
-    ``valid`` [batch, time] bool marks the real tokens of prompts of unlike length. A row ends with the first of the
+    ``valid`` [batch, time] bool marks the real tokens of prompts of different lengths. A row ends with the first of the
     token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
     every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
     ``seed``; row r draws from stream r of the seed. The model is put in eval mode meanwhile.

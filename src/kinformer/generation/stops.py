@@ -28,7 +28,7 @@ class StopTokens:
         return bool(self.sequences) and all(self.ended)
 
     def watch(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [batch] as they are to be told: those of ended rows replaced by the row's last token."""
+        """``tokens`` [batch] as they are reported: those of ended rows replaced by the row's last token."""
         fresh = tokens.tolist()
         held = [tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)]
         for row, token in enumerate(held):
@@ -63,7 +63,7 @@ class StopText:
         if self.stopped:
             return ""
         text = self._waiting + text
-        found = [place for string in self.strings if (place := text.find(string)) >= 0]
+        found = [index for string in self.strings if (index := text.find(string)) >= 0]
         if found:
             self.stopped, self._waiting = True, ""
             return text[: min(found)]

@@ -88,6 +88,6 @@ def _activate(x: Tensor, name: str) -> Tensor:
 
 
 def check_classes(classes: int) -> None:
-    """Refuse fewer classes than can be told apart."""
+    """Refuse fewer than two classes."""
     if classes < 2:
         raise KinformerError(f"classes must be 2 or more, but is {classes}.")

@@ -39,7 +39,7 @@ class Imported:
 class _Format:
     """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights.
 
-    ``family`` is that of an encoder, whose head is told by its tensors.
+    ``family`` is that of an encoder, whose head is known by its tensors.
     """
 
     member: str
@@ -113,15 +113,15 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 def _shards(folder: Path) -> dict[str, Tensor]:
     """The tensors that the index names, each from its file in the folder and nowhere else."""
     index = read_json(folder / INDEX)
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(file_of, dict) or not file_of:
         raise KinformerError(f"{folder / INDEX}: has no weight_map; restore it from a copy.")
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(map(str, places.values()))):
+    for file in sorted(set(map(str, file_of.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise KinformerError(f"{folder / INDEX}: names {file!r}, which is no safetensors file of this folder.")
         held = load_tensors(folder / file)[0]
-        wanted = [name for name, place in places.items() if place == file]
+        wanted = [name for name, holder in file_of.items() if holder == file]
         if missing := [name for name in wanted if name not in held]:
             raise KinformerError(f"{folder / file}: lacks {missing[0]}, which the index puts there; restore it.")
         tensors |= {name: held[name] for name in wanted}

@@ -77,7 +77,7 @@ def has_language_head(names: Collection[str]) -> bool:
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The weights, by their plain names, under ours; an unknown one is an error, one left out is told by ``notes``."""
+    """The weights, by their plain names, under ours; an unknown one is an error, one left out is named by ``notes``."""
     kind = model["head"]["kind"]
     head = _head_names(kind, tensors)
     weights: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ def _with_head(
         if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
             raise KinformerError(
                 f"{folder}: the head's output matrix differs from the embedding, but config.json ties them; "
-                "set tie_word_embeddings to false there if the two were trained apart."
+                "set tie_word_embeddings to false there if the two were trained separately."
             )
     return weights
 
@@ -153,13 +153,13 @@ def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def notes(names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
     """What a user should know of what was left out of the checkpoint with the plain ``names``, or added to it."""
-    kind, told = model["head"]["kind"], []
+    kind, found = model["head"]["kind"], []
     used = _head_names(kind, names)
     out = sorted(name for name in names if LEFT_OUT.fullmatch(name) and name.rpartition(".")[0] not in used)
     if out:
-        told.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
+        found.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
     if kind == "masked_language" and not has_language_head(names):
-        told.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
+        found.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
     if kind == "masked_language" and model["input"].get("mask_token") is None:
-        told.append("no file of its tokenizer tells the mask's id; to train it give --set input.mask_token=ID")
-    return tuple(told)
+        found.append("no file of its tokenizer has the mask's id; to train it give --set input.mask_token=ID")
+    return tuple(found)

@@ -117,7 +117,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
         if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
             raise KinformerError(
                 f"{folder}: lm_head.weight differs from wte.weight, but config.json ties them; "
-                "set tie_word_embeddings to false there if the two were trained apart."
+                "set tie_word_embeddings to false there if the two were trained separately."
             )
     return weights
 

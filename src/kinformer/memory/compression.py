@@ -90,7 +90,7 @@ class Convolution(Compression):
 
 
 class Dilated(Convolution):
-    """Convolutions of three memories each, 1, 2, 4, ... apart, then one with kernel and stride ``rate``.
+    """Convolutions of three memories each, with dilations 1, 2, 4, ..., then one with kernel and stride ``rate``.
 
     The paper names dilated convolutions without their sizes: these are ours. Beyond both ends stand zeros.
     """
@@ -115,9 +115,9 @@ class Dilated(Convolution):
     def forward(self, old: Tensor, usage: Tensor | None) -> Tensor:
         count = old.shape[1]
         for level, product in enumerate(self.dilated):
-            apart = 2**level
-            wide = pad(old, (0, 0, apart, apart))
-            old = product(torch.cat([wide[:, i * apart : i * apart + count] for i in range(3)], dim=-1)).relu()
+            dilation = 2**level
+            wide = pad(old, (0, 0, dilation, dilation))
+            old = product(torch.cat([wide[:, i * dilation : i * dilation + count] for i in range(3)], dim=-1)).relu()
         return super().forward(old, usage)
 
 

@@ -80,7 +80,7 @@ def read_record(folder: Path) -> Record:
     data = read_json(place)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; build the store anew.")
+        raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
     try:
         record = Record(
             origin=Origin(**data["origin"]),
@@ -94,7 +94,7 @@ def read_record(folder: Path) -> Record:
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
-        raise KinformerError(f"{place}: is damaged; restore it from a copy, or build the store anew.")
+        raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
     return record
 
 
@@ -156,7 +156,7 @@ class Datastore:
         """The tokens of ``entries`` as int64, of any shape; ids outside the vocabulary are a sign of damage."""
         tokens = self.tokens[entries].astype(np.int64)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.record.origin.vocab_size):
-            raise KinformerError(f"{self.folder / TOKENS}: is damaged (it holds ids that no token has); build it anew.")
+            raise KinformerError(f"{self.folder / TOKENS}: is damaged (it holds ids that no token has); rebuild it.")
         return torch.from_numpy(tokens)
 
     def _check_finished(self) -> None:
@@ -173,7 +173,7 @@ class Datastore:
         size = path.stat().st_size if path.is_file() else 0
         if size < needed:
             raise KinformerError(
-                f"{path}: is truncated ({size:,} of {needed:,} bytes); restore it from a copy, or build the store anew."
+                f"{path}: is truncated ({size:,} of {needed:,} bytes); restore it from a copy, or rebuild the store."
             )
         return np.memmap(path, dtype, "r", shape=shape)
 
@@ -189,7 +189,7 @@ class Datastore:
             if crc32(array[start:stop]) != crc:
                 raise KinformerError(
                     f"{self.folder / name}: is damaged (entries {start:,} to {stop:,} do not match their checksum); "
-                    "restore it from a copy, or build the store anew."
+                    "restore it from a copy, or rebuild the store."
                 )
 
 

@@ -42,8 +42,8 @@ class ExactSearch:
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, keys in self.store.blocks(_BLOCK, self.entries):
             block = torch.addmm(keys.square().sum(dim=1), queries, keys.T, alpha=-2)
-            best, places = block.topk(min(kept, len(keys)), largest=False)
-            scores, entries = torch.cat([scores, best], 1), torch.cat([entries, places + start], 1)
+            best, rows = block.topk(min(kept, len(keys)), largest=False)
+            scores, entries = torch.cat([scores, best], 1), torch.cat([entries, rows + start], 1)
             if scores.shape[1] > kept:
                 scores, chosen = scores.topk(kept, largest=False)
                 entries = entries.gather(1, chosen)

@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Lists:
-    """``entries`` entries in ``count`` lists; ``stamp`` tells which they are, ``shards`` the bytes of each file. The
+    """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` the bytes of each file. The
     centroids were learnt when the store had ``trained_on`` entries."""
 
     count: int
@@ -63,7 +63,7 @@ def build(store: Datastore, count: int | None = None, *, seed: int = 0, progress
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
     Lists that are there take in what was appended, unless another count is asked for, or the store has grown by more
-    than half since their centroids were learnt: then they are made anew.
+    than half since their centroids were learnt: then they are learnt again.
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ def _read(folder: Path) -> Lists:
 
 
 def _stamp(store: Datastore, entries: int) -> int:
-    """Tells the first ``entries`` entries of a store by the checksums of its pieces."""
+    """Identifies the first ``entries`` entries of a store by the checksums of its pieces."""
     return zlib.crc32(repr([block for block in store.record.blocks if block[0] <= entries]).encode())
 
 

@@ -1,6 +1,6 @@
 """What follows the nearest entries of a store at every token of a text, looked up once and kept as a file.
 
-``NAME.bin`` holds int32 [tokens, k], row after row, -1 where there is no neighbour; ``NAME.json`` tells what the rows
+``NAME.bin`` holds int32 [tokens, k], row after row, -1 where there is no neighbour; ``NAME.json`` says what the rows
 are of, how many are safely on the disk, and their checksum. A build that is killed goes on from there.
 """
 
@@ -34,7 +34,7 @@ Blocks = Callable[[int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` tells, as plain data, of what."""
+    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` says, as plain data, of what."""
 
     name: str
     tokens: int

@@ -79,7 +79,7 @@ class Writer:
         if found < size:
             self.close()
             raise KinformerError(
-                f"{file.name}: is truncated ({found:,} of {size:,} bytes); restore it from a copy, or build anew."
+                f"{file.name}: is truncated ({found:,} of {size:,} bytes); restore it from a copy, or rebuild it."
             )
         os.ftruncate(file.fileno(), size)
 

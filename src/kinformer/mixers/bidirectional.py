@@ -1,6 +1,7 @@
 """Softmax attention over a whole text (Devlin et al. 2018; Beltagy et al. 2020; Zaheer et al. 2020).
 
-A token of the document sees what the pattern allows and every global token, in one softmax; a global token sees all.
+A local token sees what the pattern allows and every global token, in one softmax; a global token sees all. Global are
+tokens of the long input that are marked so, and those of a global input before it (``core.encoder``).
 So there are three calls, none of them over all pairs: the pattern's, whose time follows the number of its pairs; the
 global keys, few columns, merged with it by their log-sum-exps; the global queries, few rows.
 """
@@ -45,14 +46,14 @@ from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.scaled_dot import ScaledDot
 
 _STEP = 64
-"""Tokens by which texts of like length, but of a pattern of their own, are told apart."""
+"""Texts whose lengths differ by fewer tokens are computed to the same length, where each has its own pattern."""
 
 
 class BidirectionalAttention(EncoderMixer):
     """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of the document's tokens, by their places in it; global tokens of the document have a place in
-    it too, tokens of the side have none. A pair that the pattern allows anyway counts once.
+    ``pattern`` is that of the long input, by positions in it; its global tokens have a position too, tokens of the
+    global input have none. A pair that the pattern allows anyway counts once.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -95,46 +96,46 @@ class BidirectionalAttention(EncoderMixer):
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.projection(x)
-        side, time = text.side, x.shape[1]
-        positions = (torch.arange(time, device=x.device) - side).clamp_min(0).expand(x.shape[0], -1)
+        num_global, time = text.num_global, x.shape[1]
+        positions = (torch.arange(time, device=x.device) - num_global).clamp_min(0).expand(x.shape[0], -1)
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), self.position.values(v)
-        groups = self._groups(text, time - side)
-        document = [each[:, :, side:] for each in (q, k, v)]
-        found = self._document(document, text, groups)
+        groups = self._groups(text, time - num_global)
+        long = [each[:, :, num_global:] for each in (q, k, v)]
+        found = self._by_pattern(long, text, groups)
         padding = None if text.valid is None else ~text.valid
-        if side:
-            side_padding = None if padding is None else padding[:, :side]
-            beside = Visibility(key_padding_mask=side_padding)
-            found = merge(found, self._attend(document[0], k[:, :, :side], v[:, :, :side], beside, lse=True))
-        if text.globals is not None:
-            found = merge(found, self._columns(document, text.globals, groups))
+        if num_global:
+            k_global, v_global = k[:, :, :num_global], v[:, :, :num_global]
+            visibility = Visibility(key_padding_mask=None if padding is None else padding[:, :num_global])
+            found = merge(found, self._attend(long[0], k_global, v_global, visibility, lse=True))
+        if text.global_positions is not None:
+            found = merge(found, self._columns(long, text.global_positions, groups))
         y, every = found.out, Visibility(key_padding_mask=padding)
-        if side:
-            y = torch.cat([self._attend(q[:, :, :side], k, v, every).out, y], dim=2)
-        if text.globals is not None:
+        if num_global:
+            y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
+        if text.global_positions is not None:
             y = self._with_rows(y, x, (q, k, v), text, every)
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _groups(self, text: Text, time: int) -> dict[Pattern, list[int]]:
-        """The patterns of texts that end at unlike places, and whose rows they are."""
-        if self.fixed or text.document is None:
+        """The patterns of texts of different lengths, and their rows."""
+        if self.fixed or text.long_valid is None:
             return {self.pattern if self.fixed else _sized(self.pattern, time): []}
         groups: dict[Pattern, list[int]] = {}
-        for row, length in enumerate(text.document.sum(1).tolist()):
+        for row, length in enumerate(text.long_valid.sum(1).tolist()):
             groups.setdefault(self.pattern.sized(length), []).append(row)
         return groups
 
-    def _document(self, qkv: Sequence[Tensor], text: Text, groups: dict[Pattern, list[int]]) -> Attended:
-        """What the document's tokens see of it by the pattern."""
-        lse = bool(text.side) or text.globals is not None
-        padding = None if text.document is None else ~text.document
+    def _by_pattern(self, qkv: Sequence[Tensor], text: Text, groups: dict[Pattern, list[int]]) -> Attended:
+        """What the long input's tokens see of it by the pattern."""
+        lse = bool(text.num_global) or text.global_positions is not None
+        padding = None if text.long_valid is None else ~text.long_valid
         if len(groups) == 1:
             return self._local(qkv, next(iter(groups)), padding, lse)
         assert padding is not None
         parts, time = [], padding.shape[1]
         for pattern, rows in groups.items():
-            # No further than these texts reach, in steps, so that a plan serves batches of any length.
+            # No further than these texts are long, in steps, so that a plan serves batches of any length.
             end = min(time, -(-int((~padding[rows]).sum(1).max()) // _STEP) * _STEP)
             own = padding[rows, :end]
             part = self._local([x[rows, :, :end] for x in qkv], pattern, own if bool(own.any()) else None, lse)
@@ -162,27 +163,27 @@ class BidirectionalAttention(EncoderMixer):
         scoring = Scoring(self.score.scale, self.score.form, self.score.vector(), relative, dropout=dropout)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
-    def _columns(self, document: Sequence[Tensor], places: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
-        """What the document's tokens see of its global ones at ``places`` [batch, n] beyond the pattern."""
-        q, k, v = document
-        unseen = (places >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
+    def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
+        """What the long input's tokens see of its global ones at ``positions`` [batch, n] beyond the pattern."""
+        q, k, v = qkv
+        unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen
         for pattern, rows in groups.items():
-            picked = places[rows] if len(groups) > 1 else places
+            picked = positions[rows] if len(groups) > 1 else positions
             seen = _seen(pattern, torch.arange(q.shape[2], device=q.device)[None, :, None], picked[:, None])
             if len(groups) > 1:
                 unseen[rows] &= ~seen
             else:
                 unseen = unseen & ~seen
-        return self._attend(q, _picked(k, places), _picked(v, places), Visibility(attn_mask=unseen), lse=True)
+        return self._attend(q, _picked(k, positions), _picked(v, positions), Visibility(attn_mask=unseen), lse=True)
 
     def _with_rows(
         self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, every: Visibility
     ) -> Tensor:
-        """The heads' outputs ``y``, with what the document's global tokens see of ``every`` key in their rows."""
-        assert text.globals is not None
+        """The heads' outputs ``y``, with what the long input's global tokens see of ``every`` key in their rows."""
+        assert text.global_positions is not None
         q, k, v = qkv
-        slots = torch.where(text.globals >= 0, text.globals + text.side, y.shape[2])
+        slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
         own = self.projection.global_projection()
         if own is None:
             rows = self._attend(_picked(q, slots), k, v, every).out
@@ -201,14 +202,14 @@ def _sized(pattern: Pattern, length: int) -> Pattern:
     return pattern.sized(length)
 
 
-def _index(places: Tensor, x: Tensor) -> Tensor:
-    """``places`` with those that stand for nothing at any place of ``x`` [batch, time, ...]."""
-    return places.clamp(0, x.shape[1] - 1)
+def _index(slots: Tensor, x: Tensor) -> Tensor:
+    """``slots`` within ``x`` [batch, time, ...]; those that stand for nothing are anywhere in it."""
+    return slots.clamp(0, x.shape[1] - 1)
 
 
-def _picked(x: Tensor, places: Tensor) -> Tensor:
-    """x [batch, heads, time, head_dim] at ``places`` [batch, n]."""
-    index = places.clamp(0, x.shape[2] - 1)[:, None, :, None]
+def _picked(x: Tensor, slots: Tensor) -> Tensor:
+    """x [batch, heads, time, head_dim] at ``slots`` [batch, n]."""
+    index = slots.clamp(0, x.shape[2] - 1)[:, None, :, None]
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 

@@ -1,6 +1,6 @@
 """Cross-attention (Vaswani et al. 2017, section 3.2.3): queries from the chunk, keys and values from a source.
 
-The source is projected once, when a state is begun; its padding is seen by nobody.
+The source is projected once, when a state is begun; its padding is masked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""ETC's global-local attention (Ainslie et al. 2020): a long input with a window, beside it a short one that sees all.
+"""ETC's global-local attention (Ainslie et al. 2020): a long input with a window, and a short global one that sees all.
 
-A token of the document sees, in one softmax, the document's tokens in its window and all tokens of the side; a token
-of the side sees, in one softmax, the side and the document. Which unit (sentence) of the document a token of the side
-stands for is told by ``Text.units``, and what a key is to a query by an id (see ``positions.typed``).
+A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of the
+global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one (g2l).
+``Text.sentences`` says for which sentence a global token stands. The paper's relative position labels, what a key is to
+a query, are ids here, and its vectors a^K their rows (see ``positions.typed``); its radius r is the pattern's window,
+its clipping distance k ``max_distance``.
 
-With a window >= length, shared projections and relations of nothing this is plain attention over [side; document].
+With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from kinformer.projections.by_piece import ByPiece, Pieces, Sharing
 
 
 class EtcAttention(EncoderMixer):
-    """x [batch, side + time, dim] -> y [batch, side + time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of the document, a window of the authors' radius. ``max_distance``: their K. ``sharing``: which
+    ``pattern`` is that of l2l, a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``projections.by_piece``); ``shared_output``: whether both inputs have one output
-    projection. ``hard_g2l``: a token of the side sees no more of the document than its own unit. ``side_order`` False:
-    the side is a set, whose tokens see no distances among themselves. ``ids``: rows of each table of relations, 2 K + 4
-    unless there are to be spare ones.
+    projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
+    False: the global input is a set, whose tokens see no distances among themselves. ``ids``: rows of each table of
+    relations, 2 k + 4 unless there are to be spare ones.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class EtcAttention(EncoderMixer):
         sharing: Sharing = "all"
         shared_output: bool = False
         hard_g2l: bool = False
-        side_order: bool = True
+        global_order: bool = True
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
         impl: str = "auto"
@@ -80,62 +82,64 @@ class EtcAttention(EncoderMixer):
         check_heads(config.pattern, self.pattern, heads)
         self.even_costs = self.pattern.even_costs
         check_impl(config.impl, Needs(tables=("bias", "keys"), lse=True, pairs=True), "etc")
-        self.relations, self.side_relations = (
+        self.relations, self.global_relations = (
             TypedRelations(config.max_distance, heads, head_dim, config.ids) for _ in range(2)
         )
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
-        self.side_out = None if config.shared_output else ResidualOutput(heads * head_dim, dim, bias=config.bias)
+        self.global_out = None if config.shared_output else ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
-        if text.globals is not None:
+        if text.global_positions is not None:
             raise KinformerError(
-                "this mixer (etc) has its global tokens beside the document, but tokens of the document were marked as "
-                "global; leave their kinds out, or tell the units that tokens of the side stand for."
+                "this mixer (etc) has its global tokens in a global input, but tokens of the long input were marked as "
+                "global; leave their kinds out, or give the sentences that the global input stands for."
             )
-        found = self.projection.pieces(select_valid(x, text.valid), text.side)
-        if not text.side:
-            return select_valid(self.out(merge_heads(self._window(found, text).out)), text.valid)
+        pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
+        if not text.num_global:
+            return select_valid(self.out(merge_heads(self._l2l(pieces, text).out)), text.valid)
         mine = _mine(text)
-        document = self.out(merge_heads(self._document(found, text, mine)))
-        side = (self.side_out or self.out)(merge_heads(self._side(found, text, mine)))
-        return select_valid(torch.cat([side, document], 1), text.valid)
+        long = self.out(merge_heads(self._long(pieces, text, mine)))
+        short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, mine)))
+        return select_valid(torch.cat([short, long], 1), text.valid)
 
-    def _document(self, found: Pieces, text: Text, mine: Tensor | None) -> Tensor:
-        bias = self.relations.by_unit(self.relations.scores(found.long), mine)
-        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.side])
-        side = self._attend(found.long, *found.l2g, visibility, bias=bias, lse=True)
-        return merge(self._window(found, text), side).out
+    def _long(self, pieces: Pieces, text: Text, mine: Tensor | None) -> Tensor:
+        """What the long input's tokens see: l2l and l2g, merged into one softmax."""
+        q = pieces.q_long
+        bias = self.relations.by_sentence(self.relations.scores(q), mine)
+        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.num_global])
+        l2g = self._attend(q, *pieces.l2g, visibility, bias=bias, lse=True)
+        return merge(self._l2l(pieces, text), l2g).out
 
-    def _window(self, found: Pieces, text: Text) -> Attended:
-        """What the document's tokens see of it."""
-        q, (k, v), time = found.long, found.l2l, found.long.shape[2]
+    def _l2l(self, pieces: Pieces, text: Text) -> Attended:
+        q, (k, v), time = pieces.q_long, pieces.l2l, pieces.q_long.shape[2]
         behind, ahead = self.pattern.behind, self.pattern.ahead
-        far = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
-        visibility = Visibility(self.pattern, key_padding_mask=None if text.document is None else ~text.document)
-        return self._attend(q, k, v, visibility, relative=self.relations.relative(far), lse=bool(text.side))
+        farthest = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
+        relative = self.relations.relative(farthest)
+        visibility = Visibility(self.pattern, key_padding_mask=None if text.long_valid is None else ~text.long_valid)
+        return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
 
-    def _side(self, found: Pieces, text: Text, mine: Tensor | None) -> Tensor:
-        """What the side's tokens see of both inputs."""
-        q, relations = found.side, self.side_relations
-        (batch, heads, side, _), time = q.shape, found.long.shape[2]
+    def _global(self, pieces: Pieces, text: Text, mine: Tensor | None) -> Tensor:
+        """What the global input's tokens see: g2g and g2l in one softmax over [global; long]."""
+        q, relations = pieces.q_global, self.global_relations
+        (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
         scores = relations.scores(q)
-        ids = self._side_ids(side, q.device).expand(batch, heads, -1, -1)
+        ids = self._global_ids(count, q.device).expand(batch, heads, -1, -1)
         turned = None if mine is None else mine.mT
-        far = relations.by_unit(scores, turned).expand(-1, -1, -1, time)
+        g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
         visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
         if self.config.hard_g2l:
-            own = q.new_zeros(batch, side, time, dtype=torch.bool) if turned is None else turned
-            visibility = visibility._replace(attn_mask=torch.cat([own.new_ones(batch, side, side), own], -1)[:, None])
-        k, v = (torch.cat(each, 2) for each in zip(found.g2g, found.g2l, strict=True))
-        return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), far], -1)).out
+            own = q.new_zeros(batch, count, time, dtype=torch.bool) if turned is None else turned
+            visibility = visibility._replace(attn_mask=torch.cat([own.new_ones(batch, count, count), own], -1)[:, None])
+        k, v = (torch.cat(each, 2) for each in zip(pieces.g2g, pieces.g2l, strict=True))
+        return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), g2l], -1)).out
 
-    def _side_ids(self, side: int, device: torch.device) -> Tensor:
-        """What the side's tokens are to each other, [side, side]."""
-        index = torch.arange(side, device=device)
+    def _global_ids(self, count: int, device: torch.device) -> Tensor:
+        """What the global input's tokens are to each other, [count, count]."""
+        index = torch.arange(count, device=device)
         distance = index[:, None] - index
-        if self.config.side_order:
-            return self.side_relations.of_distance(distance)
-        return torch.where(distance == 0, 0, self.side_relations.unordered)
+        if self.config.global_order:
+            return self.global_relations.of_distance(distance)
+        return torch.where(distance == 0, 0, self.global_relations.unordered)
 
     def _attend(
         self,
@@ -154,8 +158,8 @@ class EtcAttention(EncoderMixer):
 
 
 def _mine(text: Text) -> Tensor | None:
-    """[batch, time, side] bool: whether the token of the side stands for the unit of the document's token."""
-    if text.units is None:
+    """[batch, time, num_global] bool: whether the global token stands for the sentence of the long input's token."""
+    if text.sentences is None:
         return None
-    side, document = text.units[:, None, : text.side], text.units[:, text.side :, None]
-    return (document == side) & (side >= 0)
+    stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]
+    return (belongs_to == stands_for) & (stands_for >= 0)

@@ -46,14 +46,14 @@ _BLOCKS = 16
 class MemorizingState(NamedTuple):
     """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was evicted, up to the
     last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window, with its graph.
-    ``places`` [batch, heads, memories, 2 or 0] int64 is for the inverted file."""
+    ``assignments`` [batch, heads, memories, 2 or 0] int64: for the inverted file, the list and position of each."""
 
     recent: KeysValues | ReservedKeysValues
     k: Tensor
     v: Tensor
-    places: Tensor
+    assignments: Tensor
 
-    slots = ("k", "v", "places")  # type: ignore[misc]
+    slots = ("k", "v", "assignments")  # type: ignore[misc]
 
 
 class Memorizing(CausalMixer):
@@ -145,13 +145,14 @@ class Memorizing(CausalMixer):
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
         width = 0 if self.centroids is None else 2
-        places = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
-        return MemorizingState(recent, empty, empty, places)  # type: ignore[call-arg]
+        assignments = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
+        return MemorizingState(recent, empty, empty, assignments)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         evicted = min(length // self.batch_of * self.batch_of, self.config.memory_size)
-        places = 0 if self.centroids is None else 16 * self.num_heads * evicted
-        return 2 * self.num_heads * (min(length, self.kept) + evicted) * self.head_dim * dtype.itemsize + places + 8
+        assignments = 0 if self.centroids is None else 16 * self.num_heads * evicted
+        slots = min(length, self.kept) + evicted
+        return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + assignments + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         recent = state.recent

@@ -39,7 +39,7 @@ class KeyedStates(NamedTuple):
 
 
 class KeyedDecoder(nn.Module):
-    """A decoder that also tells the key of every context. ``representation`` names which, ``width`` is its size."""
+    """A decoder that also gives the key of every context. ``representation`` names which, ``width`` is its size."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()

@@ -67,21 +67,21 @@ class Common(nn.Module):
         """How long a sequence can get (a learned position's limit), or None."""
         return self.position.max_length
 
-    def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **beside: Tensor) -> Tensor:
+    def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         """``values`` [batch, time, ...] as vectors [batch, time, dim], with what their ``positions`` add."""
         if valid is not None:  # padding is no input, and has no position that could lie beyond the last
             values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
-        x = self.input(values, positions, **beside)
+        x = self.input(values, positions, **others)
         encoded = self.position.embed(positions)
         return x if encoded is None else x + encoded.to(x.dtype)
 
-    def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], numbers: Mapping[str, Tensor | None]) -> None:
-        """Refuse ``values`` that are no input of this model, and what comes beside them in another shape or type."""
+    def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
+        """Refuse ``values`` that are no input of this model, and what comes with them in another shape or type."""
         self.input.check(values)
         shape = values.shape[:2]
         if shape[0] < 1:
             raise KinformerError("there must be one row or more, but the batch has 0; leave the call out.")
-        for given, dtype in ((masks, torch.bool), (numbers, torch.int64)):
+        for given, dtype in ((masks, torch.bool), (integers, torch.int64)):
             for name, each in given.items():
                 if each is not None and (each.shape != shape or each.dtype != dtype):
                     raise KinformerError(

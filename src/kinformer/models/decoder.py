@@ -131,7 +131,7 @@ class Decoder(Common):
             )
             raise KinformerError(
                 f"the state is one of {what}, but this model's have {len(self.stack.order)} layers; give what this "
-                "model returned, or None to begin anew."
+                "model returned, or None to begin new sequences."
             )
         if state.seen.shape[0] != batch:
             raise KinformerError(

@@ -42,7 +42,7 @@ class BigBird(Unsized):
         """``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
 
         ``edges``: the first and the last block are global (the internal construction); without them something else
-        must be, as tokens on the side (the extended one). ``seed`` gives the random blocks that the authors' code gives
+        must be, as a global input (the extended one). ``seed`` gives the random blocks that the authors' code gives
         layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
         twice, or that all see anyway, counts once.
 

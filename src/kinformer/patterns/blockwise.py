@@ -15,7 +15,7 @@ from kinformer.patterns.unsized import Unsized
 
 @dataclass(frozen=True)
 class Blockwise(ChosenBlocks):
-    """Query block i sees key block ``permutation[i]`` and no other; n blocks later it all begins anew."""
+    """Query block i sees key block ``permutation[i]`` and no other; it repeats every n blocks."""
 
     block: int
     permutation: tuple[int, ...]

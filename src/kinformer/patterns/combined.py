@@ -57,7 +57,7 @@ def _check(kind: str, patterns: Sequence[PatternConfig]) -> None:
 
 
 def _alike(kind: str, patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Refuse to mix patterns for unlike numbers of heads."""
+    """Refuse to mix patterns for different numbers of heads."""
     counts = sorted({pattern.num_heads for pattern in patterns if pattern.num_heads is not None})
     if len(counts) > 1:
         raise KinformerError(

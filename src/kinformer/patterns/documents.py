@@ -23,7 +23,7 @@ class Documents(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """For boundaries that are the same in every row (a chunk's ``reset`` tells those that are not).
+        """For boundaries that are the same in every row (a chunk's ``reset`` marks those that are not).
 
         Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
         """

@@ -46,14 +46,14 @@ class Summaries(Pattern):
             return Summaries(self.segment, high - self.summary, high)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        place = k % self.segment
-        return ((place >= self.low) & (place < self.high)) | (q != q)
+        offset = k % self.segment
+        return ((offset >= self.low) & (offset < self.high)) | (q != q)
 
     def cover(self, boxes: Boxes) -> Cover:
         step = boxes.step
         if step % self.segment == 0:
-            place = boxes.k_low % self.segment
-            return np.where((place >= self.low) & (place < self.high), ALL, NONE).astype(np.int8)
+            offset = boxes.k_low % self.segment
+            return np.where((offset >= self.low) & (offset < self.high), ALL, NONE).astype(np.int8)
         found = self._below(boxes.k_high + 1) - self._below(boxes.k_low)
         every = found == boxes.k_high - boxes.k_low + 1
         return np.where(every, ALL, np.where(found > 0, SOME, NONE)).astype(np.int8)

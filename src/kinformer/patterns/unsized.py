@@ -11,7 +11,7 @@ from kinformer.core.pattern import Boxes, Cover, Pattern
 
 
 class Unsized(Pattern):
-    """``sized(length)`` tells who sees whom in a text so long; encoders ask so, decoders never do.
+    """``sized(length)`` says who sees whom in a text so long; encoders ask so, decoders never do.
 
     ``name`` is the pattern's kind and ``option`` what fixes it without a text.
     """

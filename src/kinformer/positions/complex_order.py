@@ -3,7 +3,7 @@
     token j at position p  ->  r_j e^{i (w_j p + t_j)},   given as [r_j cos(w_j p + t_j); r_j sin(w_j p + t_j)]
 
 A token's amplitudes r are its meaning; its frequencies w say how fast its features turn with its position, t with what
-phase they begin. ``sharing`` tells who has a frequency in common: ``none`` gives every token one per feature,
+phase they begin. ``sharing`` says who has a frequency in common: ``none`` gives every token one per feature,
 ``features`` every token one for all its features, ``tokens`` every feature one for all tokens. Angles are computed in
 float64.
 """
@@ -57,8 +57,8 @@ class ComplexOrder(nn.Embedding):
         angle = (self._first(tokens.device) + self._of(self.offset, tokens)) * positions[..., None]
         if self.phase is not None:
             angle = angle + self._of(self.phase, tokens)
-        numbers = torch.promote_types(amplitude.dtype, torch.float32)
-        angle = angle.remainder(2 * math.pi).to(numbers)
+        dtype = torch.promote_types(amplitude.dtype, torch.float32)
+        angle = angle.remainder(2 * math.pi).to(dtype)
         turned = (amplitude * turn.to(amplitude.dtype) for turn in (angle.cos(), angle.sin()))
         return torch.cat([*turned], dim=-1)
 

@@ -39,7 +39,7 @@ class DistanceAware(Position):
         self.steepness = nn.Parameter(torch.zeros(num_heads))
 
     def relative(self, lowest: int, highest: int) -> Relative:
-        numbers = state_dtype(self.rate.dtype)
+        dtype = state_dtype(self.rate.dtype)
         distance = torch.arange(lowest, highest + 1, device=self.rate.device).abs()
-        x, v = self.rate.to(numbers)[:, None] * distance, self.steepness.to(numbers)[:, None]
+        x, v = self.rate.to(dtype)[:, None] * distance, self.steepness.to(dtype)[:, None]
         return Relative(lowest, factor=(logsigmoid(x - v) - logsigmoid(-v)).exp())

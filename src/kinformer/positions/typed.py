@@ -1,12 +1,14 @@
-"""Typed relations between tokens (Ainslie et al. 2020, ETC, section 3.1): distances, and whether one is of the other's
-unit, as rows of one table.
+"""Typed relations between tokens (Ainslie et al. 2020, ETC, section 3.1): distances, and whether one stands for
+the other's sentence, as rows of one table.
 
     score(q, k) = (q . k + q . E[id] + c[id]) / sqrt(head_dim)
 
     id          0    1 ... K               K + 1 ... 2 K        2 K + 1      2 K + 2      2 K + 3
-    the key is  q    so far to the right   so far to the left   not my unit  of my unit   another, in no order
+    the key is  q    so far to the right   so far to the left   not mine     mine         another, in no order
 
-Distances beyond K are K.
+"Mine" is between the two inputs: the global token stands for the sentence of the long input's token. E[id] is the
+paper's a^K of a relative position label, c[id] a bias that the authors' code adds; K is its clipping distance k, and
+distances beyond K are K.
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ class TypedRelations(nn.Module):
 
     def of_distance(self, distance: Tensor) -> Tensor:
         """The id of every distance (query position - key position), int64."""
-        far = self.max_distance
-        return torch.where(distance <= 0, (-distance).clamp_max(far), far + distance.clamp_max(far))
+        most = self.max_distance
+        return torch.where(distance <= 0, (-distance).clamp_max(most), most + distance.clamp_max(most))
 
-    def relative(self, reach: int) -> Relative:
-        """What the distances up to ``reach`` on either side do."""
-        ids = self.of_distance(torch.arange(-reach, reach + 1, device=self.bias.device))
-        return Relative(-reach, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
+    def relative(self, farthest: int) -> Relative:
+        """What the distances up to ``farthest`` to the left and to the right do."""
+        ids = self.of_distance(torch.arange(-farthest, farthest + 1, device=self.bias.device))
+        return Relative(-farthest, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
 
     def scores(self, q: Tensor) -> Tensor:
         """What each id adds to the score of each query: [batch, heads, n, head_dim] -> [batch, heads, n, ids]."""
-        found = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
-        return found + (self.bias * self.scale).mT[:, None]
+        products = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
+        return products + (self.bias * self.scale).mT[:, None]
 
-    def by_unit(self, scores: Tensor, mine: Tensor | None) -> Tensor:
-        """Of :meth:`scores` those for keys that are of the query's unit or not: [batch, heads, n, keys].
+    def by_sentence(self, scores: Tensor, mine: Tensor | None) -> Tensor:
+        """Of :meth:`scores` those for keys of the other input: [batch, heads, n, keys].
 
-        ``mine`` bool [batch, n, keys]; None if there are no units.
+        ``mine`` bool [batch, n, keys]: whether query and key belong together; None if there are no sentences.
         """
         other = scores[..., self.other, None]
         return other if mine is None else torch.where(mine[:, None], scores[..., self.mine, None], other)

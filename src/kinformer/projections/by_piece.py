@@ -1,7 +1,7 @@
 """Projections of the four pieces of attention between two inputs (Ainslie et al. 2020, ETC, section 3.2).
 
-The long input (a document) and the global one (the tokens of its side) see themselves and each other: l2l, l2g, g2g and
-g2l, named by who asks and who is seen.
+The long input and the global one see themselves and each other: l2l, l2g, g2g and g2l, where x2y has the queries of x
+and the keys and values of y.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from kinformer.projections.multi_head import MultiHead
 
-Sharing = Literal["all", "sides", "pieces"]
+Sharing = Literal["all", "inputs", "pieces"]
 KeysValues = tuple[Tensor, Tensor]
 
 
 class Pieces(NamedTuple):
-    """Queries [batch, heads, n, head_dim] of the ``long`` input and of the ``side``, keys and values of each piece."""
+    """Queries [batch, heads, n, head_dim] of the long and of the global input, keys and values of each piece."""
 
-    long: Tensor
-    side: Tensor
+    q_long: Tensor
+    q_global: Tensor
     l2l: KeysValues
     l2g: KeysValues
     g2g: KeysValues
@@ -28,10 +28,10 @@ class Pieces(NamedTuple):
 
 
 class ByPiece(MultiHead):
-    """One projection for all that the document's tokens see, and for the rest what ``sharing`` says:
+    """One projection for the long input, and for the rest what ``sharing`` says:
 
-    ``all``     it is that of the side's tokens too;
-    ``sides``   these have one of their own, ``of_global``: 2 queries, 2 keys and 2 values;
+    ``all``     it is that of the global input too;
+    ``inputs``  this has one of its own, ``of_global``: 2 queries, 2 keys and 2 values;
     ``pieces``  and the keys and values of l2g and g2l have theirs: 2 queries, 4 keys and 4 values.
     """
 
@@ -43,19 +43,19 @@ class ByPiece(MultiHead):
         self.l2g = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if own else None
         self.g2l = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if own else None
 
-    def pieces(self, x: Tensor, side: int) -> Pieces:
-        """Of x [batch, side + time, dim]."""
+    def pieces(self, x: Tensor, num_global: int) -> Pieces:
+        """Of x [batch, num_global + time, dim]."""
         if self.of_global is None:
             q, k, v = self(x)
-            beside, long = ((k[:, :, part], v[:, :, part]) for part in (slice(side), slice(side, None)))
-            return Pieces(q[:, :, side:], q[:, :, :side], long, beside, beside, long)
-        inner, document = x[:, :side], x[:, side:]
-        long, *l2l = self(document)
-        own, *g2g = self.of_global(inner)
-        l2g = self.keys_values(inner) if self.l2g is None else self._split(self.l2g(inner))
-        g2l = self.of_global.keys_values(document) if self.g2l is None else self._split(self.g2l(document))
-        return Pieces(long, own, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l)
+            short, long = ((k[:, :, part], v[:, :, part]) for part in (slice(num_global), slice(num_global, None)))
+            return Pieces(q[:, :, num_global:], q[:, :, :num_global], long, short, short, long)
+        global_input, long_input = x[:, :num_global], x[:, num_global:]
+        q_long, *l2l = self(long_input)
+        q_global, *g2g = self.of_global(global_input)
+        l2g = self.keys_values(global_input) if self.l2g is None else self._split(self.l2g(global_input))
+        g2l = self.of_global.keys_values(long_input) if self.g2l is None else self._split(self.g2l(long_input))
+        return Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l)
 
-    def _split(self, found: Tensor) -> KeysValues:
-        k, v = found.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
+    def _split(self, projected: Tensor) -> KeysValues:
+        k, v = projected.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
         return k, v

@@ -33,7 +33,7 @@ class MultiHead(Projection):
         return q, k, v
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be told apart
+        if not isinstance(self.qkv, nn.Linear):  # packed: its rows cannot be separated
             return super().keys_values(x)
         batch, time, _ = x.shape
         first = self.qkv.out_features // 3

@@ -108,8 +108,8 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     if not options.tune:
         return None, held.split
     splits = held.corpus.splits
-    apart = splits["validation"].extents.pieces != splits["test"].extents.pieces
-    if apart and held.split.name == "test" and len(splits["validation"]) > 1:
+    disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
+    if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
         tuning = splits["validation"]
         return tuning if options.max_bytes is None else first_bytes(tuning, options.max_bytes), held.split
     half = len(held.split) // 2

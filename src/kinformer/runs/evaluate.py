@@ -43,7 +43,7 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """Runs of models that are measured in unlike ways are not measured together."""
+    """Runs of models that are measured in different ways are not measured together."""
     for run in runs[1:]:
         if run.task.protocol is not runs[0].task.protocol:
             raise KinformerError(f"{run.folder}: {run.task.does}, unlike the other runs; measure it by itself.")

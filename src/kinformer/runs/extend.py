@@ -2,7 +2,7 @@
 
 As their authors did it: the table of positions is copied over and over (Beltagy et al. 2020, section 5), and what is
 projected twice begins as two copies (section 3.1). ETC (Ainslie et al. 2020) has no table of positions, and its
-relations between tokens begin anew.
+relations between tokens are initialised as in a new model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 POSITIONS, HEAD = "position.table", "head."
-NEW = re.compile(r"side\.|stack\.layers\.\d+\.mixer\.(side_)?relations\.")
+NEW = re.compile(r"global_input\.|stack\.layers\.\d+\.mixer\.(global_)?relations\.")
 """Weights that no short model has anything for."""
 
 QKV = ("query", "key", "value")
 COPIES = re.compile(
-    r"(stack\.layers\.\d+\.mixer\.)(?:(projection\.)(?:of_global\.(qkv|query|key|value)|l2g|g2l)|side_out)\.(\w+)"
+    r"(stack\.layers\.\d+\.mixer\.)(?:(projection\.)(?:of_global\.(qkv|query|key|value)|l2g|g2l)|global_out)\.(\w+)"
 )
 """Further projections of a layer, and further output projections."""
 
@@ -58,7 +58,7 @@ class Origin:
 def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) -> Encoder.Config:
     """The config ``short``, found at ``place``, with the attention, positions and global tokens of the long ``recipe``.
 
-    Where the depths differ, a layer has the attention of the layer at its place in the recipe's stack.
+    Where the depths differ, a layer has the attention of the layer at its depth in the recipe's stack.
     """
     own: Any = short
     long: Any = recipe
@@ -72,7 +72,8 @@ def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) 
                 "begin with a run of 'bert', or with none."
             )
         layers.append(layer.replace(mixer=_mixer(layer.mixer, mixer, index)))
-    return own.replace(layers=tuple(layers), position=long.position, side=long.side, global_tokens=long.global_tokens)
+    own = own.replace(layers=tuple(layers), position=long.position)
+    return own.replace(global_input=long.global_input, global_tokens=long.global_tokens)
 
 
 def _mixer(short: Any, long: Any, layer: int) -> Any:
@@ -91,7 +92,7 @@ def _mixer(short: Any, long: Any, layer: int) -> Any:
 
 
 def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path | str) -> dict[str, Origin]:
-    """Where each weight of the ``long`` model comes from, by the shapes of both; one that is not named begins anew.
+    """Where each weight of the ``long`` model comes from, by the shapes of both; one that is not named is new.
 
     Errors: ``KinformerError`` where the long model lacks a weight of the short one, or has another that is of a
     different size or comes from nowhere. ``place`` is where the short one is.

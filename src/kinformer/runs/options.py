@@ -164,7 +164,7 @@ class GenerateOptions(StoreOptions, Machine):
     top_k: int | None = None
     """Draw from the N most probable tokens only."""
     top_p: float | None = None
-    """Draw from the fewest tokens whose probability together reaches X."""
+    """Draw from the fewest tokens whose probability together is X or more."""
     stop: tuple[str, ...] = ()
     """End before this text appears; may be given again."""
     samples: int = 1

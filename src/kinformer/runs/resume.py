@@ -27,7 +27,7 @@ MAY_CHANGE = {
 def resume(options: TrainOptions) -> tuple[Run, Settings]:
     """The run in the folder ``options.out`` and its settings, with what was given and may change.
 
-    Errors: ``KinformerError`` for options or data unlike those that it was begun with.
+    Errors: ``KinformerError`` for options or data other than it was begun with.
     """
     run = open_run(Path(options.out))
     if run.member != options.member:
@@ -72,7 +72,7 @@ def _merged(run: Run, options: TrainOptions) -> Settings:
 
 
 def _check_unchanged(run: Run, options: TrainOptions) -> None:
-    """Refuse a task, its options, a recipe, a tokenizer or a holdout unlike the run's own."""
+    """Refuse a task, its options, a recipe, a tokenizer or a holdout other than the run's own."""
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
         raise _otherwise(run, f"--task {options.task}")

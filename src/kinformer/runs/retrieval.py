@@ -146,7 +146,7 @@ def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[Part, int]:
 
 
 def _same_tokens(store: Datastore, part: Part, first: int, corpus: Corpus) -> bool:
-    """Whether entry t of ``part`` tells the token behind training token t."""
+    """Whether entry t of ``part`` is the token behind training token t."""
     train, step = corpus.splits["train"], 1 << 20
     if part.total != len(train) - 1:
         return False

@@ -114,7 +114,7 @@ class Run:
         return model.eval()
 
     def weights_digest(self) -> str:
-        """What the weights that :meth:`model` reads are told by: sha256 of their names, shapes, types and bytes."""
+        """What identifies the weights that :meth:`model` reads: sha256 of their names, shapes, types and bytes."""
         tensors, metadata = load_tensors(self.folder / WEIGHTS)
         return metadata.get(DIGEST) or digest(tensors)
 

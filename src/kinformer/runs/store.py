@@ -41,7 +41,7 @@ def keyed(run: Run, model: Any) -> KeyedDecoder:
 
 
 def origin_of(run: Run, keys: KeyedDecoder) -> Origin:
-    """What a datastore of this run is told by."""
+    """What identifies a datastore of this run."""
     from kinformer.memory.datastore import Origin
 
     assert run.tokenizer is not None

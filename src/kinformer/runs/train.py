@@ -44,7 +44,7 @@ class Job:
     quiet: bool
 
     def model(self) -> Any:
-        """The model as the run begins: new, or with the weights of the run that it was told to begin with."""
+        """The model as the run begins: new, or with the weights of the run that it was given to begin with."""
         model = self.run.build()
         init = self.run.data.get("init")
         if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
@@ -81,7 +81,7 @@ class Summary:
 
 
 def train(options: TrainOptions, quiet: bool = False) -> Summary:
-    """Train as ``options`` say. With ``quiet`` nothing is told meanwhile.
+    """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile.
 
     Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
     """
@@ -131,7 +131,7 @@ def _join_and_work(job: Job) -> Summary:
     with distributed.join(job.device, job.strategy) as group:
         summary = work(job, group)
     if summary.result.signal:
-        sys.exit(128 + summary.result.signal)  # nobody waits for the result of a process that a signal ended
+        sys.exit(128 + summary.result.signal)  # the result of a process that a signal ended is not awaited
     return summary
 
 

@@ -1,4 +1,4 @@
-"""Classification: an encoder tells the classes of labelled examples."""
+"""Classification: an encoder predicts the classes of labelled examples."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Classify(Task):
     title = "classification"
     description = (
         "Learns to tell the classes of examples: a folder with a folder per class, or a file of lines, .tsv or .jsonl. "
-        "Judged by accuracy, beside always telling the most frequent class."
+        "Measured by accuracy, with that of always predicting the most frequent class as the baseline."
     )
-    does = "tells classes"
+    does = "predicts classes"
     protocol = WholeModel
     figures = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}

@@ -51,11 +51,11 @@ class DeepSupervision(nn.Module):
         if not self.training:
             return NextTokenLoss()(model, batch, state, progress)
         taps = self.active(progress)
-        seer: Any = model
-        hidden, state, tapped = seer.hidden(
+        any_model: Any = model
+        hidden, state, tapped = any_model.hidden(
             batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=tuple(taps)
         )
-        loss, nats = next_token_nats(seer.logits(hidden), batch.tokens[:, 1:], batch.valid)
+        loss, nats = next_token_nats(any_model.logits(hidden), batch.tokens[:, 1:], batch.valid)
         loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
         for index, x in zip(taps, tapped, strict=True):
             loss = loss + self._layer(batch, *self.readers[index](x))

@@ -1,4 +1,4 @@
-"""How well a model tells the classes of examples, class by class."""
+"""How well a model predicts the classes of examples, class by class."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kinformer.tasks.text import ends_of, heading, note_other_data, whole_length
 
 @dataclass(frozen=True, kw_only=True)
 class LabelMeasurement:
-    """``bits`` per label; of each class how many ``examples`` it has, for how many it was ``told``, and rightly so."""
+    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
 
     bits: float
     examples: tuple[int, ...]
-    told: tuple[int, ...]
+    predicted: tuple[int, ...]
     correct: tuple[int, ...]
 
     @property
     def accuracy(self) -> float:
-        """The share of examples whose class was told."""
+        """The share of examples whose class was predicted."""
         return sum(self.correct) / sum(self.examples)
 
     @property
@@ -60,7 +60,7 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
             if progress is not None:
                 progress(int(counts[0].sum()), len(rows.examples))
     examples, answers, correct = (tuple(row) for row in counts.tolist())
-    return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, told=answers, correct=correct)
+    return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
 def evaluate(task: Any, subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
@@ -73,14 +73,16 @@ def evaluate(task: Any, subject: Subject, measuring: Measuring, quiet: bool) -> 
     with progressing(quiet) as progress:
         measured = measure_labels(model, rows, len(classes), progress)
     counts = [
-        {"class": name, "examples": there, "told": told, "correct": correct}
-        for name, there, told, correct in zip(classes, measured.examples, measured.told, measured.correct, strict=True)
+        {"class": name, "examples": there, "predicted": predicted, "correct": correct}
+        for name, there, predicted, correct in zip(
+            classes, measured.examples, measured.predicted, measured.correct, strict=True
+        )
     ]
     text = (
         heading(run.folder, run.member, changes, found, measuring.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
-        Table(("class", "examples", "told", "correct"), [list(each.values()) for each in counts], range(1, 4)),
+        Table(("class", "examples", "predicted", "correct"), [list(each.values()) for each in counts], range(1, 4)),
     )
     figures = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
     same = found.fingerprint == (run.data.get("identity") or {}).get("fingerprint")
@@ -110,7 +112,7 @@ def _examples(task: Any, subject: Subject, measuring: Measuring) -> tuple[Labell
     note_other_data(run, found, measuring.data is not None)
     known = (run.data.get("identity") or {}).get("classes")
     if not isinstance(known, list):
-        raise KinformerError(f"{run.folder}: does not say which classes it tells; measure the run that was trained.")
+        raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
     part = found.splits[choose(measuring.split, found.splits, "--split")]
     return found, _renumbered(found, part, known, run), known
 
@@ -118,7 +120,7 @@ def _examples(task: Any, subject: Subject, measuring: Measuring) -> tuple[Labell
 def _renumbered(found: Labelled, part: Examples, known: Sequence[str], run: TrainedRun) -> Examples:
     if strange := [name for name in found.classes if name not in known]:
         raise KinformerError(
-            f"{found.name}: has the class {strange[0]!r}, which {run.folder} was not trained to tell; it tells "
+            f"{found.name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
             f"{', '.join(known)}."
         )
     number = np.array([known.index(name) for name in found.classes], np.int64)

@@ -68,7 +68,7 @@ class Labels(DataModule):
 
 
 class Classification:
-    """Mean cross-entropy of the label of every row, or of every token where the model tells classes of those."""
+    """Mean cross-entropy of the label of every row, or of every token where the model predicts classes of those."""
 
     def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> Outcome:
         return scored(model(batch.tokens, valid=batch.valid), batch.labels)

@@ -51,6 +51,6 @@ def trained_at(run: TrainedRun) -> int | None:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names where these tell them apart, else their paths."""
+    """The folders' own names where these differ, else their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""ListOps: an encoder tells what nested lists of digits and operators compute (see ``data.listops``)."""
+"""ListOps: an encoder predicts what nested lists of digits and operators compute (see ``data.listops``)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ListOps(Classify):
     name = NAME
     title = "ListOps"
     description = (
-        "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Judged by "
+        "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured by "
         "accuracy; a tenth to a sixth is right by guessing."
     )
     Options = ListOpsOptions

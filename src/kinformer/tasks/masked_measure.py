@@ -1,4 +1,4 @@
-"""How well a model finds masked tokens, and how well counting does on the very same ones."""
+"""How well a model predicts masked tokens, and how well counting does on the very same ones."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def evaluate(subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
 def _global_input(
     subject: Subject, text: MaskedText, measuring: Measuring, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the tokens beside the document are worth, as JSON and as text."""
+    """What the global input is worth, as JSON and as text."""
     training = subject.run.training
     rows = training.get("batch_size", max(1, measuring.chunk // text.length))
     with progressing(quiet) as progress:
@@ -121,7 +121,7 @@ def _global_input(
     lines = [f"{found.zeroed:.4f} with the vectors of the global tokens zeroed, {found.without:.4f} without these"]
     if training.get("objective") == "mlm-cpc":
         lines.append(
-            f"{found.told:.1%} of {found.units:,} hidden units told by their global tokens (by chance: "
-            f"{found.chance:.1%})"
+            f"{found.accuracy:.1%} of {found.sentences:,} masked sentences identified by their global tokens "
+            f"(by chance: {found.chance:.1%})"
         )
     return {"global_input": asdict(found)}, lines

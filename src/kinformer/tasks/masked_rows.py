@@ -1,4 +1,4 @@
-"""Rows of text with masked tokens for an encoder, and the objective of finding them."""
+"""Rows of text with masked tokens for an encoder, and the objective of predicting them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from kinformer.training.settings import Settings
 
 
 class MaskedBatch(NamedTuple):
-    """``tokens`` [batch, time] int64, ``valid`` bool or None, and the ``labels`` [batch, n] of the tokens at ``places``
-    [batch, n], IGNORED where there are fewer."""
+    """``tokens`` [batch, time] int64, ``valid`` bool or None, and the ``labels`` [batch, n] of the tokens at
+    ``positions`` [batch, n], IGNORED where there are fewer."""
 
     tokens: Tensor
     valid: Tensor | None
     labels: Tensor
-    places: Tensor
+    positions: Tensor
 
     @classmethod
     def of(cls, rows: Rows) -> MaskedBatch:
         """Rows as a batch."""
-        assert rows.places is not None
+        assert rows.positions is not None
         valid = None if rows.valid is None else torch.from_numpy(rows.valid)
-        tokens, labels, places = (torch.from_numpy(field) for field in (rows.tokens, rows.labels, rows.places))
-        return cls(tokens, valid, labels, places)
+        tokens, labels, positions = (torch.from_numpy(field) for field in (rows.tokens, rows.labels, rows.positions))
+        return cls(tokens, valid, labels, positions)
 
     @property
     def size(self) -> int:
@@ -75,21 +75,21 @@ class MaskedTokens(DataModule):
 
 
 class MaskedLanguage:
-    """Mean cross-entropy of the tokens that stood at ``batch.places`` (Devlin et al. 2019, section 3.1).
+    """Mean cross-entropy of the tokens that stood at ``batch.positions`` (Devlin et al. 2019, section 3.1).
 
-    The head is asked for these places alone.
+    The head computes logits of these positions alone.
     """
 
     reads_hidden = True
 
     def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> Outcome:
-        return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).document, batch)
+        return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
 
 
-def masked_tokens(model: Any, document: Tensor, batch: MaskedBatch) -> Outcome:
-    """What ``model``'s head makes of its hidden states ``document`` at ``batch.places``, scored."""
-    index = batch.places[..., None].expand(-1, -1, document.shape[-1])
-    return scored(model.logits(document.gather(1, index)), batch.labels)
+def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> Outcome:
+    """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
+    index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
+    return scored(model.logits(hidden_states.gather(1, index)), batch.labels)
 
 
 def unit_of(corpus: Corpus) -> str:

@@ -1,4 +1,4 @@
-"""Masked language modelling: an encoder finds masked tokens of a text (Devlin et al. 2019, BERT, section 3.1)."""
+"""Masked language modelling: an encoder predicts masked tokens of a text (Devlin et al. 2019, BERT, section 3.1)."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _mlm_cpc(model: Any) -> Any:
 
 
 class MaskedLanguageModelling(Task):
-    """Measured on masks that are the same in every evaluation, beside what counting finds of the same tokens."""
+    """Measured on masks that are the same in every evaluation, with counts of the same tokens as baselines."""
 
     name = "mlm"
     title = "masked language modelling"
     description = (
-        "Learns to find masked tokens of a text from all others. Judged in bits per masked byte (with a tokenizer, per "
-        "masked token) and accuracy, beside counts of tokens and of pairs of tokens."
+        "Learns to predict masked tokens of a text from all others. Measured in bits per masked byte (with a "
+        "tokenizer, per masked token) and accuracy, with counts of tokens and of pairs of tokens as baselines."
     )
-    does = "finds masked tokens"
+    does = "predicts masked tokens"
     protocol = WholeModel
     figures = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}

@@ -34,13 +34,13 @@ def _deep_supervision(model: Any) -> Any:
 
 
 class NextToken(Task):
-    """Bits per byte, whatever the tokenizer, so that models with unlike ones compare."""
+    """Bits per byte, whatever the tokenizer, so that models with different ones compare."""
 
     name = "next-token"
     title = "next token"
     description = (
-        "Learns to foretell every token of a text from those before it, and continues texts. Judged in bits per byte "
-        "of held-out text, beside a 5-gram model."
+        "Learns to predict every token of a text from those before it, and continues texts. Measured in bits per byte "
+        "of held-out text, with a 5-gram model as the baseline."
     )
     does = "predicts next tokens"
     protocol = CausalModel

@@ -31,7 +31,7 @@ class Sample:
 @dataclass
 class Generated:
     """What came out, and what it cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
-    where somebody pressed Ctrl-C meanwhile."""
+    if Ctrl-C was pressed meanwhile."""
 
     samples: list[Sample]
     prompt_tokens: int

@@ -172,7 +172,7 @@ def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str
 
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> Table:
-    """Bits per byte, a row per length and a column per run; "-" where a model's positions do not reach."""
+    """Bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
     columns = [{each.context: f"{each.bits_per_byte:.4f}" for each in result.all} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})

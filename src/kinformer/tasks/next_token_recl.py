@@ -75,8 +75,8 @@ def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
     for other in runs[1:]:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise KinformerError(
-                f"--recl compares losses token by token, but {other.folder} and {first.folder} have unlike "
-                "tokenizers; measure them apart."
+                f"--recl compares losses token by token, but {other.folder} and {first.folder} have different "
+                "tokenizers; measure them separately."
             )
     return held_out(first, measuring)
 

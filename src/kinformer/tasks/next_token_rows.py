@@ -19,7 +19,7 @@ from kinformer.training.settings import Settings
 
 
 class TokenBatch(NamedTuple):
-    """``tokens`` [batch, time + 1] int64, inputs and, one apart, targets; ``reset`` and ``valid`` [batch, time] bool or
+    """``tokens`` [batch, time + 1] int64, inputs and, one later, targets; ``reset`` and ``valid`` [batch, time] bool or
     None."""
 
     tokens: Tensor
@@ -157,7 +157,7 @@ def _share(field: np.ndarray | None, rank: int, world: int) -> Any:
 
 
 def _marks(reset: np.ndarray | None) -> Tensor | None:
-    """Where sequences begin, or None where none does, so that nobody works for it; most batches have none."""
+    """Where sequences begin, or None where none does, which saves the work; most batches have none."""
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
 
 

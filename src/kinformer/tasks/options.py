@@ -34,7 +34,7 @@ class NextTokenMeasuring:
     hardest: float = 0.1
     """With --recl: the share of tokens that count, those that the shorter context explains least."""
     positions: int = 512
-    """With --recl: how many tokens are predicted, evenly spread, each anew at every context."""
+    """With --recl: how many tokens are predicted, evenly spread, each again at every context."""
     holdout: float | None = None
     """Take the last share of the data for validation and test, instead of the run's."""
     baseline: bool = False

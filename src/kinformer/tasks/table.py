@@ -31,7 +31,7 @@ ALL: plugins.Registry[Task] = plugins.Registry(
 def tasks(complain: Callable[[str], object] = warnings.warn) -> list[Task]:
     """The records of all tasks, Kinformer's own first, in the order of the table.
 
-    ``complain`` is told in a sentence of every task of another package that cannot be had, and is left out.
+    ``complain`` gets a sentence for every task of another package that cannot be had, and is left out.
     """
     return ALL.available(complain)
 

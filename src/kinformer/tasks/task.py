@@ -1,4 +1,4 @@
-"""What a task is: what a model is trained for, on which data, and by which figures it is judged.
+"""What a task is: what a model is trained for, on which data, and by which figures it is measured.
 
 A page of this folder holds one record, a :class:`Task`, and ``table.py`` lists the pages. Records are read without
 importing PyTorch; what computes is imported by the methods.
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 class Data(Protocol):
-    """Opened data. ``identity`` is what a run keeps of it, plain enough for JSON; ``fingerprint`` tells it from
+    """Opened data. ``identity`` is what a run keeps of it, plain enough for JSON; ``fingerprint`` distinguishes it from
     other."""
 
     @property
@@ -147,7 +147,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Report:
-    """Several evaluations, and what is told of all of them: ``together`` as text, ``facts`` as JSON."""
+    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` as JSON."""
 
     evaluations: Sequence[Evaluation]
     together: Sequence[str | Table] = ()
@@ -171,7 +171,7 @@ class Task:
     """A task's record.
 
     ``protocol``: which models can do it (``core.model``). ``objectives``: what can be minimised for it, by name, the
-    usual one first, each made for a model. ``figures``: what it is judged by; the first decides which weights are the
+    usual one first, each made for a model. ``figures``: what it is measured by; the first decides which weights are the
     best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training and for measuring.
     ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
     text by a tokenizer. ``refused``: general options that mean nothing to it, with the reason. ``does`` says in two

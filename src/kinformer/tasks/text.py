@@ -98,7 +98,7 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
 
 
 def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None) -> HeldOut:
-    """The part of the data to measure on; a note tells where it is not the run's own.
+    """The part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the share that is held out, the run's own if None.
     """
@@ -118,7 +118,7 @@ def first_bytes(split: Split, count: int) -> Split:
 
 
 def note_other_data(run: TrainedRun, data: Corpus | Labelled, asked_for: bool) -> bool:
-    """Whether ``data`` is what the run was trained on; a note tells where it is not."""
+    """Whether ``data`` is what the run was trained on; a note says where it is not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     if trained_on is None:
         note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")

@@ -44,8 +44,8 @@ class EncoderSubject(ABC):
 
     @abstractmethod
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
-        """``case`` with padding of unlike length and rubbish in it, each of its rows alone without, and the places
-        [batch, time] that are valid."""
+        """``case`` with rubbish as padding, as much as differs by row, each of its rows alone without, and which
+        tokens [batch, time] are valid."""
 
     @abstractmethod
     def run(self, module: Any, case: Case) -> Tensor:
@@ -53,10 +53,10 @@ class EncoderSubject(ABC):
 
 
 class EncoderMixerSubject(EncoderSubject):
-    """An :class:`EncoderMixer` of width ``dim``, on plain texts and on such with global tokens, units and a side.
+    """An :class:`EncoderMixer` of width ``dim``, on plain texts and on such with global tokens and a global input.
 
-    ``sides`` says with how many tokens on the side; ``impls`` are other makers of the same mixer. ``global_tokens``
-    False leaves out texts with global tokens in the document, for a mixer that refuses them.
+    ``num_globals``: sizes of the global input; ``impls`` are other makers of the same mixer. ``global_tokens`` False
+    leaves out texts with global tokens in the long input, for a mixer that refuses them.
     """
 
     def __init__(
@@ -66,43 +66,43 @@ class EncoderMixerSubject(EncoderSubject):
         dim: int = 16,
         batch: int = 3,
         time: int = 29,
-        sides: tuple[int, ...] = (0, 4),
+        num_globals: tuple[int, ...] = (0, 4),
         impls: Mapping[str, Callable[[], EncoderMixer]] | None = None,
         global_tokens: bool = True,
     ) -> None:
         super().__init__(make, batch, time)
-        self.dim, self.sides, self.impls, self.global_tokens = dim, sides, dict(impls or {}), global_tokens
+        self.dim, self.num_globals, self.impls, self.global_tokens = dim, num_globals, dict(impls or {}), global_tokens
 
     def cases(self) -> Iterator[Case]:
-        for side in self.sides:
-            inputs = self.inputs(side + self.time, seed=side)
-            numbers = torch.arange(self.time).mul(max(side, 1)).div(self.time, rounding_mode="floor")
-            units = torch.cat([torch.arange(side), numbers]).expand(self.batch, -1) if side else None
-            yield Case(f"{side} tokens on the side", inputs, Text(units=units, side=side))
+        for count in self.num_globals:
+            inputs = self.inputs(count + self.time, seed=count)
+            numbers = torch.arange(self.time).mul(max(count, 1)).div(self.time, rounding_mode="floor")
+            sentences = torch.cat([torch.arange(count), numbers]).expand(self.batch, -1) if count else None
+            yield Case(f"global input of {count} tokens", inputs, Text(sentences=sentences, num_global=count))
             if not self.global_tokens:
                 continue
-            places = torch.tensor([0, self.time // 2, self.time - 9]).repeat(self.batch, 1)
-            places[1, 2:] = -1
-            yield Case(f"global tokens, {side} on the side", inputs, Text(None, places, units, side))
+            positions = torch.tensor([0, self.time // 2, self.time - 9]).repeat(self.batch, 1)
+            positions[1, 2:] = -1
+            yield Case(f"global tokens, global input of {count}", inputs, Text(None, positions, sentences, count))
 
     def inputs(self, time: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.batch, time, self.dim, generator=generator, dtype=torch.float64)
 
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
-        side = case.text.side
+        count = case.text.num_global
         lengths = [max(1, self.time - 7 * row) for row in range(self.batch)]
-        own = [max(1, side - row) if side else 0 for row in range(self.batch)]
-        slots = torch.arange(side + self.time)
+        own = [max(1, count - row) if count else 0 for row in range(self.batch)]
+        slots = torch.arange(count + self.time)
         valid = torch.stack(
-            [((slots < o) | (slots >= side)) & (slots < side + n) for o, n in zip(own, lengths, strict=True)]
+            [((slots < o) | (slots >= count)) & (slots < count + n) for o, n in zip(own, lengths, strict=True)]
         )
         text = case.text._replace(valid=valid)
-        if text.globals is not None:
-            inside = text.globals < torch.tensor(lengths)[:, None]
-            text = text._replace(globals=torch.where(inside, text.globals, -1))
-        if text.units is not None:
-            text = text._replace(units=torch.minimum(text.units, torch.tensor(own)[:, None] - 1))
+        if text.global_positions is not None:
+            inside = text.global_positions < torch.tensor(lengths)[:, None]
+            text = text._replace(global_positions=torch.where(inside, text.global_positions, -1))
+        if text.sentences is not None:
+            text = text._replace(sentences=torch.minimum(text.sentences, torch.tensor(own)[:, None] - 1))
         spoiled = case.inputs.masked_fill(~valid[..., None], torch.nan)
         alone = [
             Case(
@@ -110,8 +110,8 @@ class EncoderMixerSubject(EncoderSubject):
                 case.inputs[row, valid[row]][None],
                 Text(
                     None,
-                    None if text.globals is None else _kept(text.globals[row]),
-                    None if text.units is None else text.units[row, valid[row]][None],
+                    None if text.global_positions is None else _kept(text.global_positions[row]),
+                    None if text.sentences is None else text.sentences[row, valid[row]][None],
                     own[row],
                 ),
             )
@@ -168,9 +168,9 @@ class EncoderModelSubject(EncoderSubject):
         return module(case.inputs, **case.text)
 
 
-def _kept(places: Tensor) -> Tensor | None:
-    places = places[places >= 0]
-    return places[None] if len(places) else None
+def _kept(positions: Tensor) -> Tensor | None:
+    positions = positions[positions >= 0]
+    return positions[None] if len(positions) else None
 
 
 def _of_rows(text: Any, index: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The contract of encoders as executable laws: padding, rows, numbers, for a mixer over a text and for a model."""
+"""The contract of encoders as executable laws: padding, rows, dtypes, for a mixer over a text and for a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def padding(subject: EncoderSubject) -> None:
-    """Texts of unlike length in one batch, rubbish in their padding, are as each alone, in values and gradients."""
+    """Texts of different lengths in one batch, rubbish in their padding, are as each alone, in values and gradients."""
     module = subject.build()
     for case in subject.cases():
         together, alone, valid = subject.padded(case)
@@ -28,7 +28,7 @@ def padding(subject: EncoderSubject) -> None:
             mine = got[row] if per_text else got[row, valid[row]]
             agree(f"outputs of row {row} among others, {case.name}", mine, one[0], VALUES)
         if not per_text:
-            require(not bool(got[~valid].any()), f"outputs at invalid places are not zero, {case.name}.")
+            require(not bool(got[~valid].any()), f"outputs at invalid positions are not zero, {case.name}.")
         for name, gradient in gradients.items():
             if name != "inputs":
                 total = torch.stack([each[1][name] for each in want]).sum(0)
@@ -37,7 +37,7 @@ def padding(subject: EncoderSubject) -> None:
 
 
 def rows(subject: EncoderSubject) -> None:
-    """Rows permuted, repeated or beside others give what they gave before; a second call gives the same."""
+    """Rows permuted, repeated or among others give what they gave before; a second call gives the same."""
     module = subject.build()
     with torch.no_grad():
         for case in subject.cases():
@@ -133,7 +133,7 @@ def _outcome(
     valid: Tensor | None = None,
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs, and the gradients of their sum weighted by place, the places of padding left out."""
+    """Outputs, and the gradients of their sum weighted by feature, padding left out."""
     leaves = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
     inputs = case.inputs.clone()
     if inputs.is_floating_point():

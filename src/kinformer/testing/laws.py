@@ -53,13 +53,13 @@ def padding(subject: Subject) -> None:
 
 
 def reset(subject: Subject) -> None:
-    """After a reset, at any place of a chunk, everything is as in a new sequence; partitions agree on it."""
+    """After a reset, at any position of a chunk, everything is as in a new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
-    for places in _reset_places(subject):
+    for reset in _reset_positions(subject):
         for sizes in ([subject.time], [1] * subject.time, [4, 5, subject.time - 9]):
             place = f"resets, chunks of {_brief(sizes)}, against sequences alone"
-            agree_with_rows_alone(subject, Plan(inputs, sizes, reset=places), place)
+            agree_with_rows_alone(subject, Plan(inputs, sizes, reset=reset), place)
 
 
 def ragged_reset(subject: Subject) -> None:
@@ -74,7 +74,7 @@ def ragged_reset(subject: Subject) -> None:
 
 
 def rows(subject: Subject) -> None:
-    """Rows permuted, selected, repeated, or beside other rows give what they gave before."""
+    """Rows permuted, selected, repeated, or among other rows give what they gave before."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=6)
     batch = range(subject.batch)
@@ -117,8 +117,8 @@ def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
     return torch.cat(masks, dim=1)
 
 
-def _reset_places(subject: Subject) -> list[Tensor]:
-    """Different places per row with one row without any; and every row anew at its first token and later."""
+def _reset_positions(subject: Subject) -> list[Tensor]:
+    """Different positions per row with one row without any; and every row reset at its first token and later."""
     unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
     for row in range(1, subject.batch):
         unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True

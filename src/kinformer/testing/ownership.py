@@ -71,7 +71,7 @@ def _walk(subject: Subject, module: Any, start: Any, total: int, kind: str) -> N
 
 
 def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Chunks of unlike sizes that hold at most ``total`` tokens together."""
+    """Chunks of different sizes that hold at most ``total`` tokens together."""
     step = 0
     while total > 0:
         size = min(total, STEPS[step % len(STEPS)])

@@ -44,18 +44,18 @@ def absorb(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tenso
 
 
 def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple[Tensor, Any]:
-    """What the plan means: every sequence of every row alone, whole, without padding; zeros at invalid places."""
+    """What the plan means: every sequence of every row alone, whole, without padding; zeros at invalid positions."""
     rows, ends = [], []
     for row in range(len(plan.inputs)):
         own = None if state is None else states.select_rows(state, torch.tensor([row]))
-        blocks, places = [], []
-        for place, new in _sequences(plan, row):
+        blocks, positions = [], []
+        for sequence, new in _sequences(plan, row):
             before, own = own, subject.start(module, 1) if new else own
-            y, own = subject.run(module, plan.inputs[row, place][None], own)
+            y, own = subject.run(module, plan.inputs[row, sequence][None], own)
             own = _with_costs(own, before) if new and before is not None else own
             blocks.append(y[0])
-            places.append(place)
-        rows.append(_scatter(blocks, places, plan.inputs.shape[1]))
+            positions.append(sequence)
+        rows.append(_scatter(blocks, positions, plan.inputs.shape[1]))
         ends.append(own)
     return torch.stack(rows), states.join_rows(ends)
 
@@ -71,19 +71,19 @@ def _with_costs(state: Any, before: Any) -> Any:
 
 
 def _sequences(plan: Plan, row: int) -> Iterator[tuple[Tensor, bool]]:
-    """Places [n] of the valid tokens of each sequence of a row, and whether the sequence is new."""
+    """Positions [n] of the valid tokens of each sequence of a row, and whether the sequence is new."""
     everywhere = torch.ones(plan.inputs.shape[1], dtype=torch.bool)
-    places = (everywhere if plan.valid is None else plan.valid[row]).nonzero()[:, 0]
-    begins = [] if plan.reset is None else plan.reset[row, places].nonzero()[:, 0].tolist()
-    bounds = [0, *begins, len(places)]
+    positions = (everywhere if plan.valid is None else plan.valid[row]).nonzero()[:, 0]
+    begins = [] if plan.reset is None else plan.reset[row, positions].nonzero()[:, 0].tolist()
+    bounds = [0, *begins, len(positions)]
     for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if begin < end:
-            yield places[begin:end], index > 0
+            yield positions[begin:end], index > 0
 
 
-def _scatter(blocks: list[Tensor], places: list[Tensor], time: int) -> Tensor:
+def _scatter(blocks: list[Tensor], positions: list[Tensor], time: int) -> Tensor:
     values = torch.cat(blocks)
-    return values.new_zeros(time, *values.shape[1:]).index_copy(0, torch.cat(places), values)
+    return values.new_zeros(time, *values.shape[1:]).index_copy(0, torch.cat(positions), values)
 
 
 def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> Outcome:

@@ -74,7 +74,7 @@ class Subject(ABC):
 
     @abstractmethod
     def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
-        """``inputs`` with what must never be looked at in the invalid places."""
+        """``inputs`` with what must never be looked at at invalid positions."""
 
     @abstractmethod
     def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:

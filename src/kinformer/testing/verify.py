@@ -1,4 +1,4 @@
-"""The battery: named checks, what each needs to be judged, and one call that runs them all."""
+"""The battery: named checks, what each needs to be run, and one call that runs them all."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MODEL_CHECKS: dict[str, Check] = LAWS
 
 @dataclass
 class Report:
-    """What became of every check: passed, failed with its error, skipped and why, not judged and for want of what."""
+    """What became of every check: passed, failed with its error, skipped and why, not run and for want of what."""
 
     passed: list[str] = field(default_factory=list)
     failed: dict[str, ContractError] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Report:
 
 
 def examine(checks: Mapping[str, Check], subject: Any, skip: Mapping[str, str] | None = None) -> Report:
-    """Run every check in order. One whose need failed (or was not judged itself) is not judged; a skipped need counts
+    """Run every check in order. One whose need failed (or was not run itself) is not run; a skipped need counts
     as met, so that a skip hides nothing else."""
     report = Report(skipped=_reasons(skip or {}, checks))
     for name, check in checks.items():

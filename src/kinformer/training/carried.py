@@ -24,7 +24,7 @@ class Carried:
         self.states: list[Any] = [None] * parts
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset to the initial state."""
         self.states = [None] * len(self.states)
 
     def put(self, part: int, state: Any) -> None:

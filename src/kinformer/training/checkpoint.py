@@ -55,7 +55,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         """Write ``checkpoint``, then remove what is older than the ones to keep.
 
-        A failure leaves the earlier ones as they were and is told in one sentence.
+        A failure leaves the earlier ones as they were and is reported in one sentence.
         """
         final = self.path(checkpoint.step)
         partial = final.with_name(f".{final.name}{_PARTIAL}")
@@ -101,7 +101,7 @@ class Checkpoints:
     def _failed(self, final: Path, error: BaseException) -> str:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         steps = self.steps()
-        kept = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and begin anew"
+        kept = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and start again"
         return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {kept}."
 
 

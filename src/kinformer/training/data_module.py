@@ -14,7 +14,7 @@ from kinformer.core.figure import Figure
 class DataModule:
     """What a trainer asks of a task's data. Rows are a function of the step's number alone, so nothing is to be kept.
 
-    ``metrics``: those of the objective's sums that are told, each divided by its ``predicted``; the first is what is
+    ``metrics``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``figures``: what is made of their means, the first of which decides which weights are the best.
     ``carries``: whether the state after a step is that before the next.
     """

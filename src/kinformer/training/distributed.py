@@ -172,8 +172,8 @@ def shutdown() -> None:
 def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: int) -> T:
     """Run ``function(*arguments)`` in ``processes`` new processes of this machine; returns what the first one returned.
 
-    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` tells that a signal ended them; a
-    function that obeys a signal has to leave with ``SystemExit(128 + signal)``, since nobody waits for its result then.
+    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended them; a
+    function that obeys a signal has to leave with ``SystemExit(128 + signal)``, since its result is not awaited then.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""What a run tells: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
+"""What a run reports: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Progress:
 
 
 class Silence(Progress):
-    """For processes that are not the first, and whoever wants to hear nothing."""
+    """For processes that are not the first, and for quiet runs."""
 
     def __init__(self) -> None:
         self._bar = None

@@ -58,7 +58,7 @@ class Trainer:
     ``folder``.
 
     ``model`` is any module that the objective can ask; where the data carries, one with ``initial_state(batch)``. It is
-    changed in place; with several processes it belongs to the trainer from then on. ``quiet`` tells nothing meanwhile.
+    changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run so far, over all its sittings."""
+        """Wall time of the run so far, over all times it was resumed."""
         return self.spent + time.monotonic() - self.begun
 
     def run(self) -> Result:
@@ -196,7 +196,7 @@ class Trainer:
         steps = self.checkpoints.steps()
         kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
         return KinformerError(
-            f"training diverged: {what}; {kept}; begin anew with a lower --lr (now {self.settings.lr:g}), "
+            f"training diverged: {what}; {kept}; start again with a lower --lr (now {self.settings.lr:g}), "
             "a longer --warmup or a smaller --clip."
         )
 

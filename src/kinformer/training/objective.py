@@ -2,7 +2,7 @@
 
 ``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached scalars:
 ``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``. ``progress`` runs
-from 0 to 1 in the course of training. An objective that is a module is trained beside the model and kept in
+from 0 to 1 in the course of training. An objective that is a module is trained with the model and kept in
 checkpoints; one that asks the model for hidden states says so by ``reads_hidden = True``.
 """
 
@@ -38,7 +38,7 @@ class Step(nn.Module):
 
     @property
     def extras(self) -> nn.Module:
-        """What is trained beside the model: the objective's own weights, or nothing."""
+        """What is trained with the model: the objective's own weights, or nothing."""
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
     def forward(self, batch: Any, state: Any, progress: float) -> Outcome:

@@ -18,7 +18,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """Some of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained beside it.
+    """Some of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained with it.
 
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.

@@ -10,11 +10,11 @@ PROBES = 20
 def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
     """The mean of the later half of at most ``PROBES`` steps, after one more that may take as long as it likes.
 
-    It is a mean because rows of unlike length take unlike times, and a run takes their sum.
+    It is a mean because rows of different lengths take different times, and a run takes their sum.
 
     step: makes the step of a number and returns when it is over.
     limit: seconds after which no further step is tried, from the third on.
-    clock: tells seconds; with several processes the same to all, so that they try as many.
+    clock: gives seconds; with several processes the same to all, so that they try as many.
     """
     step(0)
     marks = [clock()]

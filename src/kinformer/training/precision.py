@@ -1,4 +1,4 @@
-"""In which numbers products are computed."""
+"""The dtypes in which products are computed."""
 
 from __future__ import annotations
 

@@ -88,5 +88,5 @@ class Settings:
 
 
 def cadence(every: int | None, total: int) -> int:
-    """Steps between two events of a run of ``total`` steps: as told, or a tenth of the run."""
+    """Steps between two events of a run of ``total`` steps: as given, or a tenth of the run."""
     return max(1, -(-total // PARTS_OF_A_RUN)) if every is None else every

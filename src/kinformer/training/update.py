@@ -89,7 +89,7 @@ class Updater:
 
 
 class Window:
-    """Updates since the last look, left on the device until somebody looks, and the speed meanwhile."""
+    """Updates since the last look, left on the device until they are read, and the speed meanwhile."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -2,8 +2,8 @@
 
     attention(q, k, v, Visibility(pattern, ...), Scoring(scale, ...))
 
-``check_impl`` refuses an implementation when a model is built, ``choose_impl`` tells what ``impl="auto"`` stands for,
-``merge`` joins results over disjoint keys, ``slot_sums`` tells how much each key was looked at.
+``check_impl`` refuses an implementation when a model is built, ``choose_impl`` says what ``impl="auto"`` stands for,
+``merge`` joins results over disjoint keys, ``slot_sums`` sums how much each key was attended to.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _BLOCK = 128
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Output [batch, q_heads, time, head_dim_v] of products plus a bias by distance.
 
-    Errors: rows of unlike positions, or that begin anew in mid-chunk; float64 on a GPU.
+    Errors: rows of different positions, or that are reset in mid-chunk; float64 on a GPU.
     """
     assert visibility.pattern is not None
     if q.dtype == torch.float64 and q.device.type == "cuda":
@@ -60,7 +60,7 @@ def _first(positions: Tensor) -> int:
     if not bool((offset == offset[0, 0]).all()):
         raise KinformerError(
             "attention: impl='flex' needs rows at equal positions that count up by one, "
-            "but these differ or begin anew; use impl='chunked'."
+            "but these differ or are reset; use impl='chunked'."
         )
     return int(positions[0, 0])
 

@@ -107,15 +107,15 @@ def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     if _samples(q):
         _hush()
         values = q.new_zeros(queries * topk)
-        places = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
-        return torch.sparse.sampled_addmm(places, q, table.T, beta=0.0).values().view(queries, topk)
+        pairs = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
+        return torch.sparse.sampled_addmm(pairs, q, table.T, beta=0.0).values().view(queries, topk)
     query = torch.arange(queries, device=q.device).repeat_interleave(topk)
     operation = torch.ops.aten._embedding_bag_per_sample_weights_backward  # of embedding_bag's sum, which it is part of
     return operation(q, table, slots.flatten(), begins[:-1], query, 0).view(queries, topk)
 
 
 def _samples(q: Tensor) -> bool:
-    """Whether there is a product at given places alone, which is twice as fast as embedding_bag's."""
+    """Whether there is a product of given pairs alone, which is twice as fast as embedding_bag's."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not isinstance(q, FakeTensor)
 
 

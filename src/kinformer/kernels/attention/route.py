@@ -112,7 +112,7 @@ TABLE = {
     "cpu, AVX-512 and bfloat16": _ZEN4,
     "cpu, AMX": _UNKNOWN,
     "cpu": _UNKNOWN,
-    "cuda": Measured(sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it can be told"),
+    "cuda": Measured(sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it has the mask"),
 }
 
 
@@ -122,14 +122,14 @@ def _cpu_class() -> str:
     return "cpu, AMX" if "amx_tile" in flags else "cpu, AVX-512 and bfloat16" if "avx512_bf16" in flags else "cpu"
 
 
-_CPU = _cpu_class()  # told when imported, not while a graph is captured
+_CPU = _cpu_class()  # found when imported, not while a graph is captured
 
 
 def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> str:
     """The name that impl="auto" stands for, by device, shapes, dtype and what is asked, never by the data."""
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
-        return "chunked"  # costs are counted on the meta device, which takes torch's kernel apart into dense products
+        return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
     if visibility.attn_mask is not None or scoring.bias is not None:
         return "chunked"
     if pattern is None:
@@ -147,5 +147,5 @@ def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, 
         few = pairs < table.few_pairs
     if few:
         return "sdpa"
-    long = q.element_size() >= 4 and time >= table.long and sdpa.told(visibility, time, slots) != "masked"
+    long = q.element_size() >= 4 and time >= table.long and sdpa.expressed(visibility, time, slots) != "masked"
     return "sdpa" if long else "chunked"

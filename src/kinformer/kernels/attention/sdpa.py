@@ -11,7 +11,7 @@ from torch import Tensor
 from kinformer.kernels.band.tiles import interval, limits
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
 
-Told = Literal["all", "causal", "masked"]
+Expressed = Literal["all", "causal", "masked"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
@@ -21,7 +21,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     """
     time, slots = q.shape[2], k.shape[2]
     first, end = (0, slots) if visibility.pattern is None else interval(visibility, time, slots)
-    how = told(visibility, time, slots)
+    how = expressed(visibility, time, slots)
     mask = _mask(visibility, q, first, end, slots) if how == "masked" else None
     if end - first < slots:
         k, v = k[:, :, first:end], v[:, :, first:end]
@@ -31,8 +31,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     return Attended(out)
 
 
-def told(visibility: Visibility, time: int, slots: int) -> Told:
-    """How torch can be told who sees whom: "all", "causal" or, with a dense mask and every pair computed, "masked"."""
+def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
+    """How torch's kernel expresses who sees whom: "all", "causal" or, by a dense mask over all pairs, "masked"."""
     if visibility.key_padding_mask is not None:
         return "masked"
     if visibility.pattern is None:

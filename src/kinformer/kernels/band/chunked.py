@@ -23,7 +23,7 @@ from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
 _LOG2_E = math.log2(math.e)
 
 # Queries in a tile, and pairs in it: enough for the products to run at full speed, few enough for tiles to stay in
-# a cache shared by the cores; narrow windows take fewer queries, since their share of hidden pairs is rows / window.
+# a cache shared by the cores; narrow windows take fewer queries, since their share of masked pairs is rows / window.
 _ROWS = 128
 _FEWEST_ROWS = 32
 PAIRS = 1 << 20
@@ -205,20 +205,20 @@ def _backward(
     for tile in work.tiles:
         if tile.shape[1] == 0:
             continue
-        place, queries = (tile.heads, tile.slots), work.block(work.q, tile)
+        keys, queries = (tile.heads, tile.slots), work.block(work.q, tile)
         weights = work.powers(work.scores(tile, first, narrow), work.block(top, tile).mT)
         grad_block = work.block(grad, tile)
-        errors = work.product(tile, work.v[place], grad_block, second, narrow)
+        errors = work.product(tile, work.v[keys], grad_block, second, narrow)
         if kept is not None:
             kept_pairs = kept(tile)
             errors.mul_(kept_pairs)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
-        _accumulate(dk[place], low, queries)
-        dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[place]).unflatten(1, (layout.group, -1))
+        _accumulate(dk[keys], low, queries)
+        dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[keys]).unflatten(1, (layout.group, -1))
         if kept is not None:
             weights.mul_(kept_pairs)
-        _accumulate(dv[place], work.narrowed(weights, tile, narrow), grad_block)
+        _accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 

@@ -1,4 +1,4 @@
-"""Tells PyTorch's ``FlopCounterMode`` what the products of attention over a band cost; it cannot see inside them.
+"""FLOPs for PyTorch's ``FlopCounterMode``: what the products of attention over a band cost; it cannot see inside them.
 
 Counted are the pairs that the tiles compute, masked ones on their edges included: two products a pair forward, five
 backward (the scores again, and one each for the gradients of probabilities, queries, keys and values). A ``lookback``,

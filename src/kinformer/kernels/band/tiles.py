@@ -86,7 +86,7 @@ class Layout:
     def _firsts(self, heads: slice, queries: slice) -> tuple[int, int]:
         """The first slot that some query of a tile sees, and the first one from which all may.
 
-        Rows of unlike lookback are read on a CPU only; elsewhere that would wait for the device.
+        Rows of different lookback are read on a CPU only; elsewhere that would wait for the device.
         """
         oldest, newest = self.past + queries.start, self.past + queries.stop - 1
         if self.first is None:

@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
     @property
     def separate_heads(self) -> bool:
-        """Must heads of unlike patterns be worked on one by one?"""
+        """Must heads of different patterns be worked on one by one?"""
         return self.vector is not None or bool(self.tables)
 
     def sections(self) -> Iterator[Section]:

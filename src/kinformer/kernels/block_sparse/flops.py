@@ -1,4 +1,4 @@
-"""Tells PyTorch's ``FlopCounterMode`` what the products of the tiled kernel cost; it cannot see inside them.
+"""FLOPs for PyTorch's ``FlopCounterMode``: what the products of the tiled kernel cost; it cannot see inside them.
 
 Counted are the pairs that tiles compute, for rows that begin together (formulas hold on the meta device, which has no
 positions): two products a pair forward, five backward, and those of tables of keys and values, whose distances are a

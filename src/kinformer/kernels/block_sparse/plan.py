@@ -1,9 +1,9 @@
 """What to compute: a pattern over an interval of positions, cut into tiles of queries with just the keys they see.
 
-Nobody looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
+It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
 calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
 pattern whose distances are multiples of a stride is worked on class by class (positions of equal remainder), where its
-keys lie side by side.
+keys are contiguous.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Splits a call into sections: rows, times and heads that one plan serves.
 
-A row that begins anew in mid-chunk, or that is at another position than its neighbours, and heads of another pattern
+A row that is reset in mid-chunk, or that is at another position than its neighbours, and heads of another pattern
 each make a section of their own; most calls are one.
 """
 
@@ -33,7 +33,7 @@ class Section(NamedTuple):
     kv_heads: int
 
     def plans(self, newest_first: bool) -> tuple[TermPlan, ...]:
-        """What is to be computed; heads that are unlike are worked on side by side."""
+        """What is to be computed; heads of different patterns are worked on in one tile."""
         if self.pattern.num_heads is None:
             return plan(self.pattern, self.interval, newest_first)
         stacked = stack(self.pattern, self.interval)
@@ -78,7 +78,7 @@ class Section(NamedTuple):
 
 class Operands(NamedTuple):
     """q [n, group, time, head_dim], k, v [n, slots, ...] of one section, n = rows * heads; the words of dropout;
-    ``padding`` [rows, slots] bool, True for keys that nobody sees."""
+    ``padding`` [rows, slots] bool, True for keys that no query sees."""
 
     q: Tensor
     k: Tensor
@@ -140,7 +140,7 @@ def sections(
 ) -> Iterator[Section]:
     """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots.
 
-    Heads of unlike patterns are one section where that pays, unless these are to be ``separate_heads``.
+    Heads of different patterns are one section where that pays, unless these are to be ``separate_heads``.
     """
     for times, first, rows in _runs(positions):
         past = slots - positions.shape[1] + times.start
@@ -159,16 +159,16 @@ def sections(
 def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
     """Times in which positions count up by one, the first position, and the rows for which that holds."""
     batch, time = positions.shape
-    places = positions.cpu()
-    offset = places - torch.arange(time)
+    on_host = positions.cpu()
+    offset = on_host - torch.arange(time)
     if bool((offset == offset[0, 0]).all()):
-        yield slice(0, time), int(places[0, 0]), slice(None)
+        yield slice(0, time), int(on_host[0, 0]), slice(None)
         return
     found: dict[tuple[int, int, int], list[int]] = {}
     for row in range(batch):
         starts = [0, *((offset[row].diff() != 0).nonzero()[:, 0] + 1).tolist(), time]
         for start, stop in zip(starts[:-1], starts[1:], strict=True):
-            found.setdefault((start, stop, int(places[row, start])), []).append(row)
+            found.setdefault((start, stop, int(on_host[row, start])), []).append(row)
     for (start, stop, first), rows in found.items():
         yield slice(start, stop), first, rows
 

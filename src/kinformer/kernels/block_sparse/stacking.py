@@ -1,4 +1,4 @@
-"""Heads of unlike patterns side by side: one tile has the same queries of all heads, and other keys for each.
+"""Heads of different patterns together: one tile has the same queries of all heads, and other keys for each.
 
 A plan per head would make eight times as many products for eight heads, each so small that calling it costs more than
 the work. Keys are gathered head by head anyway where they do not lie together; rows of keys that are shorter than
@@ -35,7 +35,7 @@ _WASTE = 1.25
 def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
     """One plan for all heads of ``pattern``, its tiles' keys [heads, width] and masks [heads, 1, rows, keys].
 
-    None where it does not pay: heads that see alike, terms with strides, widths that are too unlike.
+    None where it does not pay: heads that see alike, terms with strides, widths that differ too much.
     """
     heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
     if len(heads) < 2 or 2 * len(set(heads)) <= len(heads):
@@ -86,7 +86,7 @@ def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
 
 
 def _masks(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[PartialMask]:
-    """Over the keys that are hidden from somebody; equal ones are one tensor."""
+    """Over the keys that are masked for some query; equal ones are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
         block = np.ascontiguousarray(hidden[:, None, :, start:stop])
         name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()

@@ -129,7 +129,7 @@ class TileLoop:
         return x.view(*block.shape[:5], x.shape[-1])
 
     def transposed(self, x: Tensor) -> Tensor:
-        """[n, units, width] as [n, width, units]: laid out anew where ``n`` is small, since CPU products read a long
+        """[n, units, width] as [n, width, units]: copied where ``n`` is small, since CPU products read a long
         transposed right side slowly."""
         if self.classes > 1:
             return x.mT

@@ -27,11 +27,11 @@ class CoarseQuantizer(NamedTuple):
 
 
 class InvertedFile(NamedTuple):
-    """Keys [batch, heads, slots, head_dim] sorted by list; ``places`` [.., slots, 2] int64: 1 + the list (0: an empty
-    slot) and the position of each; those from position ``first`` on may be found."""
+    """Keys [batch, heads, slots, head_dim] sorted by list; ``assignments`` [.., slots, 2] int64: of each 1 + its list
+    (0: an empty slot) and its position; those from position ``first`` on may be found."""
 
     k: Tensor
-    places: Tensor
+    assignments: Tensor
     first: int
 
 
@@ -42,14 +42,14 @@ def centroids(num_heads: int, count: int, head_dim: int) -> Tensor:
     return directions / directions.norm(dim=-1, keepdim=True)
 
 
-def insert(k: Tensor, v: Tensor, places: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+def insert(k: Tensor, v: Tensor, assignments: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """The last ``keep`` positions of all three [batch, heads, slots, width], sorted by list and then by position.
 
     They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
     """
-    new = (k, v, places)
+    new = (k, v, assignments)
     old = tuple(filed) or tuple(each[:, :, :0] for each in new)
-    numbers, positions = torch.cat([old[2], places], dim=2).unbind(-1)
+    numbers, positions = torch.cat([old[2], assignments], dim=2).unbind(-1)
     listed = torch.where(positions > positions.amax(dim=-1, keepdim=True) - keep, numbers, -1)
     order = listed.argsort(dim=-1, stable=True)[..., listed.shape[-1] - keep :]
     return tuple(_taken(*each, order) for each in zip(old, new, strict=True))
@@ -72,7 +72,7 @@ def _rows(x: Tensor, slots: Tensor) -> Tensor:
     return x.flatten(0, 2).index_select(0, (first + slots).flatten()).view(*slots.shape, -1)
 
 
-def places_of(k: Tensor, position: int, lists: CoarseQuantizer) -> Tensor:
+def assignments_of(k: Tensor, position: int, lists: CoarseQuantizer) -> Tensor:
     """List and position [batch, heads, n, 2] of new memories with keys ``k``, the first at ``position``."""
     nearest = (k @ lists.centroids.to(k)[None].mT).argmax(dim=-1) + 1
     positions = torch.arange(position, position + k.shape[2], device=k.device).expand_as(nearest)
@@ -92,11 +92,11 @@ def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> 
         _ = q @ filed.k[:, :, : filed.k.shape[2] * lists.probes // count].mT
         return wanted.repeat_interleave(share, dim=-1)
     borders = torch.arange(1, count + 2, device=q.device).expand(*q.shape[:2], -1).contiguous()
-    begins = torch.searchsorted(filed.places[..., 0].contiguous(), borders).tolist()
+    begins = torch.searchsorted(filed.assignments[..., 0].contiguous(), borders).tolist()
     found = q.new_empty(*wanted.shape, share, dtype=torch.int64)
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
-            visible = filed.places[row, head, :, 1] >= filed.first
+            visible = filed.assignments[row, head, :, 1] >= filed.first
             one = _Head(filed.k[row, head], visible, begins[row][head], share)
             found[row, head] = one.find(q[row, head].to(accumulator), wanted[row, head])
     return found.flatten(3)

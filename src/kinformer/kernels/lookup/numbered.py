@@ -1,4 +1,4 @@
-"""Scores as whole numbers whose last bits say which row they are of: one maximum tells the best and where it is.
+"""Scores as whole numbers whose last bits say which row they are of: one maximum gives the best and where it is.
 
 Both kinds give positive numbers, of queries and keys that are no longer than 1.
 
@@ -12,7 +12,7 @@ scale exceeds what keeps this below 2^(30 - bits); nor does any element exceed 1
 score is off by at most r / s + r / t + r^2 / (s t), and what is chosen is at most sqrt(head_dim) / 60 worse than the
 best. That is the worst of cases: rounding errors cancel, and it is some thousandths.
 
-What is chosen is scored anew by who attends to it, so only the choice is rounded.
+What is chosen is scored again where it is attended to, so only the choice is rounded.
 """
 
 from __future__ import annotations
@@ -122,5 +122,5 @@ def _multiplies_int8(device: str) -> bool:
     """Whether int8 products are exact and faster than others."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    told = processor() or ""
-    return "avx512_vnni" in told or "avx_vnni" in told
+    flags = processor() or ""
+    return "avx512_vnni" in flags or "avx_vnni" in flags

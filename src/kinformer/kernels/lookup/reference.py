@@ -23,7 +23,7 @@ def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
 def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
     """See :func:`kinformer.kernels.lookup.lists.find`."""
     scores = q @ filed.k.to(q.dtype).mT
-    own, position = filed.places[:, :, None].unbind(-1)
+    own, position = filed.assignments[:, :, None].unbind(-1)
     slots = torch.arange(own.shape[-1], device=q.device)
     begins = (own[..., None, :] < own[..., None]).sum(-1)
     bucket = (slots - begins) % share

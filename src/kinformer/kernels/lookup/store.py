@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, gathered, look_up
-from kinformer.kernels.lookup.lists import insert, places_of
+from kinformer.kernels.lookup.lists import assignments_of, insert
 
 
 class Rules(NamedTuple):
@@ -29,12 +29,12 @@ class Rules(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """Memories that left the window: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned; ``places``
-    [.., memories, 2] say where an inverted file has each, and have no width without one."""
+    """Memories that left the window: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned; ``assignments``
+    [.., memories, 2] are the list of each in an inverted file and its position, without one of width 0."""
 
     k: Tensor
     v: Tensor
-    places: Tensor
+    assignments: Tensor
 
     def last(self, keep: int) -> Evicted:
         """The last ``keep`` slots."""
@@ -83,12 +83,12 @@ class Store:
         last = position // self.rules.segment * self.rules.segment
         first = max(0, last - self.rules.memory_size)
         border = position // self.rules.batch_of * self.rules.batch_of
-        k, v, places = self.evicted
+        k, v, assignments = self.evicted
         fresh = MemorySlice(*self.fresh, self._slot(border, run), last - border)
         if self.search.lists is None:
             pieces, filed = [MemorySlice(k, v, k.shape[2] - (border - first), border - first), fresh], None
         else:
-            pieces, filed = [MemorySlice(k, v, 0, k.shape[2]), fresh], InvertedFile(k, places, first)
+            pieces, filed = [MemorySlice(k, v, 0, k.shape[2]), fresh], InvertedFile(k, assignments, first)
         keys, values = gathered(look_up(q, pieces, self.search, filed), pieces)
         return attention(scaled, keys, values, Visibility(), Scoring(1.0), impl=self.search.impl).out
 
@@ -97,11 +97,11 @@ class Store:
         first = self._slot(stop - part, run)
         k, v = (each[:, :, first : first + part].to(self.evicted.k.dtype) for each in self.fresh)
         if lists is None:
-            old, places = self.evicted.last(size - part), self.evicted.places.new_empty(*k.shape[:3], 0)
-            self.evicted = Evicted(*(torch.cat(each, dim=2) for each in zip(old, (k, v, places), strict=True)))
+            old, assignments = self.evicted.last(size - part), self.evicted.assignments.new_empty(*k.shape[:3], 0)
+            self.evicted = Evicted(*(torch.cat(each, dim=2) for each in zip(old, (k, v, assignments), strict=True)))
         else:
-            places = places_of(k, stop - part, lists)
-            self.evicted = Evicted(*insert(k, v, places, min(stop, size), self.evicted))
+            assignments = assignments_of(k, stop - part, lists)
+            self.evicted = Evicted(*insert(k, v, assignments, min(stop, size), self.evicted))
 
     def _slot(self, position: int, run: Subsequence) -> int:
         """Where a position of the run stands among the fresh ones."""
@@ -109,7 +109,7 @@ class Store:
 
 
 def join(rows: list[Tensor]) -> Tensor:
-    """Rows [batch, heads, slots, width] of unlike numbers of right-aligned slots as one tensor."""
+    """Rows [batch, heads, slots, width] of different numbers of right-aligned slots as one tensor."""
     if len(rows) == 1:
         return rows[0]
     most = max(row.shape[2] for row in rows)

@@ -1,4 +1,4 @@
-"""Which attention probabilities dropout removes: a function of a seed and of their place in the call."""
+"""Which attention probabilities dropout removes: a function of a seed and of their indices in the call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Dropout(NamedTuple):
     def kept(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Bool of the ``shape`` [batch, heads, time, slots]: which probabilities are kept, all at once."""
         batch, heads, time, slots = shape
-        places = (torch.arange(count, device=device) for count in (batch * heads, time, slots))
-        rows, columns = dropout_words(self.seed, *places)
+        indices = (torch.arange(count, device=device) for count in (batch * heads, time, slots))
+        rows, columns = dropout_words(self.seed, *indices)
         words = rows[:, :, None] + columns
         return keep(words, self.p, torch.empty_like(words)).view(batch, heads, time, slots)
 

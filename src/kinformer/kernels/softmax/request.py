@@ -21,7 +21,7 @@ class Visibility(NamedTuple):
         p - (past + i - s), and slots of negative position belong to another sequence. None: slot s holds position s.
     ``whole``: every slot of a row belongs to the sequence of all its queries. Whoever knows that (without a look at
         the data) spares patterns by distance a mask.
-    ``key_padding_mask`` [batch, slots] bool, True where a key is padding, which nobody sees (as in
+    ``key_padding_mask`` [batch, slots] bool, True where a key is padding, which no query sees (as in
         ``torch.nn.MultiheadAttention``).
     ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
         ``torch.nn.functional.scaled_dot_product_attention``). All pairs are computed: for few queries or few keys.

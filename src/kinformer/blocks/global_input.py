@@ -1,0 +1,96 @@
+"""The global input of an encoder: tokens before the long input that all see and that see all (Ainslie et al. 2020, ETC;
+Zaheer et al. 2020, Big Bird)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+from kinformer.core.errors import KinformerError
+
+
+class GlobalInput(nn.Module):
+    """How many tokens the global input has, their vectors, and which sentences of the long input they stand for."""
+
+    def sentences(self, batch: int, time: int, device: torch.device) -> Tensor | None:
+        """[batch, time] int64: the sentence of each token where the caller gave none; None if there are none."""
+        return None
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        """How many tokens go with a long input of ``time`` tokens; ``sentences`` as the caller gave them, or None."""
+        raise NotImplementedError
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        """[batch, count, dim]"""
+        raise NotImplementedError
+
+
+class GlobalInputConfig(Config):
+    """``build(dim) -> GlobalInput``."""
+
+    slot = "global_input"
+
+    def build(self, dim: int) -> GlobalInput:
+        raise NotImplementedError
+
+
+class ExtraTokens(GlobalInput):
+    """``count`` tokens, each with a vector of its own: Big Bird's extended construction (BigBird-ETC)."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(GlobalInputConfig):
+        kind = "extra"
+        count: int = 16
+
+        def __post_init__(self) -> None:
+            if self.count < 1:
+                raise KinformerError(f"count must be 1 global token or more, but is {self.count}.")
+
+        def build(self, dim: int) -> ExtraTokens:
+            return ExtraTokens(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.count, dim)
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        return self.table.num_embeddings
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        return self.table.weight[None].expand(batch, -1, -1)
+
+
+class Sentences(GlobalInput):
+    """A token for every sentence of the long input, all with one vector: ETC's global input.
+
+    Where the caller gives no sentences, every ``length`` tokens are one.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(GlobalInputConfig):
+        kind = "sentences"
+        length: int = 64
+
+        def __post_init__(self) -> None:
+            if self.length < 1:
+                raise KinformerError(f"length must be 1 token or more a sentence, but is {self.length}.")
+
+        def build(self, dim: int) -> Sentences:
+            return Sentences(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.length = config.length
+        self.table = nn.Embedding(1, dim)
+
+    def sentences(self, batch: int, time: int, device: torch.device) -> Tensor:
+        return (torch.arange(time, device=device) // self.length).expand(batch, -1)
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        return -(-time // self.length) if sentences is None else int(sentences.max()) + 1
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        return self.table.weight[None].expand(batch, count, -1)
