@@ -28,7 +28,15 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.host import host_ints
-from kinformer.core.parts import PositionConfig, ProjectionConfig, ScoreConfig, check_forgetful, head_width, merge_heads
+from kinformer.core.parts import (
+    PositionConfig,
+    ProjectionConfig,
+    ScoreConfig,
+    check_forgetful,
+    check_score,
+    head_width,
+    merge_heads,
+)
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import (
     Attended,
@@ -109,6 +117,7 @@ class SegmentMemory(CausalMixer):
         check_forgetful(self.projection, config.projection)
         self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
         self.score = config.score.build(config.num_heads, self.head_dim)
+        check_score(config.score, self.score, self.position)
         self.pattern = Segments(config.segment, config.memory)
         self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
@@ -222,13 +231,8 @@ class SegmentMemory(CausalMixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor, lse: bool = False
     ) -> Attended:
-        scoring = Scoring(
-            self.score.scale,
-            self.score.form,
-            self.score.vector(),
-            self.position.relative(0, min(k.shape[2] - 1, self.retained)),
-            dropout=Dropout.drawn(self.dropout, self.training),
-        )
+        relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
+        scoring = Scoring.of(self.score, relative, Dropout.drawn(self.dropout, self.training))
         visibility = Visibility(pattern, positions)
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
