@@ -25,6 +25,7 @@ from kinformer.core.parts import (
     Relative,
     ScoreConfig,
     check_heads,
+    check_score,
     head_width,
     merge_heads,
 )
@@ -80,6 +81,7 @@ class BidirectionalAttention(EncoderMixer):
         self.score = config.score.build(config.num_heads, head_dim)
         self.pattern = config.pattern.build()
         check_heads(config.pattern, self.pattern, config.num_heads)
+        check_score(config.score, self.score, self.position)
         if self.projection.context or self.projection.num_kv_heads != config.num_heads:
             raise KinformerError(
                 f"the projection {config.projection.kind!r} is for decoders; use multi_head or multi_head_global."
@@ -160,7 +162,7 @@ class BidirectionalAttention(EncoderMixer):
         lse: bool = False,
     ) -> Attended:
         dropout = Dropout.drawn(self.dropout, self.training)
-        scoring = Scoring(self.score.scale, self.score.form, self.score.vector(), relative, dropout=dropout)
+        scoring = Scoring.of(self.score, relative, dropout)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:

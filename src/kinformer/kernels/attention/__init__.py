@@ -178,6 +178,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         raise KinformerError(f"{_PLACE}: {q.shape[1]} query heads over {k.shape[1]} kv heads; expected a multiple.")
     if not q.dtype == k.dtype == v.dtype:
         raise KinformerError(f"{_PLACE}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one, so cast k and v.")
+    if scoring.form != "dot" and scoring.relative is not None and scoring.relative.keys is not None:
+        raise KinformerError(
+            f"{_PLACE}: keys by distance with scores of the form {scoring.form}; they are for products, the form dot."
+        )
     if visibility.pattern is None:
         if scoring.relative is not None or visibility.positions is not None:
             raise KinformerError(f"{_PLACE}: positions and distances without a pattern; give one, such as Band().")

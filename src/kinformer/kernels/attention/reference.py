@@ -1,6 +1,6 @@
 """Softmax attention written densely: the truth that every kernel is held to, in any dtype.
 
-score_ij = scale * q_i . (k_j + keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
+score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
 p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
 """
 
@@ -94,7 +94,8 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
         scores = scores.relu() * relative_at(relative.factor.to(q.dtype), distance, relative.lowest)
     if relative.keys is not None:
         moved = relative_at(relative.keys.to(q.dtype), distance, relative.lowest).expand(q.shape[1], -1, -1, -1)
-        scores = scores + scale * torch.einsum("bhid,hijd->bhij", q, moved)
+        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scale * torch.einsum("bhid,hijd->bhij", asked, moved)
     if relative.bias is not None:
         scores = scores + relative_at(relative.bias.to(q.dtype), distance, relative.lowest)
     return scores if scoring.bias is None else scores + scoring.bias.to(q.dtype)

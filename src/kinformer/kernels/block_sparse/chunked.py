@@ -128,7 +128,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Call:
     assert visibility.pattern is not None
-    relative, narrow, wide = scoring.relative or Relative(0), q.dtype, state_dtype(q.dtype)
+    relative, narrow, wide = _shifted(scoring), q.dtype, state_dtype(q.dtype)
     dtypes = {"bias": wide, "factor": wide, "keys": narrow, "values": narrow}
     tables = {name: getattr(relative, name) for name in TABLES}
     p, seed = scoring.dropout or (0.0, 0)
@@ -147,6 +147,15 @@ def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
         p=p,
         seed=seed,
     )
+
+
+def _shifted(scoring: Scoring) -> Relative:
+    """The tables, with what ``shift`` makes of the keys of distances added to the biases."""
+    relative = scoring.relative or Relative(0)
+    if relative.shift is None or relative.keys is None:
+        return relative
+    moved = scoring.scale * (relative.keys @ relative.shift.to(relative.keys.dtype).mT)[..., 0]
+    return relative._replace(bias=moved if relative.bias is None else moved + relative.bias, shift=None)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.parts import Relative
+from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.softmax.dropout import Dropout
 
@@ -48,6 +48,13 @@ class Scoring(NamedTuple):
     relative: Relative | None = None
     bias: Tensor | None = None
     dropout: Dropout | None = None
+
+    @classmethod
+    def of(cls, score: Score, relative: Relative | None = None, dropout: Dropout | None = None) -> Scoring:
+        """That of a mixer's parts; the query that a position shifts by is taken as the score takes queries."""
+        if relative is not None and relative.shift is not None:
+            relative = relative._replace(shift=score.queries(relative.shift))
+        return cls(score.scale, score.form, score.vector(), relative, dropout=dropout)
 
 
 class Attended(NamedTuple):
