@@ -15,6 +15,7 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
 from kinformer.runs.options import TrainOptions
@@ -119,6 +120,8 @@ def work(job: Job, group: Group) -> Summary:
     model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     objective = run.task.objective(settings.objective, model, data)
+    if group.first and not job.quiet:
+        print(announcement(run, settings, parameters, group), file=sys.stderr, flush=True)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
