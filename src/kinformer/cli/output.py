@@ -28,8 +28,11 @@ def print_blocks(blocks: Iterable[str | Table]) -> None:
 
 
 @contextmanager
-def printing_notes() -> Iterator[None]:
-    """What the library has to remark meanwhile goes to standard error."""
+def printing_notes(quiet: bool = False) -> Iterator[None]:
+    """What the library has to remark meanwhile goes to standard error, or with ``quiet`` nowhere."""
+    if quiet:
+        yield
+        return
     handler, level = _Notes(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)

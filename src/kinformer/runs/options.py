@@ -159,8 +159,8 @@ class GenerateOptions(StoreOptions, Machine):
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
-    temperature: float = 1.0
-    """Above 1 more surprising, below 1 less; 0 always takes the most probable token."""
+    temperature: float = 0.8
+    """1 draws as the model predicts, above that more surprising, below less; 0 always takes the most probable token."""
     top_k: int | None = None
     """Draw from the N most probable tokens only."""
     top_p: float | None = None
