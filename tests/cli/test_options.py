@@ -75,6 +75,25 @@ def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
     assert (code, out) == (2, "") and told in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("mps", "--device mps: has no float64, in which angles of positions and figures are computed; use cpu or auto."),
+        ("cuda", "--device cuda: there is no GPU that PyTorch can use here; use cpu or auto."),
+        ("cuda:1", "--device cuda:1: there is no GPU that PyTorch can use here; use cpu or auto."),
+        ("gpu", "--device gpu: cannot be used here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_sentence(cli, gpt_run, tmp_path, monkeypatch, device, told):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in (("train", "gpt", "--out", tmp_path / "run"), ("generate", gpt_run, "--prompt", "a")):
+        code, out, err = cli(*command, "--device", device)
+        assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_every_synonym_is_one_of_something():
     from kinformer.cli.synonyms import MODEL, OPTIONS, SENTENCES
 

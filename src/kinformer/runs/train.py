@@ -100,7 +100,7 @@ def prepare(options: TrainOptions, quiet: bool = False) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
     if options.compile:
         _require_compiler()
-    device = _device_type(options.device)
+    device = options.usable_device().type
     if device == "cuda" and options.devices > torch.cuda.device_count():
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
