@@ -78,7 +78,10 @@ def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
 @pytest.mark.parametrize(
     ("device", "told"),
     [
-        ("mps", "--device mps: has no float64, in which angles of positions and figures are computed; use cpu or auto."),
+        (
+            "mps",
+            "--device mps: has no float64, in which angles of positions and figures are computed; use cpu or auto.",
+        ),
         ("cuda", "--device cuda: there is no GPU that PyTorch can use here; use cpu or auto."),
         ("cuda:1", "--device cuda:1: there is no GPU that PyTorch can use here; use cpu or auto."),
         ("gpu", "--device gpu: cannot be used here"),

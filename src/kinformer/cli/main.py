@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "show": Command(
         "kinformer.cli.show",
-        "One member: paper, config, parameters, state size, attention pattern.",
+        "One member or run: paper, config, parameters, state size, attention pattern.",
         "kinformer show gpt --recipe tiny --set layers=3",
     ),
     "train": Command(

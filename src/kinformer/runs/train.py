@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.family.table import member
 from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
@@ -98,6 +99,7 @@ def train(options: TrainOptions, quiet: bool = False) -> Summary:
 
 def prepare(options: TrainOptions, quiet: bool = False) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+    options = replace(options, member=member(options.member).name)
     if options.compile:
         _require_compiler()
     device = options.usable_device().type
