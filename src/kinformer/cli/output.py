@@ -28,8 +28,11 @@ def print_blocks(blocks: Iterable[str | Table]) -> None:
 
 
 @contextmanager
-def printing_notes() -> Iterator[None]:
-    """What the library has to remark meanwhile goes to standard error."""
+def printing_notes(quiet: bool = False) -> Iterator[None]:
+    """What the library has to remark meanwhile goes to standard error, or with ``quiet`` nowhere."""
+    if quiet:
+        yield
+        return
     handler, level = _Notes(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
@@ -66,7 +69,7 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in numbers else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:

@@ -135,7 +135,7 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
     if options.train_tokenizer is None:
-        return ByteTokenizer() if options.tokenizer == BYTES else FileTokenizer(options.tokenizer)
+        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
     if options.tokenizer != BYTES:
         raise KinformerError(
             f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
@@ -143,6 +143,15 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
     split = open_corpus(spec, holdout=options.holdout).splits["train"]
     with tempfile.TemporaryDirectory() as folder:
         return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
+
+
+def _file_tokenizer(path: str) -> FileTokenizer:
+    if not Path(path).is_file():
+        raise KinformerError(
+            f"--tokenizer {path}: is no file; give the path of a tokenizer.json, as a downloaded checkpoint or a run with "
+            "--train-tokenizer holds one, or leave it out and train on bytes."
+        )
+    return FileTokenizer(path)
 
 
 def _settings(options: TrainOptions, task: Task) -> Settings:

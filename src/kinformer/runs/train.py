@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.family.table import member
+from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
 from kinformer.runs.options import TrainOptions
@@ -97,9 +99,10 @@ def train(options: TrainOptions, quiet: bool = False) -> Summary:
 
 def prepare(options: TrainOptions, quiet: bool = False) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+    options = replace(options, member=member(options.member).name)
     if options.compile:
         _require_compiler()
-    device = _device_type(options.device)
+    device = options.usable_device().type
     if device == "cuda" and options.devices > torch.cuda.device_count():
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
@@ -119,6 +122,8 @@ def work(job: Job, group: Group) -> Summary:
     model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     objective = run.task.objective(settings.objective, model, data)
+    if group.first and not job.quiet:
+        print(announcement(run, settings, parameters, group), file=sys.stderr, flush=True)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"

@@ -76,6 +76,7 @@ class Progress:
         self.total, self.done, self._begun = total, done, done
         self._stream = stream or sys.stderr
         self._start = self._said_at = time.monotonic()
+        self._told = (0, 0.0)
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
@@ -88,18 +89,21 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done: int, figures: str, speed: float) -> None:
-        """``done`` steps are done, the last with ``figures``, at ``speed`` tokens per second."""
+    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
+        """``done`` steps are done, the last with ``figures``, and so many ``tokens`` in ``seconds`` so far; the speed
+        that is told is that since it was last told."""
         self.done = done
-        text = f"{figures}  {speed:,.0f} tokens/s"
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, text=text)
-            return
         now = time.monotonic()
-        if now - self._said_at >= QUIET_SECONDS or done == self.total:
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, text=f"{figures}  {self._speed(tokens, seconds)}")
+        elif now - self._said_at >= QUIET_SECONDS or done == self.total:
             self._said_at = now
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
-            self.say(f"step {done}/{self.total}  {text}  {_clock(left)} left")
+            self.say(f"step {done}/{self.total}  {figures}  {self._speed(tokens, seconds)}  {_clock(left)} left")
+
+    def _speed(self, tokens: int, seconds: float) -> str:
+        (told_tokens, told_seconds), self._told = self._told, (tokens, seconds)
+        return f"{(tokens - told_tokens) / max(seconds - told_seconds, 1e-9):,.0f} tokens/s"
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -115,7 +119,7 @@ class Silence(Progress):
     def __init__(self) -> None:
         self._bar = None
 
-    def update(self, done: int, figures: str, speed: float) -> None:
+    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:

@@ -184,7 +184,7 @@ class Trainer:
         mean = sum(losses) / len(losses)
         means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
         speed, figures = self.window.speed, self.data.measured(means, "train")
-        self.progress.update(self.step, self._text(figures), speed)
+        self.progress.update(self.step, self._text(figures), self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
             self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
