@@ -39,7 +39,7 @@ def reading(path: str | Path) -> Iterator[None]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end."""
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,31 +20,31 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.extend import check_extension, extended_config
+from kinformer.runs.folder import creating, require_empty
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
-from kinformer.runs.run import BYTES, CONFIG, Run, open_run
+from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan, refuse_options
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
-TOKENIZER = "tokenizer.json"
-
 
 def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run, Settings]:
-    """A run in a new folder, which holds its config then, and its settings; ``device`` is the type of one.
+    """A run in a new folder, which the caller keeps and which holds its config then, and its settings; ``device`` is
+    the type of one.
 
-    Errors: ``KinformerError`` for options that do not go together; no new folder is left behind then.
+    Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
     """
     folder = Path(options.out)
-    _require_empty(folder)
+    require_empty(folder)
     base = base_of(options)
     task = task_for(options.task, recipe_config(options, base, None), options.member)
     settings, own = _settings(options, task), training_options(task, options.own)
     check_source(options, task)
     plan_config(options, base, task, None)
-    with _tidy(folder):
+    with creating(folder):
         spec = named_data(options, task, folder)
         tokenizer = _tokenizer(options, spec, base) if task.tokenizes else None
         data = task.open(Source(spec, options.holdout, tokenizer), own)
@@ -180,29 +178,3 @@ def _group(options: TrainOptions, device: str) -> Group:
     """The processes that are going to train, as the first of them."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(torch.device("cuda" if device == "cuda" else "cpu"), world=world, strategy=options.strategy)
-
-
-def _require_empty(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise KinformerError(f"--out {folder}: is a file; give a folder.")
-    if (folder / CONFIG).exists():
-        raise KinformerError(
-            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
-        )
-    if folder.exists() and any(folder.iterdir()):
-        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
-
-
-@contextmanager
-def _tidy(folder: Path) -> Iterator[None]:
-    """Leave no new folder behind when what follows fails before anything is trained."""
-    new = not folder.exists()
-    try:
-        yield
-    except BaseException:
-        if folder.exists():
-            for path in folder.iterdir():
-                path.unlink()
-            if new:
-                folder.rmdir()
-        raise

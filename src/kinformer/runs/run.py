@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kinformer.tasks.task import Task
 
 SCHEMA = 2
-CONFIG, BYTES = "config.json", "bytes"
+CONFIG, TOKENIZER, BYTES = "config.json", "tokenizer.json", "bytes"
 _KEYS = ("member", "recipe", "model", "tokenizer", "task", "data", "training")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from kinformer.family.table import member
 from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
+from kinformer.runs.folder import CHECKPOINTS, writing
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import plan_of, rows_of
@@ -49,7 +51,7 @@ class Job:
         """The model as the run begins: new, or with the weights of the run that it was given to begin with."""
         model = self.run.build()
         init = self.run.data.get("init")
-        if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
+        if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
             _begin_with(model, self.run, init)
         return model
 
@@ -91,10 +93,11 @@ def train(options: TrainOptions, quiet: bool = False) -> Summary:
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet)
     options.rows(options.devices)
-    job = prepare(options, quiet)
-    if options.devices > 1:
-        return distributed.launch(_join_and_work, (job,), options.devices)
-    return work(job, Group(options.prepare(job.settings.seed)))
+    with writing(Path(options.out)):
+        job = prepare(options, quiet)
+        if options.devices > 1:
+            return distributed.launch(_join_and_work, (job,), options.devices)
+        return work(job, Group(options.prepare(job.settings.seed)))
 
 
 def prepare(options: TrainOptions, quiet: bool = False) -> Job:
@@ -144,9 +147,13 @@ def _under_torchrun(options: TrainOptions, quiet: bool) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
         raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
-    with distributed.join(_device_type(options.device), options.strategy) as group:
-        job = group.on_first(lambda: prepare(options, quiet))
-        return work(job, group)
+    with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
+
+        def prepared() -> Job:
+            held.enter_context(writing(Path(options.out)))
+            return prepare(options, quiet)
+
+        return work(group.on_first(prepared), group)
 
 
 def _device_type(device: str) -> str:

@@ -65,14 +65,14 @@ class Checkpoints:
             _pause("before-fsync")
             sync_folder(partial)
             _pause("before-rename")
-            shutil.rmtree(final, ignore_errors=True)
+            self._remove(final)
             partial.rename(final)
             sync_folder(self.folder)
         except (KinformerError, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise KinformerError(self._failed(final, error)) from error
         for step in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            self._remove(self.path(step))
 
     def load(self) -> Checkpoint | None:
         """The newest checkpoint, verified to the last byte; None if there is none."""
@@ -94,9 +94,17 @@ class Checkpoints:
             raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
 
     def clean(self) -> None:
-        """Remove what an interrupted write left behind."""
+        """Remove what an interrupted write or removal left behind; only one process may write at a time."""
         for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint, under another name, so that a half of one is never taken for a checkpoint."""
+        if folder.exists():
+            doomed = folder.with_name(f".{folder.name}.old{_PARTIAL}")
+            folder.rename(doomed)
+            _pause("before-removal")
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _failed(self, final: Path, error: BaseException) -> str:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

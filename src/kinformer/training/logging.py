@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,13 +24,14 @@ class Log:
         kept = [line for line in _lines(path) if _step(line) <= resumed]
         write_atomic(path, lambda target: _fill(target, kept))
         self._file = path.open("a", encoding="utf-8")
-        self._events = _event_writer(folder / EVENTS, resumed)
+        self._folder = folder / EVENTS
+        self._events = _event_writer(self._folder, resumed)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of JSON and one point per curve."""
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
-        if self._events is not None:
+        if self._events is not None and self._folder.is_dir():  # TensorBoard opens its file by name, time and again
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
 
@@ -37,7 +39,8 @@ class Log:
         """Flush everything."""
         self._file.close()
         if self._events is not None:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
 
 
 def _fill(path: Path, lines: list[str]) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_weights
+from kinformer.core.lock import is_here
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
@@ -94,6 +95,7 @@ class Trainer:
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self.best = Best(folder, data.figures)
+        self.home = folder.stat() if folder.exists() else None
         self._restore(saved)
 
     def _place(self, saved: Checkpoint) -> str:
@@ -210,7 +212,7 @@ class Trainer:
         if self.best.improves(figures):
             self.best.note(figures, self.step)
             weights = gather(self.model.state_dict().items(), self.group.first)
-            self.group.on_first(lambda: self.best.write(weights, self.step))
+            self.group.on_first(lambda: self._write_best(weights))
 
     def _save(self) -> None:
         weights = gather(self.model.state_dict().items(), self.group.first)
@@ -223,7 +225,20 @@ class Trainer:
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 
+    def _write_best(self, weights: Mapping[str, Tensor]) -> None:
+        self._require_home()
+        self.best.write(weights, self.step)
+
+    def _require_home(self) -> None:
+        """Whoever moves the folder meanwhile must not get a second one, with half a run."""
+        if self.home is not None and not is_here(self.folder, self.home):
+            raise KinformerError(
+                f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
+                "kept; go on where it is now with --resume."
+            )
+
     def _write(self, checkpoint: Checkpoint) -> None:
+        self._require_home()
         if not finite(checkpoint.files["model"]):
             raise self._diverged(f"a weight is no longer finite after step {self.step}")
         self.checkpoints.save(checkpoint)
