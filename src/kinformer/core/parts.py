@@ -35,8 +35,9 @@ class Relative(NamedTuple):
 
     def below(self, distance: int) -> Relative:
         """The same without what ``distance`` and more do."""
-        count, tables = max(0, distance - self.lowest), self[1:-1]
-        return Relative(self.lowest, *(None if table is None else table[:, :count] for table in tables), self.shift)
+        count, tables = max(0, distance - self.lowest), (self.bias, self.factor, self.keys, self.values)
+        bias, factor, keys, values = (None if table is None else table[:, :count] for table in tables)
+        return self._replace(bias=bias, factor=factor, keys=keys, values=values)
 
 
 class Position(nn.Module):
