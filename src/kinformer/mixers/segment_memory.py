@@ -175,7 +175,7 @@ class SegmentMemory(CausalMixer):
         return y, SegmentState(hidden_states, k, v, seen)  # type: ignore[call-arg]
 
     def _extend(self, chunk: Chunk, state: ReservedSlots, norm: nn.Module) -> tuple[Tensor, ReservedSlots]:
-        positions = state.positions(chunk.x.shape[1])
+        positions = state.positions(chunk)
         q, k, v = self.projection(norm(chunk.x))
         q, k = self.position.rotate(q, k, positions)
         new = chunk.x[:, None].to(k.dtype), k, self.position.values(v)

@@ -101,7 +101,7 @@ class SingleHead(CausalMixer):
             y, value = self._absorb(chunk, state.release())
             return y, value.reserve(room)
         h, new = self._norms(chunk.x)
-        positions = state.positions(chunk.x.shape[1])
+        positions = state.positions(chunk)
         (slots,), after, full = state.extend((new,), self.retained)
         return self._attend(h, slots, positions, whole=full), after
 

@@ -152,7 +152,7 @@ class SoftmaxAttention(CausalMixer):
     def _extend(
         self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None
     ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
-        positions = state.positions(chunk.x.shape[1])
+        positions = state.positions(chunk)
         q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent)
         q, k = self.position.rotate(q, k, positions)
         k, v, state, full = state.append(k, self.position.values(v), self.pattern.horizon)
