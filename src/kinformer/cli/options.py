@@ -18,11 +18,11 @@ RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(meta
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
 Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
 
-__all__ = ["Changes", "Common", "Hidden", "Member", "RunFolder", "RunFolders", "asked", "require"]
+__all__ = ["Changes", "CommonOptions", "Hidden", "Member", "RunFolder", "RunFolders", "asked", "require"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
+class CommonOptions:
     """What every command takes."""
 
     json: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kinformer.cli.list_ import facts
-from kinformer.cli.options import Changes, Common, Member, require
+from kinformer.cli.options import Changes, CommonOptions, Member, require
 from kinformer.cli.output import print_json, print_table, size
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
@@ -16,7 +16,7 @@ MOST_PICTURES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Tell all about one member without computing anything."""
 
     member: Member

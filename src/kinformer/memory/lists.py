@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lists:
+class InvertedLists:
     """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` the bytes of each file. The
     centroids were learnt when the store had ``trained_on`` entries."""
 
@@ -59,7 +59,9 @@ def has_lists(folder: Path) -> bool:
     return (folder / FOLDER / RECORD).exists()
 
 
-def build(store: Datastore, count: int | None = None, *, seed: int = 0, progress: Progress | None = None) -> Lists:
+def build(
+    store: Datastore, count: int | None = None, *, seed: int = 0, progress: Progress | None = None
+) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
     Lists that are there take in what was appended, unless another count is asked for, or the store has grown by more
@@ -81,7 +83,7 @@ def build(store: Datastore, count: int | None = None, *, seed: int = 0, progress
     else:
         trained, trained_on = _trained(store, folder, count, seed), store.entries
     paths = _shards(store, folder, trained, progress)
-    lists = Lists(
+    lists = InvertedLists(
         count=count,
         seed=seed,
         trained_on=trained_on,
@@ -207,7 +209,7 @@ def _range(name: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def _read(folder: Path) -> Lists:
+def _read(folder: Path) -> InvertedLists:
     """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
     place = folder / FOLDER / RECORD
     if not place.exists():
@@ -218,7 +220,7 @@ def _read(folder: Path) -> Lists:
     try:
         if data.pop("schema") != SCHEMA or data.pop("codec") != CODEC:
             raise ValueError
-        lists = Lists(**data)
+        lists = InvertedLists(**data)
         whole = all((place.parent / name).stat().st_size == size for name, size in lists.shards.items())
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
         whole = False

@@ -46,7 +46,7 @@ class Form:
         raise NotImplementedError
 
 
-class Dot(Form):
+class DotForm(Form):
     """q . k"""
 
     def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Dot(Form):
         return torch.bmm(errors, k)
 
 
-class Modulus(Form):
+class ModulusForm(Form):
     """scale * |q k| of complex numbers, first half real, second half imaginary."""
 
     def __init__(self, scale: float) -> None:
@@ -80,7 +80,7 @@ class Modulus(Form):
         return torch.cat([a + d, c - b], -1)
 
 
-class Additive(Form):
+class AdditiveForm(Form):
     """vector . tanh(q + k), some keys at a time; ``vector`` [heads, group, head_dim]."""
 
     def __init__(self, vector: Tensor) -> None:
@@ -120,5 +120,5 @@ def form_of(name: str, vector: Tensor | None, scale: float) -> Form:
     """The form called ``name``."""
     if name == "additive":
         assert vector is not None
-        return Additive(vector)
-    return Modulus(scale) if name == "modulus" else Dot()
+        return AdditiveForm(vector)
+    return ModulusForm(scale) if name == "modulus" else DotForm()
