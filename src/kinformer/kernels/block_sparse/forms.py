@@ -1,5 +1,7 @@
 """What the products of queries and keys are made into, tile by tile, with the gradients: the forms of a score.
 
+    S = form(Q, K) -> (dQ, dK) from dS;   S is ``scores``, dS ``errors``
+
 q [n, rows, head_dim], k [n, keys, head_dim], scores [n, rows, keys]. A form keeps what its ``backward`` needs from the
 last ``forward``; ``backward`` may overwrite the errors it is given.
 """
