@@ -179,7 +179,7 @@ MIXERS = {
         segment=6,
         memory=9,
         compressed=4,
-        compression=compression.Dilated.Config(rate=3),
+        compression=compression.DilatedConvolution.Config(rate=3),
         loss="auto-encoding",
         position=Rope.Config(),
         projection=Grouped.Config(num_kv_heads=2),

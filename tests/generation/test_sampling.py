@@ -5,7 +5,7 @@ import torch
 
 import kinformer
 from kinformer.core.errors import KinformerError
-from kinformer.generation.sampling import Sampler, Sampling, candidates
+from kinformer.generation.sampling import Sampling, TokenSampler, candidates
 from kinformer.generation.session import Session
 
 
@@ -56,7 +56,7 @@ def test_top_p_is_a_share_of_what_top_k_left(logits):
 
 
 def test_draws_follow_the_probabilities(logits):
-    sampler = Sampler(Sampling(seed=3, top_k=6), range(4000))
+    sampler = TokenSampler(Sampling(seed=3, top_k=6), range(4000))
     drawn = sampler(logits[:1].expand(4000, -1))
     shares = torch.bincount(drawn, minlength=17) / 4000
     assert (shares - weights(logits[:1], top_k=6)[0]).abs().max() < 0.03
@@ -66,21 +66,21 @@ def test_excluded_tokens_are_never_drawn_even_at_the_ends_of_the_scale():
     logits = torch.full((2, 6), -torch.inf)
     logits[0, 2], logits[1, 5] = 0.0, 0.0
     for number in (0.0, 1 - 2.0**-48):
-        sampler = Sampler(Sampling(seed=0), range(2))
+        sampler = TokenSampler(Sampling(seed=0), range(2))
         sampler._uniform = lambda device, number=number: torch.full((2, 1), number, dtype=torch.float64)
         assert sampler(logits).tolist() == [2, 5]
 
 
 def test_tiny_temperatures_are_greedy(logits):
-    assert torch.equal(Sampler(Sampling(temperature=1e-300, seed=0), range(5))(logits), logits.argmax(-1))
+    assert torch.equal(TokenSampler(Sampling(temperature=1e-300, seed=0), range(5))(logits), logits.argmax(-1))
 
 
 def test_a_stream_is_told_by_seed_index_and_count_only(logits):
     rows = logits[:1].expand(3, -1)
-    together, alone = Sampler(Sampling(seed=7), [4, 0, 9]), Sampler(Sampling(seed=7), [9])
+    together, alone = TokenSampler(Sampling(seed=7), [4, 0, 9]), TokenSampler(Sampling(seed=7), [9])
     pairs = [(together(rows)[2].item(), alone(rows[:1]).item()) for _ in range(600)]
     assert all(a == b for a, b in pairs)
-    other = Sampler(Sampling(seed=8), [9])
+    other = TokenSampler(Sampling(seed=8), [9])
     assert [a for a, _ in pairs] != [other(rows[:1]).item() for _ in range(600)]
 
 

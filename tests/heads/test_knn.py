@@ -10,7 +10,7 @@ from torch.nn.functional import log_softmax
 from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours
 from kinformer.heads.knn import ABSENT, KnnMixture, knn_log_probs, mix
-from kinformer.memory.datastore import Datastore, Origin
+from kinformer.memory.datastore import Datastore, KeySpace
 from kinformer.memory.exact import ExactSearch
 from kinformer.memory.writer import Writer
 
@@ -27,7 +27,7 @@ def golden():
 @pytest.fixture(scope="module")
 def store(golden, tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
-    origin = Origin(weights="w", representation="r", dim=8, vocab_size=VOCAB, tokenizer="ids")
+    origin = KeySpace(weights="w", representation="r", dim=8, vocab_size=VOCAB, tokenizer="ids")
     with Writer(folder, origin, dtype="float32") as writer:
         writer.begin({}, 40)
         writer.append(golden["in.keys"], golden["in.vals"][:, 0].numpy())

@@ -180,9 +180,9 @@ def test_merging_is_for_results_with_their_log_sum_exps() -> None:
         merge(one, one)
 
 
-@pytest.mark.parametrize("call", [band.Call, block_sparse.chunked.Call])
+@pytest.mark.parametrize("call", [band.BandCall, block_sparse.chunked.Call])
 def test_operators_name_their_arguments(call: Any) -> None:
-    name = "band_attention" if call is band.Call else "block_sparse_attention"
+    name = "band_attention" if call is band.BandCall else "block_sparse_attention"
     for operator in (name, f"{name}_backward"):
         schema = getattr(torch.ops.kinformer, operator).default._schema
         names = [argument.name for argument in schema.arguments]

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from kinformer.memory.datastore import Datastore, Origin
+from kinformer.memory.datastore import Datastore, KeySpace
 from kinformer.memory.writer import Writer
 
 DIM, VOCAB = 8, 300_000
-ORIGIN = Origin(weights="w", representation="r", dim=DIM, vocab_size=VOCAB, tokenizer="bytes")
+ORIGIN = KeySpace(weights="w", representation="r", dim=DIM, vocab_size=VOCAB, tokenizer="bytes")
 
 
 def entries(count, seed=0):

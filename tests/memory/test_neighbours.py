@@ -8,7 +8,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours
 from kinformer.memory import neighbours
 from kinformer.memory.exact import ExactSearch
-from kinformer.memory.neighbours import Plan, neighbours_of, others, own_neighbours, table
+from kinformer.memory.neighbours import NeighbourTable, neighbours_of, others, own_neighbours, table
 from tests.memory.stores import entries, write
 
 COUNT, FIRST, TOKENS, NEAR = 400, 50, 300, 3
@@ -21,7 +21,7 @@ def store(tmp_path, monkeypatch):
 
 
 def planned(near=NEAR, tokens=TOKENS):
-    return Plan(name="train", tokens=tokens, neighbours=near, source={"first": FIRST})
+    return NeighbourTable(name="train", tokens=tokens, neighbours=near, source={"first": FIRST})
 
 
 def built(store, plan=None, progress=None):
@@ -43,7 +43,7 @@ def test_an_own_entry_among_equal_keys_is_left_out_and_a_small_store_leaves_gaps
     assert others(found, torch.tensor([0, 2]), 2).tolist() == [[5, 7], [5, 6]]
     assert others(found, torch.tensor([0, 1]), 3).tolist() == [[5, 7, -1], [6, -1, -1]]
     small = write(tmp_path / "small", 2)
-    plan = Plan(name="train", tokens=2, neighbours=4, source={})
+    plan = NeighbourTable(name="train", tokens=2, neighbours=4, source={})
     got = table(small, plan, own_neighbours(small, ExactSearch(small), 0, plan))
     assert got.tolist() == [[small.tokens[1], -1, -1, -1], [small.tokens[0], -1, -1, -1]]
 

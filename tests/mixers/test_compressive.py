@@ -9,7 +9,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
 from kinformer.generation.packed import pack
-from kinformer.memory.compression import Convolution, Dilated, Expansion, MostUsed, Pool
+from kinformer.memory.compression import Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.positions.xl import sinusoids
@@ -117,8 +117,8 @@ def gradients(loss, mixer):
 LEARNED = {
     "convolution, attention": {"compression": Convolution.Config(rate=2)},
     "convolution, auto-encoding": {"compression": Convolution.Config(rate=2), "loss": "auto-encoding"},
-    "dilated, attention": {"compression": Dilated.Config(rate=2)},
-    "dilated, auto-encoding": {"compression": Dilated.Config(rate=2, depth=3), "loss": "auto-encoding"},
+    "dilated, attention": {"compression": DilatedConvolution.Config(rate=2)},
+    "dilated, auto-encoding": {"compression": DilatedConvolution.Config(rate=2, depth=3), "loss": "auto-encoding"},
 }
 
 
@@ -198,7 +198,7 @@ def test_pools_and_convolutions_are_those_of_torch():
         kernel = convolution.product.weight.view(DIM, rate, DIM).mT
         want = functional.conv1d(old.mT, kernel, convolution.product.bias, stride=rate)
         assert (convolution(old, None).mT - want).abs().max() < 1e-13
-    dilated = Dilated.Config(rate=3, depth=3).build(DIM).double()
+    dilated = DilatedConvolution.Config(rate=3, depth=3).build(DIM).double()
     x = old.mT
     for level, product in enumerate(dilated.dilated):
         kernel, apart = product.weight.view(DIM, 3, DIM).mT, 2**level
@@ -312,6 +312,6 @@ def test_refuses_rates_below_one_and_projections_with_a_context():
     with pytest.raises(KinformerError, match="rate must be 1"):
         Pool.Config(rate=0)
     with pytest.raises(KinformerError, match="depth must be 1"):
-        Dilated.Config(depth=0)
+        DilatedConvolution.Config(depth=0)
     with pytest.raises(KinformerError, match="looks at earlier tokens"):
         Compressive.Config(projection=Convolved.Config()).build(DIM)

@@ -20,7 +20,7 @@ from kinformer.family.record import Member
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
-from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Task, TrainingPlan
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
@@ -205,7 +205,7 @@ class Regression(Task):
     def data_module(self, plan: TrainingPlan) -> WaveRows:
         return WaveRows(plan)
 
-    def measure(self, subject: Subject, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:
         run, model = subject.run, subject.model
         data = Generator(run.options.noise)
         waves = map_fields(data.rows(0, own.waves, run.training["length"]), lambda field: field.to(device_of(model)))

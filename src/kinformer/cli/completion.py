@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from kinformer.cli.form import flags, form_of, is_positional
-from kinformer.cli.options import Common
+from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json
 from kinformer.family.table import members
 
@@ -28,7 +28,7 @@ _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bash
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Print a script that completes commands, members and options."""
 
     shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from kinformer.cli.options import Changes, Common, asked
+from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import DrawOptions
@@ -22,7 +22,7 @@ MOST_PANELS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(DrawOptions, Common):
+class Options(DrawOptions, CommonOptions):
     """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
 
     subject: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER|PATTERN")]

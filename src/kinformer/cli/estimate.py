@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.cli.options import Changes, Common, Member
+from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table, size
 from kinformer.cli.parsing import overrides
 
 if TYPE_CHECKING:
     from kinformer.evaluation.estimate import Estimate
-    from kinformer.evaluation.estimate_rules import Rules
+    from kinformer.evaluation.estimate_rules import RulesOfThumb
 
 RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "sgd": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Parameters, FLOPs, training and inference memory of a member, by part and in all, before anything is run."""
 
     member: Member
@@ -66,7 +66,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _show(options: Options, result: Estimate, rules: Rules | None) -> None:
+def _show(options: Options, result: Estimate, rules: RulesOfThumb | None) -> None:
     rows = f"{options.batch} row{'s' if options.batch > 1 else ''} of {options.length} tokens"
     print(f"{options.member} ({options.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)

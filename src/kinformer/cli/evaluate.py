@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kinformer.cli.options import Changes, Common, Hidden, RunFolders, asked
+from kinformer.cli.options import Changes, CommonOptions, Hidden, RunFolders, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.runs.options import EvaluateOptions
 
@@ -12,7 +12,7 @@ TASK_OPTIONS = "MeasuringOptions"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(EvaluateOptions, Common):
+class Options(EvaluateOptions, CommonOptions):
     """Measure runs: models of text in bits per byte, their files in order, every token scored once."""
 
     folders: RunFolders

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.cli.options import Common
+from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
 
     What can be imported: GPT-2, BERT, RoBERTa, Longformer and Big Bird.

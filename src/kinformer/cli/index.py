@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.cli.options import Common, RunFolder, asked
+from kinformer.cli.options import CommonOptions, RunFolder, asked
 from kinformer.cli.output import print_json, size
 from kinformer.runs.options import IndexOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(IndexOptions, Common):
+class Options(IndexOptions, CommonOptions):
     """Write what the run makes of every context of a text, and the token that came next, into a datastore.
 
     A build that was stopped goes on when the same command is given again.

@@ -7,14 +7,14 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from kinformer.cli.options import Common
+from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json, print_table
 from kinformer.family.record import Member
 from kinformer.family.table import members
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Which form the list takes."""
 
 

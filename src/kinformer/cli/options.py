@@ -17,7 +17,7 @@ RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(meta
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
 Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
 
-__all__ = ["Changes", "Common", "Hidden", "Member", "Printing", "RunFolder", "RunFolders", "asked", "require"]
+__all__ = ["Changes", "CommonOptions", "Hidden", "Member", "Printing", "RunFolder", "RunFolders", "asked", "require"]
 
 O = TypeVar("O")
 
@@ -35,7 +35,7 @@ class Printing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common(Printing):
+class CommonOptions(Printing):
     """What every command takes."""
 
     seed: int = 0

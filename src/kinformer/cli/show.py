@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.cli.list_ import facts
-from kinformer.cli.options import Changes, Common, Member, require
+from kinformer.cli.options import Changes, CommonOptions, Member, require
 from kinformer.cli.output import print_json, print_table, size
 from kinformer.cli.parsing import overrides
 from kinformer.core.errors import KinformerError
@@ -21,7 +21,7 @@ MOST_PICTURES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Common):
+class Options(CommonOptions):
     """Tell all about one member without computing anything."""
 
     member: Member

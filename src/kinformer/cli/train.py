@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kinformer.cli.options import Changes, Common, Hidden, Member, asked
+from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, asked
 from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import TrainOptions
@@ -20,7 +20,7 @@ TASK_OPTIONS = "Options"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TrainOptions, Common):
+class Options(TrainOptions, CommonOptions):
     """Train a member. With --resume, what is not given is as it was when the run began."""
 
     member: Member

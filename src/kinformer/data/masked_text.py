@@ -16,7 +16,7 @@ from kinformer.data.permutation import mix, permute
 _TRAINING, _MEASURING = 6, 7
 
 
-class Shown(NamedTuple):
+class MaskedRows(NamedTuple):
     """Rows as a model sees them, and of what was masked the token before it in the text, -1 if none: [rows, n]."""
 
     rows: Rows
@@ -51,7 +51,7 @@ class MaskedText:
         keys = mix(self.seed, _TRAINING, step, np.arange(len(starts)))
         return self.show(starts[share], keys[share]).rows
 
-    def in_order(self, rows: int, shuffled: bool = False) -> Iterator[Shown]:
+    def in_order(self, rows: int, shuffled: bool = False) -> Iterator[MaskedRows]:
         """All windows, ``rows`` at a time: as they follow each other, or from all over the split."""
         starts = np.arange(0, len(self.split), self.room)
         if shuffled:
@@ -60,7 +60,7 @@ class MaskedText:
             some = starts[first : first + rows]
             yield self.show(some, mix(self.seed, _MEASURING, some))
 
-    def show(self, starts: np.ndarray, keys: np.ndarray) -> Shown:
+    def show(self, starts: np.ndarray, keys: np.ndarray) -> MaskedRows:
         """The windows that begin at ``starts`` with tokens masked by ``keys``."""
         lengths = np.minimum(self.room, len(self.split) - starts)
         texts = [
@@ -72,4 +72,4 @@ class MaskedText:
         shown = [row[:length] for row, length in zip(masked, lengths.tolist(), strict=True)]
         tokens, valid = lay(shown, self.ends, width + self.ends.size)
         before = np.where(positions > 0, np.take_along_axis(plain, np.maximum(positions - 1, 0), 1), -1)
-        return Shown(Rows(tokens, valid, labels, positions + self.ends.before), before)
+        return MaskedRows(Rows(tokens, valid, labels, positions + self.ends.before), before)

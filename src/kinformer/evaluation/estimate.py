@@ -30,7 +30,7 @@ OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartCost:
     """A row of the table: ``count`` like parts of the model taken together."""
 
     part: str
@@ -52,7 +52,7 @@ class Estimate:
     inference_bytes: int
     state_bytes: int
     memory: dict[str, dict[str, int]]
-    parts: list[Part]
+    parts: list[PartCost]
 
 
 def estimate(
@@ -185,7 +185,7 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
     return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
 
 
-def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
+def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
     """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
     alike: dict[Any, list[int]] = {}
     for index, layer in enumerate(config.layers):
@@ -204,7 +204,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[Part]:
             label, count = ".".join(["layers", _span(group), *rest]), uses[config.layers[group[0]]]
         forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
         rows.append(
-            Part(
+            PartCost(
                 part=label,
                 count=count,
                 parameters=parameters[name],
@@ -228,11 +228,11 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - own)
 
 
-def _with_checkpoints(rows: list[Part], held: int, depth: int) -> list[Part]:
+def _with_checkpoints(rows: list[PartCost], held: int, depth: int) -> list[PartCost]:
     """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
     held -= sum(row.activation_bytes for row in rows)
     own = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
-    return [*rows, Part(part="checkpoints", count=depth, **own)]
+    return [*rows, PartCost(part="checkpoints", count=depth, **own)]
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class RulesOfThumb:
     """What the rules say; ``train_bytes`` is weights, gradients, optimiser state and activations."""
 
     parameters: int
@@ -20,7 +20,9 @@ class Rules:
     train_bytes: int
 
 
-def rules_of_thumb(config: Any, *, length: int, batch: int, optimizer_bytes: int, precision: str) -> Rules | None:
+def rules_of_thumb(
+    config: Any, *, length: int, batch: int, optimizer_bytes: int, precision: str
+) -> RulesOfThumb | None:
     """The rules for a decoder config whose first layer's mixer has ``num_heads``; None for any other.
 
     Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
@@ -32,7 +34,7 @@ def rules_of_thumb(config: Any, *, length: int, batch: int, optimizer_bytes: int
     depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
     parameters = config.input.vocab_size * width + 12 * depth * width**2
     activations = (2 if narrow else 4) * batch * length * depth * (14 * width + length * heads)
-    return Rules(
+    return RulesOfThumb(
         parameters=parameters,
         flops_step=6 * parameters * batch * length,
         activation_bytes=activations,

@@ -24,7 +24,7 @@ class Windows:
             raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """Inputs ``start .. start + size - 1`` predict the tokens one later; the first ``unscored`` predictions are not
     counted."""
 
@@ -33,21 +33,21 @@ class Window(NamedTuple):
     unscored: int
 
 
-def cut(predictions: int, windows: Windows) -> Iterator[Window]:
+def cut(predictions: int, windows: Windows) -> Iterator[ScoredWindow]:
     """The windows over a stream of ``predictions`` inputs, in order; the last may be shorter."""
     repeated = int(windows.context * windows.overlap)
     start, scored = 0, 0
     while scored < predictions:
         size = min(windows.context, predictions - start)
-        yield Window(start, size, scored - start)
+        yield ScoredWindow(start, size, scored - start)
         scored = start + size
         start = scored - repeated
 
 
-def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[Window]]:
+def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[ScoredWindow]]:
     """Windows of one size together, at most ``rows`` at a time."""
     for _, alike in groupby(cut(predictions, windows), key=lambda window: window.size):
-        group: list[Window] = []
+        group: list[ScoredWindow] = []
         for window in alike:
             group.append(window)
             if len(group) == rows:

@@ -105,7 +105,7 @@ def _mixers() -> list[type[Config]]:
         cross.CrossAttention.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
-        compression.Dilated.Config,
+        compression.DilatedConvolution.Config,
         compression.MostUsed.Config,
     ]
 

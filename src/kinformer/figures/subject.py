@@ -42,7 +42,7 @@ DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Drawing:
     """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern."""
 
     kind: str
@@ -71,7 +71,7 @@ class Subject:
         return panels
 
 
-def find(options: DrawOptions) -> Subject:
+def find(options: DrawOptions) -> Drawing:
     """A member first, then a run folder, then a pattern, then a position; or what an option says it is."""
     from kinformer.family.table import FAMILY
 
@@ -114,7 +114,7 @@ def _means_part(options: DrawOptions) -> bool:
     return bool(changed) and options.subject in _parts(options) and not changed & owned
 
 
-def _expression(options: DrawOptions) -> Subject:
+def _expression(options: DrawOptions) -> Drawing:
     try:
         data = json.loads(options.subject)
     except json.JSONDecodeError as error:
@@ -126,7 +126,7 @@ def _expression(options: DrawOptions) -> Subject:
     return _part(options, data)
 
 
-def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
+def _part(options: DrawOptions, data: dict[str, Any]) -> Drawing:
     """A pattern or a position by itself, with the options that --set gives it."""
     from kinformer.family.kinds import kinds
 
@@ -141,7 +141,7 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
     config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
     name = describe(config)
     title = name if len(name) <= TITLE else config.kind.replace("_", " ")
-    subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
+    subject = Drawing(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
     elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
@@ -161,25 +161,25 @@ def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
     return Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)
 
 
-def _member(options: DrawOptions) -> Subject:
+def _member(options: DrawOptions) -> Drawing:
     from kinformer.family.build import configure
 
     config = configure(options.subject, options.recipe, None, options.set)
     return _model("member", f"{options.subject} ({options.recipe})", config, None, options)
 
 
-def _run(options: DrawOptions) -> Subject:
+def _run(options: DrawOptions) -> Drawing:
     run = open_run(options.subject)
     model = run.model(options.set)
     return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
 
 
-def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Subject:
+def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Drawing:
     """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
-    subject = Subject(kind=kind, title=title, options=options)
+    subject = Drawing(kind=kind, title=title, options=options)
     for placed in _of_layer(parts_of(config, "pattern"), options):
         found = [(in_text(each, config), name, place) for each, name, place in _heads(placed, options)]
         subject.patterns.extend((each, _with_globals(each, name), place) for each, name, place in found)

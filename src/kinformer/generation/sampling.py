@@ -54,7 +54,7 @@ class Sampling:
             raise KinformerError(f"seed is {self.seed} but must be 0 or more.")
 
 
-class Sampler:
+class TokenSampler:
     """Draws a token for each row: a function of its logits, the seed, its stream's index and how many it drew before.
 
     So a row's tokens do not depend on the other rows. Each draw takes one uniform number, inverting the cumulated
@@ -67,9 +67,9 @@ class Sampler:
         self.drawn = 0
         self._uniforms = torch.empty(0)
 
-    def fork(self, copies: int) -> Sampler:
+    def fork(self, copies: int) -> TokenSampler:
         """Each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
-        forked = Sampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
+        forked = TokenSampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
         forked.drawn = self.drawn
         return forked
 

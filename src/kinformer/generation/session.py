@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, device_of
-from kinformer.generation.sampling import Sampler, Sampling, SamplingOptions
+from kinformer.generation.sampling import Sampling, SamplingOptions, TokenSampler
 from kinformer.generation.stops import StopTokens
 
 _MOST_RESERVED = 4096
@@ -48,7 +48,7 @@ class Session:
             raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
         self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)
         self._device = device_of(model)
-        self._sampler = Sampler(Sampling(**sampling), range(batch))
+        self._sampler = TokenSampler(Sampling(**sampling), range(batch))
         self._stops = StopTokens(stop, batch)
         self._lengths = [0] * batch
         self._steps = 0

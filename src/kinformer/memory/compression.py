@@ -89,7 +89,7 @@ class Convolution(Compression):
         return self.product(old.unflatten(1, (-1, self.rate)).flatten(2))
 
 
-class Dilated(Convolution):
+class DilatedConvolution(Convolution):
     """Convolutions of three memories each, with dilations 1, 2, 4, ..., then one with kernel and stride ``rate``.
 
     The paper names dilated convolutions without their sizes: these are ours. Beyond both ends stand zeros.
@@ -105,8 +105,8 @@ class Dilated(Convolution):
             if self.depth < 1:
                 raise KinformerError(f"depth must be 1 dilated convolution or more, but is {self.depth}.")
 
-        def build(self, dim: int) -> Dilated:
-            return Dilated(self, dim)
+        def build(self, dim: int) -> DilatedConvolution:
+            return DilatedConvolution(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)

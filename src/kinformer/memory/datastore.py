@@ -28,7 +28,7 @@ _CHECKED_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class KeySpace:
     """What makes keys comparable: the model's ``weights`` (a digest), which of its representations the keys are, their
     width, and the vocabulary that the tokens are of."""
 
@@ -40,7 +40,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StoredText:
     """A text in the store: ``source`` says which and how it was read, plainly; ``written`` of ``total`` entries."""
 
     source: Mapping[str, Any]
@@ -52,9 +52,9 @@ class Part:
 class Record:
     """``blocks``: (entries up to its end, crc32 of its keys, crc32 of its tokens) of every piece that was flushed."""
 
-    origin: Origin
+    origin: KeySpace
     dtype: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StoredText, ...] = ()
     blocks: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -83,9 +83,9 @@ def read_record(folder: Path) -> Record:
         raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
     try:
         record = Record(
-            origin=Origin(**data["origin"]),
+            origin=KeySpace(**data["origin"]),
             dtype=data["dtype"],
-            parts=tuple(Part(**part) for part in data["parts"]),
+            parts=tuple(StoredText(**part) for part in data["parts"]),
             blocks=tuple((int(end), int(keys), int(tokens)) for end, keys, tokens in data["blocks"]),
         )
         ends = [0, *(end for end, _, _ in record.blocks)]
@@ -98,7 +98,7 @@ def read_record(folder: Path) -> Record:
     return record
 
 
-def require_origin(folder: Path, stored: Origin, wanted: Origin) -> None:
+def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
     """Raise where the store's keys or tokens mean something else than those of the model at hand."""
     reasons = {
         "weights": "its keys were made by a model with other weights",
@@ -107,7 +107,7 @@ def require_origin(folder: Path, stored: Origin, wanted: Origin) -> None:
         "vocab_size": f"its tokens are of a vocabulary of {stored.vocab_size}, not {wanted.vocab_size}",
         "tokenizer": "its tokens are those of another tokenizer",
     }
-    for field in fields(Origin):
+    for field in fields(KeySpace):
         if getattr(stored, field.name) != getattr(wanted, field.name):
             raise KinformerError(
                 f"{folder}: belongs to another model ({reasons[field.name]}); use the run that it was made with, or "
@@ -122,7 +122,7 @@ class Datastore:
     Sizes are always checked; of the contents up to eight pieces, evenly spread, or all with ``check_all``.
     """
 
-    def __init__(self, folder: str | Path, origin: Origin | None = None, *, check_all: bool = False) -> None:
+    def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
         self.folder = Path(folder)
         self.record = read_record(self.folder)
         if origin is not None:

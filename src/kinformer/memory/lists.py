@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lists:
+class InvertedLists:
     """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` and ``trained`` the
     checksums of the files. The centroids were learnt when the store had ``trained_on`` entries."""
 
@@ -63,10 +63,12 @@ def has_lists(folder: Path) -> bool:
     return (folder / FOLDER / RECORD).exists()
 
 
-def build(store: Datastore, count: int | None = None, *, seed: int = 0, progress: Progress | None = None) -> Lists:
+def build(
+    store: Datastore, count: int | None = None, *, seed: int = 0, progress: Progress | None = None
+) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
-    Lists that are there take in what was appended, unless another count is asked for, or the store has grown by more
+    InvertedLists that are there take in what was appended, unless another count is asked for, or the store has grown by more
     than half since their centroids were learnt: then they are learnt again.
     """
     folder = store.folder / FOLDER
@@ -85,7 +87,7 @@ def build(store: Datastore, count: int | None = None, *, seed: int = 0, progress
     else:
         trained, trained_on = _trained(store, folder, count, seed), store.entries
     paths = _shards(store, folder, trained, progress)
-    lists = Lists(
+    lists = InvertedLists(
         count=count,
         seed=seed,
         trained_on=trained_on,
@@ -221,7 +223,7 @@ def _index(path: Path, flags: int = 0) -> Any:
         return _faiss().read_index(str(path), flags)
 
 
-def _read(folder: Path) -> Lists:
+def _read(folder: Path) -> InvertedLists:
     """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
     place = folder / FOLDER / RECORD
     if not place.exists():
@@ -232,7 +234,7 @@ def _read(folder: Path) -> Lists:
     with reading(place.parent, "is truncated or damaged", "remove it and give kinformer index --approximate again"):
         if data.pop("schema") != SCHEMA or data.pop("codec") != CODEC:
             raise ValueError("it is of another version")
-        lists = Lists(**data)
+        lists = InvertedLists(**data)
         ranges = [_range(name) for name in lists.shards]
         starts = [start for start, _ in ranges]
         if not ranges or starts != [0, *(stop for _, stop in ranges[:-1])] or ranges[-1][1] != lists.entries:

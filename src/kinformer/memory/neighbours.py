@@ -33,7 +33,7 @@ Blocks = Callable[[int], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class NeighbourTable:
     """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` says, as plain data, of what."""
 
     name: str
@@ -51,7 +51,7 @@ class Plan:
         return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
 
 
-def table(store: Datastore, plan: Plan, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
+def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
     """The rows of ``plan`` [tokens, k] int32, mapped; those that are not there yet are taken from ``blocks(first)``,
     which gives pieces [n, k] of all rows from ``first`` on. Other processes wait for the one that writes."""
     path = plan.path(store)
@@ -68,7 +68,7 @@ def table(store: Datastore, plan: Plan, blocks: Blocks, progress: Progress | Non
     return np.memmap(path, TOKEN, "r", shape=(plan.tokens, plan.neighbours))
 
 
-def _fill(file: BinaryIO, path: Path, plan: Plan, blocks: Blocks, progress: Progress | None) -> None:
+def _fill(file: BinaryIO, path: Path, plan: NeighbourTable, blocks: Blocks, progress: Progress | None) -> None:
     record, row = path.with_suffix(".json"), plan.neighbours * TOKEN.itemsize
     done, crc = _written(record, plan)
     if os.fstat(file.fileno()).st_size < done * row:
@@ -89,7 +89,7 @@ def _fill(file: BinaryIO, path: Path, plan: Plan, blocks: Blocks, progress: Prog
     assert done == plan.tokens
 
 
-def _written(record: Path, plan: Plan) -> tuple[int, int]:
+def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
     """How many rows are on the disk, and their checksum."""
     if not record.exists():
         return 0, 0
@@ -99,7 +99,7 @@ def _written(record: Path, plan: Plan) -> tuple[int, int]:
     return int(found["written"]), int(found["crc"])
 
 
-def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: Plan) -> Blocks:
+def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
     """What followed the neighbours of the entries ``first``, ``first + 1``, ... of ``store``, none its own."""
 
     def blocks(done: int) -> Iterator[np.ndarray]:
@@ -111,7 +111,7 @@ def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: Plan)
     return blocks
 
 
-def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: Plan, done: int) -> Iterator[np.ndarray]:
+def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
     """What followed the neighbours of ``keys`` (pieces [n, dim], in order), from number ``done`` on."""
     seen = 0
     for piece in keys:

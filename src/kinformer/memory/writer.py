@@ -25,9 +25,9 @@ from kinformer.memory.datastore import (
     RECORD,
     TOKEN,
     TOKENS,
-    Origin,
-    Part,
+    KeySpace,
     Record,
+    StoredText,
     crc32,
     read_record,
     require_origin,
@@ -44,7 +44,7 @@ class Writer:
 
     FLUSHED = 1 << 16
 
-    def __init__(self, folder: str | Path, origin: Origin, *, dtype: str = "float16") -> None:
+    def __init__(self, folder: str | Path, origin: KeySpace, *, dtype: str = "float16") -> None:
         self.folder = Path(folder)
         if dtype not in DTYPES:
             raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
@@ -58,7 +58,7 @@ class Writer:
             self._held = held.pop_all()
         self._pending, self._crcs = 0, [0, 0]
 
-    def _found(self, origin: Origin, dtype: str) -> Record:
+    def _found(self, origin: KeySpace, dtype: str) -> Record:
         if (self.folder / RECORD).exists():
             record = read_record(self.folder)
             require_origin(self.folder, record.origin, origin)
@@ -99,7 +99,7 @@ class Writer:
                 f"{self.folder}: another text is not finished there ({parts[-1].written:,} of {parts[-1].total:,} "
                 "entries); finish that with its own kinformer index command first."
             )
-        self.record = replace(self.record, parts=(*parts, Part(source=dict(source), written=0, total=total)))
+        self.record = replace(self.record, parts=(*parts, StoredText(source=dict(source), written=0, total=total)))
         write_json(self.folder / RECORD, self.record.to_json())
         return 0
 

@@ -1,8 +1,10 @@
 """Softmax attention over a whole text (Devlin et al. 2018; Beltagy et al. 2020; Zaheer et al. 2020).
 
-A local token sees what the pattern allows and every global token, in one softmax; a global token sees all. Global are
-tokens of the long input that are marked so, and those of a global input before it (``core.encoder``).
-So there are three calls, none of them over all pairs: the pattern's, whose time follows the number of its pairs; the
+    y_i = softmax_j(scale * q_i . k_j) v_j,   j in pattern(i), and the global tokens; all j where i is global
+
+``pattern`` is Longformer's window (w / 2 = ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the projection
+``multi_head_global``. Global are tokens of the long input that are marked so, and those of a global input before it
+(``core.encoder``). So there are three calls, none of them over all pairs: the pattern's, whose time follows the number of its pairs; the
 global keys, few columns, merged with it by their log-sum-exps; the global queries, few rows.
 """
 

@@ -1,5 +1,7 @@
 """Cross-attention (Vaswani et al. 2017, section 3.2.3): queries from the chunk, keys and values from a source.
 
+    y = softmax(scale * Q K^T) V,   Q = W_q x (``query``),   [K, V] = W_kv source (``key_value``)
+
 The source is projected once, when a state is begun; its padding is masked.
 """
 

@@ -2,7 +2,8 @@
 
     S_t = S_(t-1) + phi(k_t) v_t^T,   z_t = z_(t-1) + phi(k_t),   y_t = phi(q_t)^T S_t / (phi(q_t) . z_t + eps)
 
-The state (S, z) is constant. The paper's phi is elu + 1, without a factor 1/sqrt(head_dim).
+The state (S, z), ``s`` and ``z``, is constant in size. The paper's phi (``feature_map``) is elu + 1, without a factor
+1/sqrt(head_dim).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
-from kinformer.kernels.lookup.store import Evicted, Rules, Store, Subsequence, join
+from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
 
 _BLOCKS = 16
 """How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""
@@ -128,7 +128,7 @@ class Memorizing(CausalMixer):
         self.batch_of = config.segment * max(1, config.memory_size // config.segment // _BLOCKS)
         """How many memories are evicted at a time, counted by positions."""
         self.kept = max(back, self.batch_of - 1) if config.memory_size else back
-        self.rules = Rules(config.segment, config.memory_size, self.batch_of)
+        self.rules = StoreSizes(config.segment, config.memory_size, self.batch_of)
         self.register_buffer("centroids", None)
         if config.search == "inverted":
             self.centroids = centroids(config.num_heads, config.lists, self.head_dim)

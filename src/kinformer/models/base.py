@@ -37,7 +37,7 @@ class CommonConfig(ModelConfig):
             raise KinformerError("layers must hold at least one layer, but is empty.")
 
 
-class Common(nn.Module):
+class CommonModel(nn.Module):
     """Builds the parts; ``forward`` and ``hidden`` are the models' own."""
 
     def __init__(self, config: CommonConfig) -> None:

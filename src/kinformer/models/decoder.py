@@ -15,7 +15,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, Hidden
-from kinformer.models.base import Common, CommonConfig
+from kinformer.models.base import CommonConfig, CommonModel
 
 
 class DecoderState(NamedTuple):
@@ -33,7 +33,7 @@ class DecoderState(NamedTuple):
         return states.fork(self)
 
 
-class Decoder(Common):
+class Decoder(CommonModel):
     """input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and

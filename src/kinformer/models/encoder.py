@@ -17,7 +17,7 @@ from kinformer.core.contract import Alignment, left_align, select_valid
 from kinformer.core.encoder import Text, global_positions
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import WholeModel
-from kinformer.models.base import Common, CommonConfig
+from kinformer.models.base import CommonConfig, CommonModel
 
 
 class Encoded(NamedTuple):
@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     tapped: tuple[Tensor, ...]
 
 
-class Encoder(Common):
+class Encoder(CommonModel):
     """input -> stack -> head: ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``

@@ -13,7 +13,7 @@ from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
 from kinformer.tasks.table import measuring_options
-from kinformer.tasks.task import Measuring, Report, Subject
+from kinformer.tasks.task import LoadedRun, Measuring, Report
 from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measurin
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     stores: dict[Path, Datastore] = {}
 
-    def load(run: Any) -> Subject:
+    def load(run: Any) -> LoadedRun:
         model = run.model(options.set).to(options.prepare(options.seed))
         if looks_up(run.config):
             model = attach_store(run, model, options)
         if (store := store_of(model)) is not None:
             stores[run.folder] = store
-        return Subject(run, model, changes, lookup_facts(model))
+        return LoadedRun(run, model, changes, lookup_facts(model))
 
     report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
     for run, evaluation in zip(runs, report.evaluations, strict=True):

@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightSource:
     """Where a weight comes from: rows ``first`` to ``last`` of the ``name`` of the short model, over and over."""
 
     name: str
@@ -91,13 +91,13 @@ def _mixer(short: Any, long: Any, layer: int) -> Any:
     return long.replace(**changes)
 
 
-def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path | str) -> dict[str, Origin]:
+def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path | str) -> dict[str, WeightSource]:
     """Where each weight of the ``long`` model comes from, by the shapes of both; one that is not named is new.
 
     Errors: ``KinformerError`` where the long model lacks a weight of the short one, or has another that is of a
     different size or comes from nowhere. ``place`` is where the short one is.
     """
-    found: dict[str, Origin] = {}
+    found: dict[str, WeightSource] = {}
     for name, shape in long.items():
         origin = _origin(name, short)
         if origin is None:
@@ -121,9 +121,9 @@ def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path |
     return found
 
 
-def _origin(name: str, short: Mapping[str, Shape]) -> Origin | None:
+def _origin(name: str, short: Mapping[str, Shape]) -> WeightSource | None:
     if name in short:
-        return Origin(name, 0, short[name][0])
+        return WeightSource(name, 0, short[name][0])
     copied = COPIES.fullmatch(name)
     if copied is None:
         return None
@@ -133,8 +133,8 @@ def _origin(name: str, short: Mapping[str, Shape]) -> Origin | None:
         return None
     rows = short[source][0]
     if part in QKV:
-        return Origin(source, QKV.index(part) * rows // 3, (QKV.index(part) + 1) * rows // 3)
-    return Origin(source, 0 if part or not projection else rows // 3, rows)
+        return WeightSource(source, QKV.index(part) * rows // 3, (QKV.index(part) + 1) * rows // 3)
+    return WeightSource(source, 0 if part or not projection else rows // 3, rows)
 
 
 def extended_weights(weights: Mapping[str, Tensor], model: nn.Module, place: Path | str) -> dict[str, Tensor]:

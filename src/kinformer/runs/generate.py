@@ -15,7 +15,7 @@ from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
-from kinformer.tasks.task import Subject
+from kinformer.tasks.task import LoadedRun
 
 
 def generate(
@@ -33,4 +33,4 @@ def generate(
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     model = attach_store(run, pack(model, options.samples), options, options.samples)
-    return run.task.generate(Subject(run, model), prompt, options, write)
+    return run.task.generate(LoadedRun(run, model), prompt, options, write)

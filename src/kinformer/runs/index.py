@@ -11,7 +11,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.lock import locked
 from kinformer.core.progress import note, progressing
 from kinformer.memory.datastore import Datastore
-from kinformer.memory.lists import Lists, build, has_lists
+from kinformer.memory.lists import InvertedLists, build, has_lists
 from kinformer.memory.writer import Writer
 from kinformer.runs.index_text import IndexedText, entries_of, open_source
 from kinformer.runs.options import IndexOptions
@@ -78,7 +78,7 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
     return done - before
 
 
-def _sort(options: IndexOptions, quiet: bool) -> Lists | None:
+def _sort(options: IndexOptions, quiet: bool) -> InvertedLists | None:
     """Build the lists that were asked for, or bring those that are there up to date."""
     if not options.approximate and not has_lists(Path(options.datastore)):
         return None

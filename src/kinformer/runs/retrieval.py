@@ -19,8 +19,8 @@ from kinformer.core.progress import note, progressing
 from kinformer.data import Corpus, Split
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
-from kinformer.memory.datastore import Datastore, Part
-from kinformer.memory.neighbours import Plan, neighbours_of, own_neighbours, table
+from kinformer.memory.datastore import Datastore, StoredText
+from kinformer.memory.neighbours import NeighbourTable, neighbours_of, own_neighbours, table
 from kinformer.runs.index_text import IndexedText, entries_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import Run, open_run
@@ -44,7 +44,7 @@ class _Retrieval:
     searcher: Searcher
     neighbours: int
     probes: int | None
-    part: Part
+    part: StoredText
     first: int
 
 
@@ -124,7 +124,7 @@ def _open(run: Run, corpus: Corpus, device: str) -> _Retrieval:
     return _Retrieval(keys, store, found, said["neighbours"], said["probes"], part, first)
 
 
-def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[Part, int]:
+def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[StoredText, int]:
     """The part of ``store`` that is the run's training split, entry by entry, and where it begins."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
@@ -145,7 +145,7 @@ def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[Part, int]:
     return found[0]
 
 
-def _same_tokens(store: Datastore, part: Part, first: int, corpus: Corpus) -> bool:
+def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
     """Whether entry t of ``part`` is the token behind training token t."""
     train, step = corpus.splits["train"], 1 << 20
     if part.total != len(train) - 1:
@@ -183,9 +183,9 @@ def _check_settings(run: Run, found: _Retrieval, settings: Settings, segments: b
         )
 
 
-def _plan(found: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> Plan:
+def _plan(found: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> NeighbourTable:
     own = {"first": found.first, "probes": found.probes}
-    return Plan(name=name, tokens=tokens, neighbours=found.neighbours, source=own | dict(source))
+    return NeighbourTable(name=name, tokens=tokens, neighbours=found.neighbours, source=own | dict(source))
 
 
 def _keys(found: _Retrieval, split: Split) -> Iterator[Tensor]:

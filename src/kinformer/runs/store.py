@@ -13,7 +13,7 @@ from kinformer.runs.run import Run, open_run
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
-    from kinformer.memory.datastore import Datastore, Origin
+    from kinformer.memory.datastore import Datastore, KeySpace
     from kinformer.memory.exact import ExactSearch
     from kinformer.memory.lists import ListSearch
     from kinformer.models.attached import AttachedDecoder, KeyedDecoder
@@ -40,12 +40,12 @@ def keyed(run: Run, model: Any) -> KeyedDecoder:
     return KeyedDecoder(model)
 
 
-def origin_of(run: Run, keys: KeyedDecoder) -> Origin:
+def origin_of(run: Run, keys: KeyedDecoder) -> KeySpace:
     """What identifies a datastore of this run."""
-    from kinformer.memory.datastore import Origin
+    from kinformer.memory.datastore import KeySpace
 
     assert run.tokenizer is not None
-    return Origin(
+    return KeySpace(
         weights=run.weights_digest(),
         representation=keys.representation,
         dim=keys.width,

@@ -11,9 +11,9 @@ from kinformer.tasks.task import (
     READS_WHOLE_TEXTS,
     SPECIAL_TOKENS,
     Evaluation,
+    LoadedRun,
     Measuring,
     Source,
-    Subject,
     Task,
     TrainingPlan,
 )
@@ -83,14 +83,14 @@ class Classify(Task):
 
         return Labels(plan.data, plan.settings, ends_of(plan.config))
 
-    def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
         from kinformer.tasks.label_measure import evaluate
 
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for examples; leave it out.")
         return evaluate(self, subject, measuring, quiet)
 
-    def spec_to_measure(self, subject: Subject, data: str | None) -> str:
+    def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         """What names the data to measure on."""
         from kinformer.tasks.text import spec_of
 

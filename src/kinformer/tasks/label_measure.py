@@ -18,7 +18,7 @@ from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.tasks.label_rows import LabelledBatch
-from kinformer.tasks.task import Evaluation, Measuring, Source, Subject, Table, TrainedRun
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Table, TrainedRun
 from kinformer.tasks.text import ends_of, heading, note_other_data, whole_length
 
 
@@ -63,7 +63,7 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(task: Any, subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
+def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
     """A run on held-out examples, class by class, beside the most frequent class."""
     run, model, changes, _ = subject
     found, examples, classes = _examples(task, subject, measuring)
@@ -104,7 +104,7 @@ def evaluate(task: Any, subject: Subject, measuring: Measuring, quiet: bool) -> 
     )
 
 
-def _examples(task: Any, subject: Subject, measuring: Measuring) -> tuple[Labelled, Examples, Sequence[str]]:
+def _examples(task: Any, subject: LoadedRun, measuring: Measuring) -> tuple[Labelled, Examples, Sequence[str]]:
     """The data, the part to measure on with the numbers that the run gave to its classes, and the names of those."""
     run = subject.run
     source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)

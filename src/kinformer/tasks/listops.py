@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.core.errors import KinformerError
 from kinformer.tasks.classify import Classify
-from kinformer.tasks.task import Source, Subject
+from kinformer.tasks.task import LoadedRun, Source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ class ListOps(Classify):
 
         return open_listops(options.examples, options.bounds, cache=cache)
 
-    def spec_to_measure(self, subject: Subject, data: str | None) -> str:
+    def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         if data is not None:
             raise KinformerError(f"--data {data}: ListOps brings its own data; leave it out.")
         return NAME

@@ -19,7 +19,7 @@ from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.tasks.global_input import has_global_input, measure_global_input
 from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
-from kinformer.tasks.task import Evaluation, Measuring, Subject
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
 from kinformer.tasks.text import ends_of, heading, held_out, whole_length
 from kinformer.training.batch import map_fields
 
@@ -68,7 +68,7 @@ def measure_masked(
     )
 
 
-def evaluate(subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
     """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
     run, model, changes, _ = subject
     held = held_out(run, measuring)
@@ -111,7 +111,7 @@ def evaluate(subject: Subject, measuring: Measuring, quiet: bool) -> Evaluation:
 
 
 def _global_input(
-    subject: Subject, text: MaskedText, measuring: Measuring, quiet: bool
+    subject: LoadedRun, text: MaskedText, measuring: Measuring, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """What the global input is worth, as JSON and as text."""
     training = subject.run.training

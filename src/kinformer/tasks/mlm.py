@@ -11,9 +11,9 @@ from kinformer.tasks.task import (
     READS_WHOLE_TEXTS,
     SPECIAL_TOKENS,
     Evaluation,
+    LoadedRun,
     Measuring,
     Source,
-    Subject,
     Task,
     TrainingPlan,
 )
@@ -87,7 +87,7 @@ class MaskedLanguageModelling(Task):
         masking = masking_of(plan.config, plan.tokenizer, plan.options)
         return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
-    def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
         from kinformer.tasks.masked_measure import evaluate
 
         return evaluate(subject, measuring, quiet)

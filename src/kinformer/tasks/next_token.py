@@ -9,7 +9,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.core.model import CausalModel
 from kinformer.tasks.options import NextTokenMeasuring, NextTokenOptions
-from kinformer.tasks.task import Load, Measuring, Report, Source, Subject, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import Load, LoadedRun, Measuring, Report, Source, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +92,7 @@ class NextToken(Task):
     def check_generation(self, run: TrainedRun) -> None:
         pass
 
-    def generate(self, subject: Subject, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.next_token_generate import continue_text
 
         return continue_text(subject, prompt, options, write)

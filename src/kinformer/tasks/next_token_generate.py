@@ -14,7 +14,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.data import Tokenizer
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StopText
-from kinformer.tasks.task import Subject
+from kinformer.tasks.task import LoadedRun
 
 MOST_NEW = 256
 
@@ -49,7 +49,7 @@ class Generated:
 
 
 def continue_text(
-    subject: Subject, prompt: str | bytes, options: Any, write: Callable[[str], None] | None
+    subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None
 ) -> Generated:
     """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
     tokenizer = subject.run.tokenizer

@@ -17,7 +17,7 @@ from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.tasks.lengths import Length, parse_lengths, short_names, trained_at
 from kinformer.tasks.options import NextTokenMeasuring
-from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
+from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, check_positions, heading, held_out, main_windows
 
 NGRAM_CONTEXT = 4
@@ -68,7 +68,7 @@ def evaluate(
 
 
 def _measure(
-    subject: Subject, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
+    subject: LoadedRun, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
 ) -> Measured:
     run, model, changes, lookup = subject
     main = main_windows(run, model, own, beside_lengths=own.lengths is not None)

@@ -14,7 +14,7 @@ from kinformer.core.progress import note, progressing
 from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.tasks.lengths import Length, short_names, trained_at
 from kinformer.tasks.options import NextTokenMeasuring
-from kinformer.tasks.task import Evaluation, Load, Measuring, Report, Subject, Table, TrainedRun
+from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, held_out
 
 STEPS = 8
@@ -82,7 +82,7 @@ def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
 
 
 def _losses(
-    subject: Subject, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenMeasuring, quiet: bool
+    subject: LoadedRun, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenMeasuring, quiet: bool
 ) -> Losses:
     positions = spread_positions(held.split, contexts[-1], own.positions)
     with progressing(quiet) as progress:

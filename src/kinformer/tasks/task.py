@@ -87,7 +87,7 @@ class TrainedRun(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-class Subject(NamedTuple):
+class LoadedRun(NamedTuple):
     """A run to measure or to generate with: its model in eval mode, what was changed of its config, as ``path=value``,
     and what its head looks things up in, as JSON."""
 
@@ -97,7 +97,7 @@ class Subject(NamedTuple):
     lookup: Mapping[str, Any] | None = None
 
 
-Load = Callable[[TrainedRun], Subject]
+Load = Callable[[TrainedRun], LoadedRun]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class Task:
         """
         return Report([self.measure(load(run), measuring, own, quiet) for run in runs])
 
-    def measure(self, subject: Subject, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
         """Measure one run beside the task's baselines."""
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class Task:
         """Raise a :class:`KinformerError` where this task generates nothing."""
         raise KinformerError(f"{run.folder}: is a run of {run.member!r}, {self.generates_nothing}")
 
-    def generate(self, subject: Subject, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         """What generating means, after :meth:`check_generation`."""
         raise NotImplementedError
 

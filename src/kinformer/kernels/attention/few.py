@@ -1,6 +1,8 @@
 """Attention of few queries, or over few keys, all pairs at once: any mask, any bias, the scores of any pair kept.
 
-The weights are kept for the backward, so one of the sides must be short: memory is the product of both.
+    out = P V / l,   P = exp(S - max S),   l = rowsum(P);   in the code S is ``scores``, P ``weights``, l ``total``
+
+P is kept for the backward, so queries or keys must be few: memory is the product of their numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - the row's highest) and, before dropout, their sum [..., 1] (1 for no keys) and log-sum-exp, in
-    float32 or better. Whoever divides the product by the sum, not the weights, has nothing but the weights kept."""
+    float32 or better. Divide the product by the sum, not the weights: only those are kept for the backward then."""
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias

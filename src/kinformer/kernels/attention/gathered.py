@@ -1,8 +1,8 @@
 """Softmax attention of each query to the memories that it found, which take no gradient.
 
-    y = sum_j softmax_j(q . k_j) v_j
+    y = sum_j softmax_j(q . k_j) v_j        j over the ``topk`` slots found by the query
 
-Nothing is gathered but for a moment: weighted sums of rows are ``embedding_bag``, products with rows those of a sparse
+The found rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a sparse
 matrix, in the backward too.
 """
 

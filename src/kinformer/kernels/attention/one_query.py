@@ -1,4 +1,7 @@
-"""Attention of one query per head, as generation asks for: no plan, no tiles, only the slots that someone sees."""
+"""Attention of one query per head, as generation asks for: no plan, no tiles, only the slots that some head sees.
+
+out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 def _seen_slots(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The keys and values that someone sees, who does [batch, heads or 1, slots] (None: all), and their distances."""
+    """The keys and values that some head sees, which head does [batch, heads or 1, slots] (None: all), and their distances."""
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:

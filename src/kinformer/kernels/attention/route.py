@@ -90,7 +90,7 @@ def check_impl(impl: str, needs: Needs, place: str = "attention") -> None:
     raise KinformerError(f"{place}: impl is {impl!r}, which knows no {reason}; use one of {valid}.")
 
 
-class Measured(NamedTuple):
+class Thresholds(NamedTuple):
     """Where torch's own kernel is the faster one on a device.
 
     It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query with keys of
@@ -106,13 +106,15 @@ class Measured(NamedTuple):
     where: str
 
 
-_ZEN4 = Measured(1 << 20, 1 << 15, 1 << 16, 2048, "AMD EPYC (Zen 4), two cores, torch 2.13")
+_ZEN4 = Thresholds(1 << 20, 1 << 15, 1 << 16, 2048, "AMD EPYC (Zen 4), two cores, torch 2.13")
 _UNKNOWN = _ZEN4._replace(where="not measured, as on Zen 4")
 TABLE = {
     "cpu, AVX-512 and bfloat16": _ZEN4,
     "cpu, AMX": _UNKNOWN,
     "cpu": _UNKNOWN,
-    "cuda": Measured(sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it has the mask"),
+    "cuda": Thresholds(
+        sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it has the mask"
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Softmax attention by torch's ``scaled_dot_product_attention``: bands and sets, with a dense mask where need be."""
+"""Softmax attention by torch's ``scaled_dot_product_attention``: bands and sets, with a dense mask where need be.
+
+out = softmax(scale * Q K^T + mask) V
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FEWEST_ROWS = 32
 PAIRS = 1 << 20
 
 
-class Call(NamedTuple):
+class BandCall(NamedTuple):
     """The operator's arguments: -ahead <= d <= behind and d <= lookback[b, i] for the slot difference d of a pair,
     ``lookback`` [batch, time] int64 or None; dropout of probability ``p`` by ``seed``."""
 
@@ -70,7 +70,7 @@ class _Work:
     Low-precision products are written in their own type and widened, since CPU products cannot widen themselves.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BandCall) -> None:
         q, k, v = call[:3]
         self.layout = layout = Layout.of(q, k, call.behind, call.ahead, call.lookback)
         self.q = _rows(q, layout.heads, layout.group, layout.time, q.shape[-1])
@@ -146,7 +146,7 @@ def rows_per_tile(layout: Layout) -> int:
     "kinformer::band_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments)
+    call = BandCall(*arguments)
     work, (q, _, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
     out = q.new_empty(layout.heads, layout.group, layout.time, width)
@@ -190,7 +190,7 @@ def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from those of the results."""
-    call = Call(*arguments)
+    call = BandCall(*arguments)
     work, (q, k, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
     split = (layout.heads, layout.group, layout.time)

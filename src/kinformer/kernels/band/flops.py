@@ -15,11 +15,11 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import kinformer.core.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.band.chunked import Call, rows_per_tile
+from kinformer.kernels.band.chunked import BandCall, rows_per_tile
 from kinformer.kernels.band.tiles import Layout
 
 
-def computed_pairs(call: Call) -> int:
+def computed_pairs(call: BandCall) -> int:
     """The pairs of queries and slots, over all heads, that the tiles of one call compute."""
     layout = Layout.of(call.q, call.k, call.behind, call.ahead, lookback=None)
     tiles = layout.tiles(rows_per_tile(layout), pairs=sys.maxsize)
@@ -29,12 +29,12 @@ def computed_pairs(call: Call) -> int:
 @register_flop_formula(torch.ops.kinformer.band_attention, get_raw=True)
 def forward_flops(*arguments: Any, **_: Any) -> int:
     """Floating-point operations of a forward call with the operator's own arguments."""
-    call = Call(*arguments)
+    call = BandCall(*arguments)
     return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
 @register_flop_formula(torch.ops.kinformer.band_attention_backward, get_raw=True)
 def backward_flops(*arguments: Any, **_: Any) -> int:
     """Floating-point operations of a backward call with the operator's own arguments."""
-    call = Call(*arguments[4:])
+    call = BandCall(*arguments[4:])
     return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

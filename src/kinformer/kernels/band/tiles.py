@@ -1,4 +1,8 @@
-"""How attention over a band of distances is cut into tiles, and how pairs on their edges are masked."""
+"""How attention over a band of distances is cut into tiles, and how pairs on their edges are masked.
+
+Query i sees key j where -ahead <= i - j <= behind: a tile of queries first .. last sees the slots first - behind ..
+last + ahead, and only pairs at its two slanted edges need a mask.
+"""
 
 from __future__ import annotations
 

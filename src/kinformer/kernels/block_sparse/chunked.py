@@ -19,7 +19,7 @@ from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.distances import TABLES, Distances
 from kinformer.kernels.block_sparse.forms import form_of
-from kinformer.kernels.block_sparse.sections import Gathered, Operands, Section, Summed, sections
+from kinformer.kernels.block_sparse.sections import ByQuery, Operands, Section, Summed, sections
 from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
@@ -180,7 +180,7 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
     q, _, v = call[:3]
-    out, lse = Gathered(q, v.shape[-1], q.dtype), Gathered(q, 1, state_dtype(q.dtype), -torch.inf)
+    out, lse = ByQuery(q, v.shape[-1], q.dtype), ByQuery(q, 1, state_dtype(q.dtype), -torch.inf)
     for section in call.sections():
         merged: Attended | None = None
         for loop in call.loops(section):
@@ -211,7 +211,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
     call = Call(*given)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
-    dq, dk, dv = Gathered(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
+    dq, dk, dv = ByQuery(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
     others = {name: getattr(call, name) for name in LEARNED}
     sums = {name: torch.zeros_like(x, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)

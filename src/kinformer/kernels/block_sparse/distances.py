@@ -1,7 +1,11 @@
 """What distances do to the scores and outputs of one tile, with the gradients of the tables.
 
 Views of a tile here are [rows, heads, classes, group, queries, keys]: batch rows, key heads, classes of a stride,
-query heads of a key head. Tables are [heads or 1, group or 1, n] or [..., n, head_dim] by unit distance.
+query heads of a key head. With d = slot of the query - slot of the key,
+
+    S <- max(0, S) * factor[d],   S <- S + q . keys[d] + bias[d],   O <- O + sum P values[d]
+
+for those tables that there are. Tables are [heads or 1, group or 1, n] or [..., n, head_dim] by unit distance.
 """
 
 from __future__ import annotations

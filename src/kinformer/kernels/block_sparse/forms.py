@@ -1,5 +1,7 @@
 """What the products of queries and keys are made into, tile by tile, with the gradients: the forms of a score.
 
+    S = form(Q, K) -> (dQ, dK) from dS;   S is ``scores``, dS ``errors``
+
 q [n, rows, head_dim], k [n, keys, head_dim], scores [n, rows, keys]. A form keeps what its ``backward`` needs from the
 last ``forward``; ``backward`` may overwrite the errors it is given.
 """
@@ -46,7 +48,7 @@ class Form:
         raise NotImplementedError
 
 
-class Dot(Form):
+class DotForm(Form):
     """q . k"""
 
     def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class Dot(Form):
         return torch.bmm(errors, k)
 
 
-class Modulus(Form):
+class ModulusForm(Form):
     """scale * |q k| of complex numbers, first half real, second half imaginary."""
 
     def __init__(self, scale: float) -> None:
@@ -80,7 +82,7 @@ class Modulus(Form):
         return torch.cat([a + d, c - b], -1)
 
 
-class Additive(Form):
+class AdditiveForm(Form):
     """vector . tanh(q + k), some keys at a time; ``vector`` [heads, group, head_dim]."""
 
     def __init__(self, vector: Tensor) -> None:
@@ -120,5 +122,5 @@ def form_of(name: str, vector: Tensor | None, scale: float) -> Form:
     """The form called ``name``."""
     if name == "additive":
         assert vector is not None
-        return Additive(vector)
-    return Modulus(scale) if name == "modulus" else Dot()
+        return AdditiveForm(vector)
+    return ModulusForm(scale) if name == "modulus" else DotForm()

@@ -35,7 +35,7 @@ class PartialMask(NamedTuple):
     values: Tensor
 
 
-class Run(NamedTuple):
+class DistanceRun(NamedTuple):
     """The tile's keys ``start .. stop`` are neighbours; the query at the tile's first row is ``ahead`` units after the
     first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
 
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     keys: slice | Tensor
     width: int
     masks: tuple[PartialMask, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[DistanceRun, ...]
 
 
 class Interval(NamedTuple):
@@ -221,7 +221,7 @@ class Cutter:
             PartialMask(start, stop, self._mask(hidden, partial[start:stop], index[start:stop]))
             for start, stop in runs_of(edge)
         )
-        runs = tuple(Run(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
+        runs = tuple(DistanceRun(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         places = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
         return Tile(*queries, _addresses(places), len(keys), masks, runs)

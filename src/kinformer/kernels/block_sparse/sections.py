@@ -90,7 +90,7 @@ class Operands(NamedTuple):
     padding: Tensor | None = None
 
 
-class Gathered:
+class ByQuery:
     """A result by query, [batch, q_heads, time, width], put together section by section."""
 
     def __init__(self, q: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:

@@ -1,4 +1,10 @@
-"""The tile loops of forward and backward: the plan of one term of a pattern over the operands of one section."""
+"""The tile loops of forward and backward: the plan of one term of a pattern over the operands of one section.
+
+    forward    S = form(Q, K) + distances;  lse = log rowsum exp S;  O = exp(S - lse) V
+    backward   P = exp(S - lse);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - delta);  dQ, dK from dS
+
+S is ``scores``, P ``weights``, O ``out``, dO ``grad``; ``errors`` is dP, then dS.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.block_sparse.distances import Distances
-from kinformer.kernels.block_sparse.forms import Additive, Form, accumulate, product
+from kinformer.kernels.block_sparse.forms import AdditiveForm, Form, accumulate, product
 from kinformer.kernels.block_sparse.plan import TermPlan, Tile
 from kinformer.kernels.block_sparse.sections import Operands, from_classes, to_classes
 from kinformer.kernels.softmax.dropout import keep
@@ -277,7 +283,7 @@ class TileLoop:
 
     def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
         """After :meth:`backward`: the gradient of a table of ``n`` distances from ``lowest``, or of the vector."""
-        if isinstance(self.form, Additive) and name == "vector":
+        if isinstance(self.form, AdditiveForm) and name == "vector":
             return self.form.gradient
         assert self.distances is not None
         return self.distances.gradient(name, n, lowest, self.plan.stride)

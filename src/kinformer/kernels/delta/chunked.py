@@ -22,7 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
 from kinformer.kernels.delta.inverse import unit_lower_inverse
-from kinformer.kernels.linear.blocks import Blocks, accumulator_dtype, cut, gate, operand_dtype, product_dtype, tiles
+from kinformer.kernels.linear.blocks import (
+    SequenceBlocks,
+    accumulator_dtype,
+    cut,
+    gate,
+    operand_dtype,
+    product_dtype,
+    tiles,
+)
 
 
 def chunked(
@@ -129,13 +137,13 @@ def _gradients(
     return dq, dk, dv, db, first.view(grad_w.shape)
 
 
-def _inverse(blocks: Blocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse(blocks: SequenceBlocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
     A = blocks.hide_(torch.bmm(K, K.mT), diagonal=-1)
     return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
 
 
-def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; returns W before each block and the last W."""
     W = w.flatten(0, 1)
     states = []
@@ -146,7 +154,9 @@ def _write(blocks: Blocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[
     return torch.stack(states, 1).flatten(0, 1), W
 
 
-def _read_back(blocks: Blocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor) -> tuple[Tensor, Tensor]:
+def _read_back(
+    blocks: SequenceBlocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor
+) -> tuple[Tensor, Tensor]:
     """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place.
 
     Returns dW after each block and dW before the first.

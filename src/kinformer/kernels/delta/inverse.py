@@ -1,4 +1,4 @@
-"""Inverses of unit lower triangular matrices, many small ones at once."""
+"""Inverses of unit lower triangular matrices, many small ones at once: the R of the delta rule's blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TILE = 8
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + lower)^-1 for strictly lower triangular matrices [count, size, size], size 8 times a power of two.
 
-    Forward substitution inside tiles of 8 on the diagonal, all tiles side by side in the last axis, then doubling:
+    Forward substitution inside tiles of 8 on the diagonal, all tiles along the last axis, then doubling:
     the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. Faster than a batched triangular solve, and unlike
     a product of powers free of cancellation when many keys are alike.
     """

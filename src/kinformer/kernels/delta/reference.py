@@ -1,4 +1,7 @@
-"""The delta rule as a recurrence, token by token: the truth that the fast kernels are held to."""
+"""The delta rule as a recurrence, token by token: the truth that the fast kernels are held to.
+
+W <- W + k (beta (v - W^T k))^T,   out = W^T q;   W^T k is ``stored``, beta (v - W^T k) ``correction``
+"""
 
 from __future__ import annotations
 

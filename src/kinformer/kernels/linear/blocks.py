@@ -61,7 +61,7 @@ def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SequenceBlocks:
     """A cut of ``rows`` sequences (batch x heads) of ``time`` tokens into ``count`` blocks of ``size`` tokens.
 
     ``enter``, ``leave`` [batch * heads * count, size, 1], ``keep`` [batch * heads, count, 1, 1] and
@@ -108,13 +108,13 @@ class Blocks:
         return scores
 
 
-def cut(x: Tensor, reset: Tensor | None, largest: int = SIZES[-1]) -> Blocks:
+def cut(x: Tensor, reset: Tensor | None, largest: int = SIZES[-1]) -> SequenceBlocks:
     """The blocks for ``x`` [batch, heads, time, n], with the masks of ``reset`` [batch, time] in the dtype of ``x``."""
     batch, heads, time, _ = x.shape
     size = next((size for size in SIZES if size >= min(time, largest)), largest)
     count = (time + size - 1) // size
     if reset is None:
-        return Blocks(batch, heads, time, count, size)
+        return SequenceBlocks(batch, heads, time, count, size)
     flags = F.pad(reset.long(), (0, count * size - time)).view(batch, count, size)
     sequence = flags.cumsum(-1)
     last = sequence[..., -1:]
@@ -122,7 +122,7 @@ def cut(x: Tensor, reset: Tensor | None, largest: int = SIZES[-1]) -> Blocks:
     def per_row(mask: Tensor) -> Tensor:
         return mask.to(x.dtype).unsqueeze(1).expand(batch, heads, count, mask.shape[-1])
 
-    return Blocks(
+    return SequenceBlocks(
         *(batch, heads, time, count, size),
         enter=per_row(sequence == 0).reshape(-1, size, 1),
         leave=per_row(sequence == last).reshape(-1, size, 1),

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
 from kinformer.kernels.linear.blocks import (
-    Blocks,
+    SequenceBlocks,
     accumulator_dtype,
     cut,
     gate,
@@ -153,14 +153,16 @@ def _gradients(
     return blocks.join(dQ), blocks.join(dK), blocks.join(dV), grad_s.view(s.shape), grad_z.view(z.shape)
 
 
-def _divisor(blocks: Blocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float) -> Tensor:
+def _divisor(blocks: SequenceBlocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float) -> Tensor:
     """q . z + eps [rows * count, size, 1]; 1 where the last block was filled up."""
     divisor = P.sum(-1, dtype=Z.dtype).add_((Q * Z).sum(-1)).add_(eps)
     divisor.view(blocks.rows, -1)[:, blocks.time :] = 1
     return divisor.unsqueeze(-1)
 
 
-def _states(blocks: Blocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _states(
+    blocks: SequenceBlocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S [rows * count, features, head_dim] and z [rows * count, 1, features] before each block; both after the last."""
     K = gate(K, blocks.leave)
     S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), s.flatten(0, 1), blocks.keep)
@@ -169,7 +171,7 @@ def _states(blocks: Blocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor) -> tuple
     return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
 
 
-def _add_normaliser_gradient(blocks: Blocks, dK: Tensor, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> Tensor:
+def _add_normaliser_gradient(blocks: SequenceBlocks, dK: Tensor, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> Tensor:
     """Add dz, the gradient of z after each block, to every row of dK; returns that of the initial z."""
     last = grad_z.flatten(0, 1).unsqueeze(1)
     if g is None:

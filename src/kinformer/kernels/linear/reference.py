@@ -1,4 +1,7 @@
-"""Linear attention as a recurrence, token by token: the truth that the fast kernels are held to."""
+"""Linear attention as a recurrence, token by token: the truth that the fast kernels are held to.
+
+S <- S + k v^T,   z <- z + k,   out = q^T S / (q . z + eps)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches by all scores at once."""
+"""Searches by all scores q . k at once: the truth that the fast searches are held to."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, gathered
 from kinformer.kernels.lookup.lists import assignments_of, insert
 
 
-class Rules(NamedTuple):
+class StoreSizes(NamedTuple):
     """``segment``, ``memory_size`` and ``batch_of`` in positions: the first divides the others."""
 
     segment: int
@@ -58,7 +58,7 @@ class Store:
     time, head_dim]. ``seen``: tokens before the chunk."""
 
     def __init__(
-        self, rules: Rules, search: Search, evicted: Evicted, seen: int, fresh: tuple[Tensor, Tensor], time: int
+        self, rules: StoreSizes, search: Search, evicted: Evicted, seen: int, fresh: tuple[Tensor, Tensor], time: int
     ) -> None:
         self.rules, self.search, self.fresh, self.past = rules, search, fresh, fresh[0].shape[2] - time
         self.evicted = evicted.last(min(seen // rules.batch_of * rules.batch_of, rules.memory_size))

@@ -1,6 +1,6 @@
 """Long short-term memory (Hochreiter and Schmidhuber 1997; with forget gates, Gers et al. 2000) over a chunk.
 
-[i, f, g, o] = W x_t + b + U h_(t-1) + u
+[i, f, g, o] = W x_t + b + U h_(t-1) + u        (W, U, b, u: ``weights``)
 c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
 """
 

@@ -1,4 +1,9 @@
-"""Which attention probabilities dropout removes: a function of a seed and of their indices in the call."""
+"""Which attention probabilities dropout removes: a function of a seed and of their indices in the call.
+
+    out = (P * kept / (1 - p)) V / l,   kept = hash(seed, row, head, query, slot) >= p
+
+so a backward draws the same ones again instead of keeping them; l, the softmax's sum, is taken before dropout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Softmaxes over disjoint keys become one by their log-sum-exps (Milakov and Gimelshein 2018, section 3)."""
+"""Softmaxes over disjoint keys become one by their log-sum-exps (Milakov and Gimelshein 2018, section 3).
+
+The paper's running maximum m is ``top`` here, its normaliser d e^-m: each part brings lse = m + log d, its output is
+already divided by its d.
+"""
 
 from __future__ import annotations
 

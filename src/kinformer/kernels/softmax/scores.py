@@ -1,4 +1,9 @@
-"""What a query and a key are made into before the softmax: the forms of a score, and what distances do to it."""
+"""What a query and a key are made into before the softmax: the forms of a score, and what distances do to it.
+
+dot        scale * q . k
+modulus    scale * |q k| of complex numbers [re, im], none conjugated
+additive   scale * vector . tanh(q + k)
+"""
 
 from __future__ import annotations
 
