@@ -19,7 +19,8 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
     """[batch]: the mean square of what ``tokens`` [batch, time, dim] read out of ``old`` [batch, n, dim] less what they
     read out of ``compressed`` [batch, n / rate, dim], by content alone.
 
-    ``projection`` makes q, k, v of each, a norm before it included. Its weights are constants here, and so are ``tokens`` and ``old``.
+    ``projection`` makes q, k, v of each, a norm before it included. Its weights are constants here, and so are
+    ``tokens`` and ``old``.
     """
     with torch.no_grad():
         q = projection(tokens)[0]

@@ -3,9 +3,10 @@
     seg(i) = i // segment;   query i sees key j where segment * seg(i) - memory <= j <= i
     k_j, v_j = W sg(h_j) where seg(j) < seg(i),  W h_j where seg(j) = seg(i)        (sg: no gradient)
 
-What is remembered is the hidden states h as they enter the layer; its norm, where one stands before the mixer, and the
-projections of the present weights make keys and values of them, and learn from memory as from the segment itself. Segments are counted by positions, so outputs and gradients are the same however the
-sequence is cut. Memory begins empty; its length may be another in evaluation than it was in training.
+What is remembered is the hidden states h as they enter the layer. Its norm, where one stands before the mixer, and the
+projections of the present weights make keys and values of them, and learn from memory as from the segment itself.
+Segments are counted by positions, so outputs and gradients are the same however the sequence is cut. Memory begins
+empty; its length may be another in evaluation than it was in training.
 """
 
 from __future__ import annotations
