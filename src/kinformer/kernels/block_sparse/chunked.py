@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.distances import TABLES, Distances
@@ -123,7 +124,9 @@ LEARNED = ("vector", *TABLES)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Over the pairs of any pattern, with gradients of output and log-sum-exp."""
-    return Attended(*_forward(*_call(q, k, v, visibility, scoring)))
+    call = _call(q, k, v, visibility, scoring)
+    check_reverse("chunked attention", *call[:_TENSORS])
+    return Attended(*_forward(*call))
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Call:
@@ -248,8 +251,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
+@first_order("chunked attention")
+def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     call = Call(*saved[2:], *ctx.plain)
     learned = (ctx.needs_input_grad[Call._fields.index(name)] for name in ("bias", "factor"))
     dq, dk, dv, *others = _backward(grad_out, grad_lse, *saved, *ctx.plain, *learned)
