@@ -148,7 +148,7 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
 def _file_tokenizer(path: str) -> FileTokenizer:
     if not Path(path).is_file():
         raise KinformerError(
-            f"--tokenizer {path}: is no file; give the path of a tokenizer.json, as a downloaded checkpoint or a run with "
+            f"--tokenizer {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
             "--train-tokenizer holds one, or leave it out and train on bytes."
         )
     return FileTokenizer(path)
