@@ -19,12 +19,12 @@ O = TypeVar("O")
 Kind = Literal["Options", "MeasuringOptions"]
 
 FIRST = (
-    "member", "folder", "folders", "subject", "data", "text_field", "split", "out", "prompt", "prompt_file",
+    "member", "folder", "folders", "subject", "data", "split", "out", "prompt", "prompt_file",
     "max_new_tokens", "temperature", "minutes", "steps", "recipe", "set", "task", "length", "batch_size", "lr",
     "resume",
 )  # fmt: skip
 GROUPS = {
-    "start": ("init", "tokenizer", "train_tokenizer", "holdout"),
+    "start": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
     "optimisation": (
         "optimizer", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "accumulate", "objective",
     ),

@@ -16,6 +16,8 @@ from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
 from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
+from kinformer.data.files import atomic_write
+from kinformer.data.formats import write_field
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
@@ -29,6 +31,8 @@ from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan, refuse_options
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
+
+FIELD = "texts"
 
 
 def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run, Settings]:
@@ -111,12 +115,17 @@ def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
     given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer")}
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    if options.text_field is not None and (task.default_data is None or options.data in (None, STDLIB, "-")):
+        raise KinformerError(
+            f"--text-field {options.text_field}: is for tasks of text and JSON lines; give its path with --data."
+        )
     if options.data is None and task.default_data is None and not options.resume:
         raise KinformerError(f"--task {task.name}: {task.needs}")
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
-    """The data as it can be found again: an absolute path, standard input as a file in the run folder."""
+    """The data as it can be found again: an absolute path, standard input and a field of JSON lines as
+    a file in the run folder."""
     if options.data is None:
         assert task.default_data is not None
         return task.default_data
@@ -125,6 +134,11 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)
         return str(spool(sys.stdin.buffer, folder.resolve()))
+    if options.text_field is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder.resolve() / FIELD) as file:
+            write_field(Path(options.data).expanduser(), options.text_field, file)
+        return str(folder.resolve() / FIELD)
     return str(Path(options.data).expanduser().resolve())
 
 

@@ -77,6 +77,8 @@ class TrainOptions(Settings, Machine):
     """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library,
     which tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class,
     or a file of lines: .tsv or .jsonl."""
+    text_field: str | None = None
+    """Of data in JSON lines: the field with the text, which is written into the run folder."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str = "small"
