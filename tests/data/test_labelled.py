@@ -94,7 +94,7 @@ def test_written_once_and_anew_when_the_data_changes(tmp_path: Path, monkeypatch
     path = as_table(tmp_path / "films.tsv", TEXTS)
     first = open_labelled(str(path), cache=tmp_path / "cache")
     with monkeypatch.context() as patched:
-        patched.setattr(labelled, "_told", None)
+        patched.setattr(labelled, "_split_examples", None)
         again = open_labelled(str(path), cache=tmp_path / "cache")
     assert everything(again) == everything(first) and again.fingerprint == first.fingerprint
     as_table(path, [*TEXTS, ("one more", "good")])
