@@ -16,6 +16,7 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.core.progress import tolerant
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
 from kinformer.runs.folder import CHECKPOINTS, writing
@@ -126,7 +127,7 @@ def work(job: Job, group: Group) -> Summary:
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
-        print(remark, file=sys.stderr, flush=True)
+        print(remark, file=tolerant(sys.stderr), flush=True)
     return Summary(run.folder, run.member, parameters, result, data.figures)
 
 

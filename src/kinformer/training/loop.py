@@ -121,7 +121,7 @@ class Trainer:
         schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
-            Interrupt(self.group.world > 1) as interrupt,
+            Interrupt(self.group.world > 1, self.silent) as interrupt,
             Silence() if self.silent else Progress(self.total, self.step) as progress,
         ):
             self.progress = progress
