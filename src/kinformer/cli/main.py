@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 from kinformer import __version__
 from kinformer.cli.output import printing_notes
 from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.progress import abandon, tolerant
 
 
 class Command(NamedTuple):
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
+    _open_standard_streams()
     _tolerate(sys.stdout)
     _tolerate(sys.stderr)
     try:
@@ -96,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         return 141
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
 
 
@@ -147,21 +149,21 @@ def overview() -> str:
 
 
 def _fail(sentence: str) -> int:
-    print(f"kinformer: {sentence}", file=sys.stderr)
+    print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
     return 2
+
+
+def _open_standard_streams() -> None:
+    """Standard streams that were closed lead nowhere; else the next file that is opened would take their place."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (stream or tolerant(stream) for stream in (sys.stdout, sys.stderr))
 
 
 def _tolerate(stream: TextIO) -> None:
     """Characters that the terminal cannot show become question marks instead of a crash."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-
-
-def _abandon(stream: TextIO) -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush stays quiet."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass

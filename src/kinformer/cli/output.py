@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kinformer.core.progress import LOGGER
+from kinformer.core.progress import LOGGER, tolerant
 from kinformer.tasks.task import Table
 
 
@@ -45,7 +45,7 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"kinformer: {record.getMessage()}", file=sys.stderr)
+        print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> None:

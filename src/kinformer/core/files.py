@@ -194,16 +194,20 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
     """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
-    own = model.state_dict()
+    require_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tensors, place)
+    model.load_state_dict(dict(tensors))
+
+
+def require_weights(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], place: Path | str) -> None:
+    """Raise where ``tensors`` have not the names and shapes of the model's ``own``."""
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:
         example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
         raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
-    for name, tensor in own.items():
-        if tensors[name].shape != tensor.shape:
-            shapes = f"{tuple(tensors[name].shape)}, here {tuple(tensor.shape)}"
+    for name, shape in own.items():
+        if tuple(tensors[name].shape) != shape:
+            shapes = f"{tuple(tensors[name].shape)}, here {shape}"
             raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")
-    model.load_state_dict(dict(tensors))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

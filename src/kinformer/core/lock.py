@@ -21,7 +21,7 @@ def locked(folder: Path) -> Iterator[None]:
     made = _make(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if not _taken(handle) or not is_here(folder, os.fstat(handle)):
+        if not take(handle) or not is_here(folder, os.fstat(handle)):
             raise KinformerError(f"{folder}: another process is writing there; wait for it, or give another folder.")
         try:
             yield
@@ -55,7 +55,8 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _taken(handle: int) -> bool:
+def take(handle: int) -> bool:
+    """Lock the open file or folder ``handle`` until it is closed; False where another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

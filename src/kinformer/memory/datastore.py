@@ -73,7 +73,7 @@ class Record:
 def read_record(folder: Path) -> Record:
     """The record of a datastore; anything that is not one is one clear sentence."""
     place = folder / RECORD
-    if not place.is_file():
+    if not place.exists():
         raise KinformerError(
             f"{folder}: is no datastore (it has no {RECORD}); make one with: kinformer index RUN --datastore {folder}."
         )
@@ -91,7 +91,7 @@ def read_record(folder: Path) -> Record:
         ends = [0, *(end for end, _, _ in record.blocks)]
         whole = record.dtype in DTYPES and record.origin.dim > 0 and ends == sorted(set(ends))
         whole = whole and sum(part.written for part in record.parts) == record.entries == data["entries"]
-    except (KeyError, TypeError, ValueError):
+    except Exception:  # whatever is wrong with it
         whole = False
     if not whole:
         raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")

@@ -16,6 +16,7 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.core.progress import tolerant
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
@@ -131,7 +132,7 @@ def work(job: Job, group: Group) -> Summary:
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
-        print(remark, file=sys.stderr, flush=True)
+        print(remark, file=tolerant(sys.stderr), flush=True)
     return Summary(run.folder, run.member, parameters, result, data.figures)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kinformer.core.files import write_atomic
+from kinformer.core.progress import tolerant
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0
@@ -77,7 +78,7 @@ class Progress:
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
-        self._stream = stream or sys.stderr
+        self._stream = tolerant(stream or sys.stderr)
         self._start = self._said_at = time.monotonic()
         self._told = (0, 0.0)
         self._bar = _bar(self._stream) if self._stream.isatty() else None

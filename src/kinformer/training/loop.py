@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_weights
+from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
@@ -84,14 +84,16 @@ class Trainer:
             load_weights(self.model, saved.files["model"], self._place(saved))
             load_weights(self.extras, saved.files.get("objective", {}), self._place(saved))
             if states := saved.files.get("carried"):
-                carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
+                with reading(self._place(saved), "holds states of another model", "use its own run folder"):
+                    carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
             _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
         self.engine = group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
-            optimiser.load(saved.files["optimizer"], self._place(saved))
+            with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
+                optimiser.load(saved.files["optimizer"], self._place(saved))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self.best = Best(folder, data.figures)
@@ -121,7 +123,7 @@ class Trainer:
         schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
-            Interrupt(self.group.world > 1) as interrupt,
+            Interrupt(self.group.world > 1, self.silent) as interrupt,
             Silence() if self.silent else Progress(self.total, self.step) as progress,
         ):
             self.progress = progress
