@@ -211,22 +211,22 @@ def _range(name: str) -> tuple[int, int]:
 
 def _read(folder: Path) -> InvertedLists:
     """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
-    place = folder / FOLDER / RECORD
-    if not place.exists():
+    path = folder / FOLDER / RECORD
+    if not path.exists():
         raise KinformerError(
             f"{folder}: is not sorted into lists, which --probes needs; make them with kinformer index --approximate."
         )
-    data = read_json(place)
+    data = read_json(path)
     try:
         if data.pop("schema") != SCHEMA or data.pop("codec") != CODEC:
             raise ValueError
         lists = InvertedLists(**data)
-        whole = all((place.parent / name).stat().st_size == size for name, size in lists.shards.items())
+        whole = all((path.parent / name).stat().st_size == size for name, size in lists.shards.items())
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
         whole = False
     if not whole:
         raise KinformerError(
-            f"{place.parent}: is truncated or damaged; remove that folder and give kinformer index --approximate again."
+            f"{path.parent}: is truncated or damaged; remove that folder and give kinformer index --approximate again."
         )
     return lists
 

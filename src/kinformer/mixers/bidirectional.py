@@ -2,10 +2,11 @@
 
     y_i = softmax_j(scale * q_i . k_j) v_j,   j in pattern(i), and the global tokens; all j where i is global
 
-``pattern`` is Longformer's window (w / 2 = ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the projection
-``multi_head_global``. Global are tokens of the long input that are marked so, and those of a global input before it
-(``core.encoder``). So there are three calls, none of them over all pairs: the pattern's, whose time follows the number of its pairs; the
-global keys, few columns, merged with it by their log-sum-exps; the global queries, few rows.
+``pattern`` is Longformer's window (its w / 2 is ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the
+projection ``multi_head_global``. Global are tokens of the long input that are marked so, and those of a global input
+before it (``core.encoder``). So there are three calls, none of them over all pairs: the pattern's, whose time follows
+the number of its pairs; the global keys, few columns, merged with it by their log-sum-exps; the global queries, few
+rows.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     sum rule     W_t = W_(t-1) + phi(k_t) v_t^T                                     (for comparison)
     y_t = W_t^T phi(q_t) / sqrt(head_dim)
 
-W is the state ``w``. phi, the ``feature_map``, is DPFP by default; features of queries and keys are divided by their sum
-("sum normalisation", ``normalise``), which keeps the delta rule stable; beta = sigmoid(w . x), ``strength`` in the code,
-is one number per head and token. There is no attention normaliser.
+W is the state ``w``. phi, the ``feature_map``, is DPFP by default; features of queries and keys are divided by their
+sum ("sum normalisation", ``normalise``), which keeps the delta rule stable; beta = sigmoid(w . x), ``strength`` in the
+code, is one number per head and token. There is no attention normaliser.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     y_t = h_t,    (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1))
 
-Its state, ``h`` and ``c``, is constant in size. Torch's own implementation runs a chunk in one call, whatever its rows' lengths and
-resets; ``torch.compile`` leaves it as it is, outside of the graph.
+Its state, ``h`` and ``c``, is constant in size. Torch's own implementation runs a chunk in one call, whatever its rows'
+lengths and resets; ``torch.compile`` leaves it as it is, outside of the graph.
 """
 
 from __future__ import annotations

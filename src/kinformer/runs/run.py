@@ -143,7 +143,7 @@ def open_run(folder: str | Path) -> Run:
     """Read a run folder's config; anything that is not one is one clear sentence."""
     folder = Path(folder)
     data = _read(folder)
-    place = folder / CONFIG
+    path = folder / CONFIG
     packages = data.get("packages", {})
     try:
         if package := packages.get("member"):
@@ -151,12 +151,12 @@ def open_run(folder: str | Path) -> Run:
         task = task_called(data["task"]["name"], packages.get("task"))
         options = training_options(task, data["task"]["options"])
     except (KinformerError, TypeError) as error:
-        raise KinformerError(f"{place}: {error}") from None
+        raise KinformerError(f"{path}: {error}") from None
     return Run(
         folder=folder,
         member=data["member"],
         recipe=data["recipe"],
-        config=model_config(data["model"], f"{place}: model"),
+        config=model_config(data["model"], f"{path}: model"),
         task=task,
         options=options,
         data=data["data"],
@@ -167,12 +167,12 @@ def open_run(folder: str | Path) -> Run:
 
 def _read(folder: Path) -> dict[str, Any]:
     """``config.json``, with the right keys and types."""
-    place = folder / CONFIG
-    if not place.is_file():
+    path = folder / CONFIG
+    if not path.is_file():
         raise KinformerError(
             f"{folder}: is no run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )
-    data = read_json(place)
+    data = read_json(path)
     if isinstance(data, dict) and "model_type" in data and "schema" not in data:
         raise KinformerError(
             f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
@@ -180,22 +180,22 @@ def _read(folder: Path) -> dict[str, Any]:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == 1:
         raise KinformerError(
-            f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
+            f"{path}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
             "again, or read it with kinformer 0.1."
         )
     if schema != SCHEMA:
         raise KinformerError(
-            f"{place}: has schema {schema!r}, but this version reads schema {SCHEMA}; use a matching version."
+            f"{path}: has schema {schema!r}, but this version reads schema {SCHEMA}; use a matching version."
         )
     if missing := [name for name in _KEYS if name not in data]:
-        raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
+        raise KinformerError(f"{path}: lacks {', '.join(missing)}; restore it from a copy.")
     for name in _KEYS:
         expected: Any = str if name in ("member", "recipe") else (str, type(None)) if name == "tokenizer" else dict
         if not isinstance(data[name], expected):
             kind = "a table" if expected is dict else "text"
-            raise KinformerError(f"{place}: {name} is {data[name]!r}, not {kind}; restore it from a copy.")
+            raise KinformerError(f"{path}: {name} is {data[name]!r}, not {kind}; restore it from a copy.")
     if not isinstance(data["task"].get("name"), str) or not isinstance(data["task"].get("options"), dict):
-        raise KinformerError(f"{place}: task is {data['task']!r}, without a name or options; restore it from a copy.")
+        raise KinformerError(f"{path}: task is {data['task']!r}, without a name or options; restore it from a copy.")
     return data
 
 

@@ -50,7 +50,7 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - the row's highest) and, before dropout, their sum [..., 1] (1 for no keys) and log-sum-exp, in
-    float32 or better. Divide the product by the sum, not the weights: then only the weights are kept for the backward."""
+    float32 or better. The product is to be divided by the sum, not the weights: then only these are kept."""
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias

@@ -2,8 +2,8 @@
 
     y = sum_j softmax_j(q . k_j) v_j        j over the ``topk`` slots found by the query
 
-The found rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a sparse
-matrix, in the backward too.
+The found rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a
+sparse matrix, in the backward too.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 def _seen_slots(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The keys and values that some head sees, which head does [batch, heads or 1, slots] (None: all), and their distances."""
+    """Keys and values that some head sees, which does [batch, heads or 1, slots] (None: all), and their distances."""
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:

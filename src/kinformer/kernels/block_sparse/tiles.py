@@ -1,9 +1,6 @@
 """The tile loops of forward and backward: the plan of one term of a pattern over the operands of one section.
 
-    forward    S = form(Q, K) + distances;  lse = log rowsum exp S;  O = exp(S - lse) V
-    backward   P = exp(S - lse);  dV = P^T dO;  dP = dO V^T;  dS = P * (dP - delta);  dQ, dK from dS
-
-S is ``scores``, P ``weights``, O ``out``, dO ``grad``; ``errors`` is dP, then dS.
+P = exp(S - lse), O = P V, dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), with names as in ``chunked``.
 """
 
 from __future__ import annotations
