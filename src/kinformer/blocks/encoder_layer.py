@@ -25,7 +25,7 @@ class EncoderLayerConfig(Config):
 
 
 class EncoderLayer(Sublayers):
-    """Mixer, then feed-forward, post-norm unless told otherwise (Devlin et al. 2018)."""
+    """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):

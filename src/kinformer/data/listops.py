@@ -142,18 +142,18 @@ def _apply(operator: np.ndarray, values: np.ndarray, first: np.ndarray, arity: n
 def _write(levels: list[Level], sizes: list[np.ndarray], kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The kept trees' ids, end to end, and where each begins."""
     lengths = np.where(kept, sizes[0], 0)
-    place = np.cumsum(lengths) - lengths
+    start = np.cumsum(lengths) - lengths
     text = np.empty(lengths.sum(), np.uint8)
-    starts = place[kept]
+    starts = start[kept]
     for level, size, below in zip(levels, sizes, [*sizes[1:], np.zeros(0, np.int64)], strict=True):
         shown = kept[level.root]
-        text[place[shown]] = level.symbol[shown]
+        text[start[shown]] = level.symbol[shown]
         closed = shown & (level.arity > 0)
-        text[(place + size - 1)[closed]] = END
+        text[(start + size - 1)[closed]] = END
         before = np.cumsum(below) - below
         first = (np.cumsum(level.arity) - level.arity)[level.arity > 0]
         arity = level.arity[level.arity > 0]
-        place = np.repeat(place[level.arity > 0] + 1 - (before[first] if len(first) else 0), arity) + before
+        start = np.repeat(start[level.arity > 0] + 1 - (before[first] if len(first) else 0), arity) + before
     return text, starts
 
 

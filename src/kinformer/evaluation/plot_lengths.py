@@ -60,12 +60,12 @@ def _panel(axes: Any, curves: Sequence[Curve], lines: Sequence[Points], colours:
     for length in trained:
         axes.axvline(length, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     if len(trained) == 1:
-        place = {"textcoords": "offset points", "rotation": 90, "va": "top", "ha": "right", "fontsize": 7.5}
-        axes.annotate("training length", (trained.pop(), high), (-2, -2), color=QUIET, **place)
+        style = {"textcoords": "offset points", "rotation": 90, "va": "top", "ha": "right", "fontsize": 7.5}
+        axes.annotate("training length", (trained.pop(), high), (-2, -2), color=QUIET, **style)
     axes.set_ylim(low, high)
-    places = sorted({x for points in lines for x, _ in points})
-    shown = places[:: -(-len(places) // 9)]
-    axes.set_xticks(shown, [str(place) for place in shown])
+    ticks = sorted({x for points in lines for x, _ in points})
+    shown = ticks[:: -(-len(ticks) // 9)]
+    axes.set_xticks(shown, [str(tick) for tick in shown])
     axes.minorticks_off()
     if len(curves) > 1:
         _label(axes, [each.name for each in curves], lines, colours)
@@ -88,8 +88,8 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
     left, right = (log2(x) for x in axes.get_xlim())
     ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
     exits = [_exit(points, high) for points in lines]
-    leaving = [index for index, place in enumerate(exits) if place is not None]
-    staying = [index for index, place in enumerate(exits) if place is None]
+    leaving = [index for index, left_at in enumerate(exits) if left_at is not None]
+    staying = [index for index, left_at in enumerate(exits) if left_at is None]
     tops = spread([(exits[index] - left) / (right - left) for index in leaving], ACROSS)  # type: ignore[operator]
     for index, x in zip(leaving, tops, strict=True):
         style = {"rotation": 35, "ha": "left", "va": "bottom", "fontsize": 8, "annotation_clip": False}
@@ -100,8 +100,8 @@ def _label(axes: Any, names: Sequence[str], lines: Sequence[Points], colours: Se
         offset = (0.012, -0.05) if sooner else (0.02, 0.0)
         heights = spread([(ends[index][1] - low) / (high - low) for index in group], DOWN)
         for index, height in zip(group, heights, strict=True):
-            place = (ends[index][0] + offset[0], height + offset[1])
-            axes.annotate(names[index], place, xycoords="axes fraction", color=colours[index], va="center", fontsize=8)
+            point = (ends[index][0] + offset[0], height + offset[1])
+            axes.annotate(names[index], point, xycoords="axes fraction", color=colours[index], va="center", fontsize=8)
 
 
 def _exit(points: Points, high: float) -> float | None:

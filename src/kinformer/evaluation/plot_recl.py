@@ -17,8 +17,8 @@ def plot(names: Sequence[str], contexts: Sequence[int], found: Sequence[Recl], p
         bare(axes, "left", "bottom")
         axes.grid(axis="y", color=FAINT, linewidth=0.7)
         axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
-        place: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
-        axes.annotate("least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), color=QUIET, **place)
+        style: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
+        axes.annotate("least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), color=QUIET, **style)
         for index, each in enumerate(found):
             gains = [100 * gain for gain in each.gains]
             axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)

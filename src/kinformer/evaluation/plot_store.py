@@ -32,5 +32,5 @@ def _panel(axes: Any, alone: float, points: Points, colour: str) -> None:
     axes.set_axisbelow(True)
     axes.axhline(alone, color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
-    place = {"textcoords": "offset points", "ha": "left", "va": "bottom", "fontsize": 7.5}
-    axes.annotate("the model alone", (points[0][0], alone), (4, 2), color=QUIET, **place)
+    style = {"textcoords": "offset points", "ha": "left", "va": "bottom", "fontsize": 7.5}
+    axes.annotate("the model alone", (points[0][0], alone), (4, 2), color=QUIET, **style)

@@ -74,7 +74,7 @@ MEMBER = Member(
         "and attend to zeros where a document begins",
         "a token sees itself in its window, but in the recipe paper, where the layer with memories leaves it out",
         "only the layer with memories norms its queries and keys (the authors: all)",
-        "AdamW unless told otherwise (the authors train with Adafactor)",
+        "AdamW unless set otherwise (the authors train with Adafactor)",
     ),
     exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all of them",
     recipes={

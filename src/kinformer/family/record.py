@@ -21,7 +21,7 @@ class Member:
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
     ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
     recipe's own) that gives a model config; it imports what it assembles when called. ``objective``: what training it
-    minimises unless told otherwise (see ``training.settings``).
+    minimises unless set otherwise (see ``training.settings``).
     """
 
     name: str

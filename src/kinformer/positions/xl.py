@@ -33,7 +33,7 @@ class Biases(nn.Module):
 class TransformerXL(Position):
     """W_R is each layer's own; u and v are those of all layers, as in the authors' PyTorch code, or each layer's own.
 
-    Beyond ``clamp`` distances are told apart no more (None: they always are).
+    Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
 
     @dataclass(frozen=True, kw_only=True)

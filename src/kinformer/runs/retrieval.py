@@ -168,17 +168,17 @@ def _foreign(store: Datastore, run: Run, corpus: Corpus, reason: str) -> Kinform
 
 def _check_settings(run: Run, found: _Retrieval, settings: Settings, segments: bool) -> None:
     """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
-    reader, place = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
+    reader, where = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"--objective {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
         raise KinformerError(
-            f"--segments: the state goes on without end, but that of the retriever {place} grows with every token or "
+            f"--segments: the state goes on without end, but that of the retriever {where} grows with every token or "
             "its positions end; take one with a bounded state, or leave --segments out."
         )
     if reader.max_length is not None and settings.length > reader.max_length:
         raise KinformerError(
-            f"--length {settings.length}: the positions of the retriever {place} end at {reader.max_length}; give "
+            f"--length {settings.length}: the positions of the retriever {where} end at {reader.max_length}; give "
             f"--length {reader.max_length} or less, or take another retriever."
         )
 

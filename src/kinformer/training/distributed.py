@@ -149,12 +149,12 @@ def join(device: str, strategy: Strategy) -> Iterator[Group]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
-    place = torch.device(device, local) if device == "cuda" else torch.device(device)
+    own_device = torch.device(device, local) if device == "cuda" else torch.device(device)
     if device == "cuda":
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(own_device)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     try:
-        yield Group(place, rank, world, strategy)
+        yield Group(own_device, rank, world, strategy)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

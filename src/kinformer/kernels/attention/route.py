@@ -80,7 +80,7 @@ def _refusal(impl: str, needs: Needs) -> str | None:
 
 
 def check_impl(impl: str, needs: Needs, place: str = "attention") -> None:
-    """Refuse a name that is unknown, or of what cannot do what is asked; ``place`` asks, as a message says it."""
+    """Refuse a name that is unknown, or of what cannot do what is asked; ``place`` is who asks, for the message."""
     reason = _refusal(impl, needs)
     if impl in IMPLS and reason is None:
         return

@@ -222,9 +222,9 @@ class Cutter:
             for start, stop in runs_of(edge)
         )
         runs = tuple(DistanceRun(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
-        places = self.end - 1 - keys if self.newest_first else keys - self.origin
+        slots = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
-        return Tile(*queries, _addresses(places), len(keys), masks, runs)
+        return Tile(*queries, _addresses(slots), len(keys), masks, runs)
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
         """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""
@@ -258,12 +258,12 @@ class Cutter:
 
 def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:
     """Intervals that hold all set flags; small gaps are bridged."""
-    places = np.flatnonzero(flags)
-    if not len(places):
+    indices = np.flatnonzero(flags)
+    if not len(indices):
         return
-    breaks = np.flatnonzero(np.diff(places) > _GAP)
-    starts = places[np.concatenate(([0], breaks + 1))]
-    stops = places[np.concatenate((breaks, [len(places) - 1]))] + 1
+    breaks = np.flatnonzero(np.diff(indices) > _GAP)
+    starts = indices[np.concatenate(([0], breaks + 1))]
+    stops = indices[np.concatenate((breaks, [len(indices) - 1]))] + 1
     yield from zip(starts.tolist(), stops.tolist(), strict=True)
 
 
