@@ -53,7 +53,8 @@ class BidirectionalAttention(EncoderMixer):
     """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``pattern`` is that of the document's tokens, by their places in it; global tokens of the document have a place in
-    it too, tokens of the side have none. A pair that the pattern allows anyway counts once.
+    it too, tokens of the side have none, so that no distance acts on pairs with them (tables that end, such as Shaw's,
+    count them as farthest). A pair that the pattern allows anyway counts once.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,11 @@ class BidirectionalAttention(EncoderMixer):
             found = merge(found, self._attend(document[0], k[:, :, :side], v[:, :, :side], beside, lse=True))
         if text.globals is not None:
             found = merge(found, self._columns(document, text.globals, groups))
-        y, every = found.out, Visibility(key_padding_mask=padding)
+        y = found.out
         if side:
-            y = torch.cat([self._attend(q[:, :, :side], k, v, every).out, y], dim=2)
+            y = torch.cat([self._attend(q[:, :, :side], k, v, Visibility(key_padding_mask=padding)).out, y], dim=2)
         if text.globals is not None:
-            y = self._with_rows(y, x, (q, k, v), text, every)
+            y = self._with_rows(y, x, (q, k, v), text, positions)
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _groups(self, text: Text, time: int) -> dict[Pattern, list[int]]:
@@ -176,25 +177,57 @@ class BidirectionalAttention(EncoderMixer):
                 unseen[rows] &= ~seen
             else:
                 unseen = unseen & ~seen
-        return self._attend(q, _picked(k, places), _picked(v, places), Visibility(attn_mask=unseen), lse=True)
+        where, visibility = torch.arange(q.shape[2], device=q.device).expand(len(q), -1), Visibility(attn_mask=unseen)
+        return self._by_place(q, _picked(k, places), _picked(v, places), (where, places), visibility, lse=True)
+
+    def _by_place(
+        self, q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor], visibility: Visibility, lse: bool
+    ) -> Attended:
+        """Attention of queries and keys that stand at ``places`` [batch, n] of the document, few of either."""
+        length = max(each.shape[1] for each in places)
+        relative = self.position.relative(1 - length, length - 1)
+        if relative is not None:
+            visibility = visibility._replace(positions=places[0], key_positions=places[1])
+        return self._attend(q, k, v, visibility, relative, lse)
 
     def _with_rows(
-        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, every: Visibility
+        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, positions: Tensor
     ) -> Tensor:
-        """The heads' outputs ``y``, with what the document's global tokens see of ``every`` key in their rows."""
+        """The heads' outputs ``y``, with what the document's global tokens see of every key in their rows."""
         assert text.globals is not None
         q, k, v = qkv
-        slots = torch.where(text.globals >= 0, text.globals + text.side, y.shape[2])
-        own = self.projection.global_projection()
+        slots, places = torch.where(text.globals >= 0, text.globals + text.side, y.shape[2]), text.globals.clamp_min(0)
+        padding, own = None if text.valid is None else ~text.valid, self.projection.global_projection()
+        keys: Tensor | Projected = k
+        values: Tensor | Projected = v
         if own is None:
-            rows = self._attend(_picked(q, slots), k, v, every).out
+            queries = _picked(q, slots)
         else:
             queries = own.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            queries = self.score.queries(self.position.rotate(queries, queries, places)[0])
             keys, values = (Projected(x, each.weight, each.bias) for each in (own.key, own.value))
-            rows = self._attend(queries, keys, values, every).out
+            if not isinstance(self.position, NoPosition):
+                keys = self.position.rotate_keys(keys.made(q.shape[1]), positions)
+                values = self.position.values(values.made(q.shape[1]))
+        if isinstance(keys, Projected) or isinstance(values, Projected):
+            rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
+        else:
+            rows = self._rows(queries, keys, values, places, padding, text.side)
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor, padding: Tensor | None, side: int) -> Tensor:
+        """What queries at ``places`` of the document see of it, and of the ``side``, which stands at no distance."""
+        beside, document = (
+            Visibility(key_padding_mask=None if padding is None else padding[:, part])
+            for part in (slice(0, side), slice(side, None))
+        )
+        where = torch.arange(k.shape[2] - side, device=k.device).expand(len(k), -1)
+        found = self._by_place(q, k[:, :, side:], v[:, :, side:], (places, where), document, lse=side > 0)
+        if side:
+            found = merge(found, self._attend(q, k[:, :, :side], v[:, :, :side], beside, lse=True))
+        return found.out
 
 
 @torch.compiler.disable
