@@ -77,10 +77,10 @@ def read_record(folder: Path) -> Record:
         raise KinformerError(
             f"{folder}: is no datastore (it has no {RECORD}); make one with: kinformer index RUN --datastore {folder}."
         )
-    data = read_json(path)
+    data = read_json(place)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
+        raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
     try:
         record = Record(
             origin=KeySpace(**data["origin"]),
@@ -94,7 +94,7 @@ def read_record(folder: Path) -> Record:
     except Exception:  # whatever is wrong with it
         whole = False
     if not whole:
-        raise KinformerError(f"{path}: is damaged; restore it from a copy, or rebuild the store.")
+        raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
     return record
 
 

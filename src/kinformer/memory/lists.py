@@ -225,8 +225,8 @@ def _index(path: Path, flags: int = 0) -> Any:
 
 def _read(folder: Path) -> InvertedLists:
     """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
-    path = folder / FOLDER / RECORD
-    if not path.exists():
+    place = folder / FOLDER / RECORD
+    if not place.exists():
         raise KinformerError(
             f"{folder}: is not sorted into lists, which --probes needs; make them with kinformer index --approximate."
         )

@@ -25,6 +25,7 @@ class Visibility(NamedTuple):
         ``torch.nn.MultiheadAttention``).
     ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
         ``torch.nn.functional.scaled_dot_product_attention``). All pairs are computed: for few queries or few keys.
+    ``key_positions`` [batch, slots] int64: without a pattern, where keys stand that distances to ``positions`` act on.
     """
 
     pattern: Pattern | None = None
@@ -32,6 +33,12 @@ class Visibility(NamedTuple):
     whole: bool = False
     key_padding_mask: Tensor | None = None
     attn_mask: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    def distance(self) -> Tensor:
+        """[batch, time, slots]: position of the query - position of the key, where both are given without a pattern."""
+        assert self.positions is not None and self.key_positions is not None
+        return self.positions[:, :, None] - self.key_positions[:, None]
 
 
 class Scoring(NamedTuple):
