@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.evaluation.panels import describe, grid, numbers, parts_of, raster, shares_of
+from kinformer.evaluation.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.family.build import configure
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.causal import Causal
@@ -185,7 +185,7 @@ def test_parts_and_names():
         ("causal", (0, 1, 3)),
         ("local", (2,)),
     ]
-    assert [numbers("head", each) for each in ((0,), (0, 1, 2), (0, 2))] == [
+    assert [numbered("head", each) for each in ((0,), (0, 1, 2), (0, 2))] == [
         "head 1",
         "heads 1\N{EN DASH}3",
         "heads 1, 3",

@@ -94,7 +94,7 @@ def _print_parts(result: Estimate) -> None:
     rows.append(
         ("total", f"{result.parameters:,}", _flops(result.flops_forward), _flops(result.flops_step), activations)
     )
-    print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numbers=(1, 2, 3, 4))
+    print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numeric=(1, 2, 3, 4))
 
 
 def _memory(result: Estimate) -> str:

@@ -48,22 +48,22 @@ class _Notes(logging.Handler):
         print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
 
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> None:
-    """A table on standard output; the columns in ``numbers`` are aligned to the right."""
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[int] = ()) -> None:
+    """A table on standard output; the columns in ``numeric`` are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        _print_framed(headers, cells, numbers)
+        _print_framed(headers, cells, numeric)
         return
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     for row in [list(headers), *cells]:
         aligned = (
-            cell.rjust(width) if index in numbers else cell.ljust(width)
+            cell.rjust(width) if index in numeric else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         print("  ".join(aligned).rstrip())
 
 
-def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
+def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -71,7 +71,7 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index in numbers else "left", overflow="fold", no_wrap=index == 0)
+        table.add_column(header, justify="right" if index in numeric else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)

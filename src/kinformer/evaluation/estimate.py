@@ -105,7 +105,7 @@ def estimate(
 
 
 def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Bytes of an optimiser's float32 state: two numbers a parameter for AdamW, one for SGD with momentum.
+    """Bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum.
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
     Tables with sparse gradients have an Adam of their own.
@@ -115,14 +115,14 @@ def optimizer_bytes(model: Any, optimizer: str) -> int:
     for parameter in model.parameters():
         matrix = parameter.dim() >= 2
         if parameter in tables:
-            numbers = 2 * parameter.numel()
+            elements = 2 * parameter.numel()
         elif optimizer == "adafactor" and matrix:
-            numbers = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+            elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
         elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and parameter in inner)):
-            numbers = 2 * parameter.numel()
+            elements = 2 * parameter.numel()
         else:
-            numbers = parameter.numel()
-        total += 4 * numbers
+            elements = parameter.numel()
+        total += 4 * elements
     return total
 
 

@@ -259,7 +259,7 @@ def _option(field: Any, value: Any, config: Config) -> str:
     return f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value}"
 
 
-def numbers(what: str, indices: Sequence[int]) -> str:
+def numbered(what: str, indices: Sequence[int]) -> str:
     """``layers 1-4``, ``head 2``, ``layers 1, 3, 5``: counted from 1."""
     if not indices:
         return ""

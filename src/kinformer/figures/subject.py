@@ -22,7 +22,7 @@ from kinformer.evaluation.panels import (
     field_panel,
     grid,
     heads_of,
-    numbers,
+    numbered,
     parts_of,
     pattern_panel,
     raster,
@@ -234,7 +234,7 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
             raise KinformerError(f"--head {options.head}: the pattern is for {count} heads; give 1 to {count}.")
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
-    named = [(pattern, name, [_place(placed), numbers("head", heads)]) for pattern, name, heads in groups]
+    named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]
     return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
 
 
@@ -265,4 +265,4 @@ def _one_token(embedding: nn.Module, config: Config) -> Encoding:
 
 
 def _place(placed: Placed) -> str:
-    return numbers("layer", placed.layers or ())
+    return numbered("layer", placed.layers or ())

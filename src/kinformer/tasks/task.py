@@ -122,11 +122,11 @@ class Measuring:
 
 
 class Table(NamedTuple):
-    """A table as it is printed; the columns in ``numbers`` are aligned to the right."""
+    """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    numbers: Sequence[int] = ()
+    numeric: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

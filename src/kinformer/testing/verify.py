@@ -11,7 +11,7 @@ from torch import nn
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
-from kinformer.testing import declared, encoders, laws, numbers, ownership
+from kinformer.testing import declared, encoders, laws, numerics, ownership
 from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.subject import MixerSubject, ModelSubject
@@ -56,11 +56,11 @@ CHECKS: dict[str, Check] = (
     | LAWS
     | _table(
         Check("state_size", declared.state_size),
-        Check("dtype", numbers.dtype),
-        Check("implementations", numbers.implementations),
-        Check("gradcheck", numbers.gradcheck, needs=("partition",)),
-        Check("derivatives", numbers.derivatives, needs=("gradcheck", "implementations")),
-        Check("compile", numbers.compile_),
+        Check("dtype", numerics.dtype),
+        Check("implementations", numerics.implementations),
+        Check("gradcheck", numerics.gradcheck, needs=("partition",)),
+        Check("derivatives", numerics.derivatives, needs=("gradcheck", "implementations")),
+        Check("compile", numerics.compile_),
     )
 )
 """The checks of a mixer; each takes a :class:`MixerSubject`."""
