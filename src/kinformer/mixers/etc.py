@@ -86,12 +86,15 @@ class EtcAttention(EncoderMixer):
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
         self.side_out = None if config.shared_output else ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
-        if text.globals is not None:
+    def check(self, global_tokens: bool, side: bool) -> None:
+        if global_tokens:
             raise KinformerError(
                 "this mixer (etc) has its global tokens beside the document, but tokens of the document were marked as "
                 "global; leave their kinds out, or tell the units that tokens of the side stand for."
             )
+
+    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.globals is not None, text.side > 0)
         found = self.projection.pieces(select_valid(x, text.valid), text.side)
         if not text.side:
             return select_valid(self.out(merge_heads(self._window(found, text).out)), text.valid)

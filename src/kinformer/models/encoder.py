@@ -14,7 +14,7 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.side import SideConfig
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import Text, global_places
+from kinformer.core.encoder import EncoderMixer, Text, global_places
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import WholeModel
 from kinformer.models.base import Common, CommonConfig
@@ -55,6 +55,12 @@ class Encoder(Common):
 
         def build(self) -> Encoder:
             return Encoder(self)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        for mixer in self.modules():
+            if isinstance(mixer, EncoderMixer):
+                mixer.check(config.global_tokens > 0, config.side is not None)
 
     def _build_entrance(self, config: Any) -> None:
         self.global_tokens = config.global_tokens
