@@ -64,7 +64,7 @@ def read_config(place: Path) -> dict[str, Any]:
         )
     if missing := [name for name in _TYPES if name not in data]:
         raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
-    _check(data, _TYPES | _FURTHER, place, "")
+    _check(data, {**_TYPES, **_FURTHER}, place, "")
     _check(data["data"], _DATA, place, "data.")
     _check(data["data"].get("retrieval", {}), _RETRIEVAL, place, "data.retrieval.")
     name = data["tokenizer"]
