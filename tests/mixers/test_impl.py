@@ -1,9 +1,9 @@
 """An implementation that is unknown, or cannot do what is asked, is refused when the mixer or the model is built."""
 
 import pytest
-from kinformer.blocks.side import Extra
 
 import kinformer
+from kinformer.blocks.global_input import ExtraTokens
 from kinformer.core.errors import KinformerError
 from kinformer.mixers.fast_weight import FastWeight
 from kinformer.mixers.linear import LinearAttention
@@ -18,7 +18,7 @@ def test_unknown_names(mixer):
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "flex"])
-@pytest.mark.parametrize("change", [{"global_tokens": 2}, {"side": Extra.Config(count=3)}])
+@pytest.mark.parametrize("change", [{"global_tokens": 2}, {"global_input": ExtraTokens.Config(count=3)}])
 def test_global_tokens_of_an_encoder(impl, change):
     settings = {"layers.*.mixer.impl": impl}
     kinformer.build("bert", recipe="tiny", vocab_size=19, set=settings)
@@ -26,8 +26,8 @@ def test_global_tokens_of_an_encoder(impl, change):
         kinformer.build("bert", recipe="tiny", vocab_size=19, set=settings | change)
 
 
-def test_global_tokens_in_a_document_beside_those_of_etc():
-    with pytest.raises(KinformerError, match="has its global tokens beside the document"):
+def test_global_tokens_in_a_long_input_beside_those_of_etc():
+    with pytest.raises(KinformerError, match="has its global tokens in a global input"):
         kinformer.build("etc", recipe="tiny", vocab_size=19, set={"global_tokens": 2})
 
 
