@@ -3,6 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
+PIP = $(BIN)/python -m pip install -c $(CONSTRAINTS)
+
+# What pip says goes to a file, which is shown where it fails.
+define install
+@echo "Installing $(1) into $(VENV); pip writes to $(VENV)/install.log."
+@{ $(PIP) torch && $(PIP) -e "$(1)"; } > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
+endef
 
 .PHONY: demo test lint clean
 
@@ -21,13 +28,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[text]"
+	$(call install,.[text])
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[test]"
+	$(call install,.[test])
 	touch $(VENV)/.installed $@
 
 clean:

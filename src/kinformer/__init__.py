@@ -15,15 +15,21 @@ Nothing here imports PyTorch before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Unpack
 
+    import numpy as np
     from torch import Tensor
 
+    from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
+    from kinformer.generation.sampling import SamplingOptions
+    from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
     from kinformer.runs.run import Run
     from kinformer.tasks.task import Evaluation, Task
 
@@ -47,8 +53,13 @@ def tasks() -> list[Task]:
 
 def build(
     name: str, *, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
-) -> Any:
-    """A new model of member ``name`` by ``recipe`` (tiny, small, paper, benchmark), with overrides in ``set``.
+) -> Decoder | Encoder:
+    """A new model, randomly initialised from PyTorch's global generator.
+
+    name: a member of the family (see :func:`members`).
+    recipe: which of its recipes; every member has ``tiny``, ``small`` and ``benchmark``, most have ``paper``.
+    vocab_size: how many ids the model knows; the recipe's own if not given.
+    set: overrides of the recipe by their paths, such as ``{"dim": 256, "layers.*.mixer.num_heads": 8}``.
 
     A causal member is a ``Decoder``, ``logits, state = model(tokens, state)``; any other an ``Encoder``, ``logits =
     model(tokens, valid=, kinds=)``.
@@ -96,11 +107,12 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
     return evaluate(run, options)
 
 
-def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Any:
-    """The model of a trained run folder, with its best weights, in eval mode, and with what belongs to it: the
-    datastore and retriever that it was trained with.
+def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder | Encoder:
+    """The model of a trained run, with its best weights, in eval mode, and with what belongs to it: the datastore and
+    retriever that it was trained with.
 
-    ``set`` overrides what leaves the weights as they are: ``{"layers.*.mixer.position.factor": 4, ...}``.
+    run: the run's folder.
+    set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
     from kinformer.runs.functions import load
 
@@ -108,19 +120,35 @@ def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Any:
 
 
 def open_run(run: str | Path) -> Run:
-    """A run folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``, ``data``,
-    ``training``, ``figures`` (of the best validation) and ``model()``."""
+    """A run from its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``, ``data``,
+    ``training``, ``figures`` (of the best validation) and ``model()``.
+
+    run: the run's folder.
+    """
     from kinformer.runs.run import open_run
 
     return open_run(run)
 
 
-def generate(model: Any, prompt_tokens: Tensor, **options: Any) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64; returns the new tokens [batch, new] int64.
+def generate(
+    model: CausalModel | Decoder | Encoder,
+    prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[Sequence[int]] | None = None,
+    valid: Tensor | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Tensor:
+    """Continue prompts; returns the new tokens [batch, new] int64.
 
-    Options: ``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop`` and ``valid`` as described by
-    ``kinformer.generation.session.generate``.
+    model: a causal one.
+    prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
+    max_new_tokens: the most that are drawn for each row.
+    stop: sequences of ids that end a row, as soon as it produced one of them.
+    valid: [batch, time] bool, the real tokens of prompts of unlike length.
+    sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``seed``.
     """
     from kinformer.generation.session import generate
 
-    return generate(model, prompt_tokens, **options)
+    causal: Any = model
+    return generate(causal, prompt_tokens, max_new_tokens=max_new_tokens, stop=stop, valid=valid, **sampling)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from kinformer.core.contract import Chunk
+from kinformer.core.contract import Chunk, select_valid
 
 from .toys import Attention, Model, PastState, Recurrence, ReservedPast, SegmentMemory, SumState
 
@@ -244,6 +245,38 @@ class DoublesGradients(Recurrence):
     def forward(self, chunk, state):
         y, end = super().forward(chunk, state)
         return 2 * y - y.detach(), end
+
+
+class Square(torch.autograd.Function):
+    """x^2, whose gradient says nothing of x to whoever differentiates it again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach())
+        return x.detach().square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x.detach() * gradient
+
+
+class DropsSecondDerivatives(Recurrence):
+    """A custom backward whose result is cut from what it is made of."""
+
+    def forward(self, chunk, state):
+        y, end = super().forward(chunk, state)
+        return select_valid(y + Square.apply(select_valid(chunk.x, chunk.valid)), chunk.valid), end
+
+
+class DropsTangents(Recurrence):
+    """Knows no forward mode, and says nothing."""
+
+    def forward(self, chunk, state):
+        y, end = super().forward(chunk, state)
+        if not torch.compiler.is_compiling():
+            y = forward_ad.unpack_dual(y).primal
+        return y, end
 
 
 class BranchesOnValues(Recurrence):

@@ -8,7 +8,7 @@ from . import broken
 from .toys import DIM, Recurrence
 
 ROWS = {"padding", "reset", "ragged_reset"}
-PARTITION = ROWS | {"gradcheck"}
+PARTITION = ROWS | {"gradcheck", "derivatives"}
 CAUSALITY = PARTITION | {"partition"}
 
 BROKEN = [
@@ -35,7 +35,9 @@ BROKEN = [
     (broken.BeginsWithOnes, "structure", set()),
     (broken.ComputesInFloat64, "dtype", set()),
     (broken.AccumulatesInHalf, "dtype", set()),
-    (broken.DoublesGradients, "gradcheck", set()),
+    (broken.DoublesGradients, "gradcheck", {"derivatives"}),
+    (broken.DropsSecondDerivatives, "derivatives", set()),
+    (broken.DropsTangents, "derivatives", set()),
     (broken.BranchesOnValues, "compile", set()),
 ]
 
@@ -56,12 +58,12 @@ def test_broken_implementation_is_rejected(impl):
 
 
 BROKEN_MODELS = [
-    (broken.ModelThatLooksAhead, "causality", CAUSALITY - {"gradcheck"}),
+    (broken.ModelThatLooksAhead, "causality", CAUSALITY & set(MODEL_CHECKS)),
     (broken.ModelThatAlignsNothing, "padding", {"ragged_reset"}),
     (broken.ModelThatDropsResets, "reset", {"ragged_reset"}),
     (broken.ModelThatForgetsToAlignResets, "ragged_reset", set()),
     (broken.ModelThatMixesRows, "rows", ROWS),
-    (broken.ModelThatForgetsItsPast, "partition", PARTITION - {"gradcheck"}),
+    (broken.ModelThatForgetsItsPast, "partition", PARTITION & set(MODEL_CHECKS)),
     (broken.ModelThatWritesIntoItsState, "purity", {"reserved"}),
 ]
 

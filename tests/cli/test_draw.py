@@ -88,7 +88,7 @@ def test_layers_and_heads_that_differ_are_shown_once_each(drawn):
         ("t5", [("curve", "t5\nadded to the score")]),
         ("distance_aware", [("curve", "distance aware\nmultiplies the score")]),
         ("shaw", [("heat", "shaw\nadded to keys"), ("heat", "shaw\nadded to values")]),
-        ("xl", [("curve", "xl\nadded to the score"), ("heat", "xl\nadded to keys of head 1")]),
+        ("xl", [("curve", "xl\nadded to every product"), ("heat", "xl\nadded to keys of head 1")]),
         ("complex_order", [("heat", "complex order\none token at every position")]),
     ],
 )

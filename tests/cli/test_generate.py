@@ -21,7 +21,7 @@ def expected(model, prompt, **options):
 def test_the_text_is_that_of_the_library(cli, linear_run, load):
     options = {"max_new_tokens": 40, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}
     flags = [part for name, number in options.items() for part in (f"--{name.replace('_', '-')}", number)]
-    code, out, err = cli("generate", linear_run, "--prompt", "the wind", *flags, "--device", "cpu")
+    code, out, err = cli("generate", linear_run, "--prompt", "the wind", "--no-echo", *flags, "--device", "cpu")
     tokens = expected(load(linear_run), "the wind", **options)[0]
     assert code == 0
     assert out == ByteTokenizer().decode(tokens)
@@ -50,6 +50,17 @@ def test_json_holds_samples_that_differ_and_do_not_depend_on_their_number(cli, g
     assert three["state_bytes"] > one["state_bytes"] > 0 and one["tokens_per_second"] > 0
     out = cli("generate", gpt_run, *flags[:-3], "--samples", 2, "--device", "cpu")[1]
     assert "--- sample 1 of 2 ---" in out and one["samples"][0]["text"] in out
+
+
+def test_the_prompt_stands_before_what_continues_it(cli, linear_run):
+    flags = ["--prompt", "the wind", "--max-new-tokens", 12, "--seed", 1, "--device", "cpu"]
+    alone, told = cli("generate", linear_run, *flags, "--no-echo"), cli("generate", linear_run, *flags)
+    assert told[1] == "the wind" + alone[1] and len(alone[1]) > 6
+    two = cli("generate", linear_run, *flags, "--samples", 2)[1]
+    assert f"--- sample 1 of 2 ---\nthe wind{alone[1]}\n" in two
+    assert cli("generate", linear_run, *flags, "--temperature", "0.8")[1] == told[1]
+    code, out, err = cli("generate", linear_run, *flags, "--quiet")
+    assert (code, out, err) == (0, told[1], "")
 
 
 def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
@@ -81,7 +92,7 @@ def test_text_of_a_tokenizer_is_streamed_whole(cli, tokenized_run):
     sample = told["samples"][0]
     assert told["prompt_tokens"] < len("river €".encode())
     assert sample["text"] == FileTokenizer(tokenized_run / "tokenizer.json").decode(sample["tokens"])
-    assert cli("generate", tokenized_run, *flags)[1] == sample["text"]
+    assert cli("generate", tokenized_run, *flags, "--no-echo")[1] == sample["text"]
 
 
 def test_bf16_weights_generate(cli, gpt_run, linear_run):
@@ -111,7 +122,7 @@ def test_each_token_is_written_before_the_next_is_computed(linear_run, monkeypat
     monkeypatch.setattr(Decoder, "hidden", recorded)
     monkeypatch.setattr(ByteStream, "feed", lambda self, token: chr(token))
     monkeypatch.setattr(sys, "stdout", Recording())
-    flags = ["--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
+    flags = ["--max-new-tokens", "6", "--temperature", "0", "--no-echo", "--device", "cpu"]
     assert main(["generate", str(linear_run), "--prompt", "aaaa", *flags]) == 0
     text = sys.stdout.getvalue()
     assert len(text) == 6
@@ -130,7 +141,8 @@ def test_ctrl_c_keeps_the_text_and_reports(cli, linear_run, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(Session, "step", interrupted)
-    code, out, err = cli("generate", linear_run, "--prompt", "wind", "--temperature", 0, "--device", "cpu")
+    options = ["--temperature", 0, "--no-echo", "--device", "cpu"]
+    code, out, err = cli("generate", linear_run, "--prompt", "wind", *options)
     assert code == 130
     assert out == ByteTokenizer().decode([int(token) for token in drawn])
     assert "5 new tokens" in err

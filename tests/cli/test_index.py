@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kinformer.runs.options import EvaluateOptions
 
 import kinformer
 from kinformer.data import open_corpus
@@ -19,6 +18,7 @@ from kinformer.memory.exact import ExactSearch
 from kinformer.memory.writer import Writer
 from kinformer.models.attached import AttachedDecoder, KeyedDecoder
 from kinformer.runs import datastore_measure
+from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import open_run
 from kinformer.tasks.task import Measuring
 from kinformer.tasks.text import held_out

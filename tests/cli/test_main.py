@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -161,6 +162,23 @@ def test_list_is_the_table_of_the_family(cli):
     names = ["name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "recipes"]
     assert all(list(each) == names for each in told)
     assert [each["recipes"] for each in told] == [list(member.recipes) for member in kinformer.members()]
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_list_fits_80_columns(monkeypatch, framed):
+    class Output(io.StringIO):
+        def isatty(self):
+            return framed
+
+    output = Output()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert command_line.main(["list"]) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert len([line for line in lines if line.strip()]) == len(kinformer.members()) + 1 + framed
+    assert "Transformer-XL" in output.getvalue()
 
 
 def test_list_is_framed_on_a_terminal(monkeypatch):

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from kinformer.runs.rows import plan_of, rows_of
 
 import kinformer
 from kinformer.data import open_corpus
@@ -15,6 +14,7 @@ from kinformer.evaluation.windows import Windows
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import ExactSearch
 from kinformer.models.attached import KeyedDecoder
+from kinformer.runs.rows import plan_of, rows_of
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
 from kinformer.training.settings import Settings

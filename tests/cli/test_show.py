@@ -46,6 +46,37 @@ def test_the_text_holds_the_record_config_parameters_state_and_pattern(cli):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_name_may_be_written_in_capitals(cli, text_file, tmp_path):
+    assert cli("show", "GPT", "--recipe", "tiny") == cli("show", "gpt", "--recipe", "tiny")
+    small = ["--recipe", "tiny", "--steps", 1, "--length", 16, "--batch-size", 2, "--device", "cpu"]
+    assert cli("train", "GPT", *small, "--data", text_file, "--out", tmp_path / "run")[0] == 0
+    assert kinformer.open_run(tmp_path / "run").member == "gpt"
+
+
+def test_a_run_is_shown_with_its_own_config(cli, make_run):
+    folder = make_run("gpt", dim=24, layers=3)
+    told = json.loads(cli("show", folder, "--json")[1])
+    config = kinformer.open_run(folder).config
+    assert (told["name"], told["recipe"], told["config"]["dim"], len(told["config"]["layers"])) == (
+        "gpt",
+        "tiny",
+        24,
+        3,
+    )
+    assert told["parameters"]["total"] == sum(each.numel() for each in config.build().parameters())
+    assert "dim = 24" in cli("show", folder)[1]
+    assert json.loads(cli("show", folder, "--set", "dim=8", "--json")[1])["config"]["dim"] == 8
+    for option, given in (("--recipe", "small"), ("--vocab-size", 9)):
+        code, _, err = cli("show", folder, option, given)
+        assert code == 2 and f"{option} {given}: the run in" in err
+    assert "is no run folder" in cli("show", folder.parent)[2]
+
+
+def test_a_tokenizer_is_a_path(cli, tmp_path):
+    code, _, err = cli("train", "gpt", "--tokenizer", "gpt2", "--out", tmp_path / "run")
+    assert code == 2 and "--tokenizer gpt2: is no file; give the path of a tokenizer.json" in err
+
+
 @pytest.mark.parametrize(
     ("name", "recipe", "told"),
     [

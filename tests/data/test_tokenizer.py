@@ -1,8 +1,10 @@
 """Text to ids and back, and ids kept in a file."""
 
 import json
+import os
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kinformer.core.errors import KinformerError
-from kinformer.data import ByteTokenizer, EvaluationStream, FileTokenizer, open_corpus, train_tokenizer
+from kinformer.core.lock import take
+from kinformer.data import ByteTokenizer, EvaluationStream, FileTokenizer, first_bytes, open_corpus, train_tokenizer
 from kinformer.data import corpus as corpus_module
 from kinformer.data.tokenised import encode_split
 from kinformer.data.tokenizer import PIECE, text_pieces
@@ -204,3 +207,32 @@ def test_what_is_no_tokenizer_or_no_text_is_told(tokenizer, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(KinformerError, match=r"not installed; run pip install 'kinformer\[text\]'"):
         FileTokenizer(tmp_path / "right.json")
+
+
+def test_an_altered_cache_is_written_again_and_what_the_dead_left_goes(text_file, tokenizer, tmp_path):
+    whole = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path).splits["train"]
+    ids = Path(whole.extents.pieces[0].path)
+    good = ids.read_bytes()
+    ids.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
+    dead, alive, young = (ids.parent / f".{name}.ids.0a.partial" for name in ("dead", "alive", "young"))
+    for path in (dead, alive, young):
+        path.touch()
+        if path != young:
+            os.utime(path, (0, 0))
+    with alive.open("ab") as file:
+        assert take(file.fileno())
+        again = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path).splits["train"]
+    assert ids.read_bytes() == good and (again.tokens(0, 500) == whole.tokens(0, 500)).all()
+    assert [path.exists() for path in (dead, alive, young)] == [False, True, True]
+
+
+def test_the_first_bytes_are_a_text_of_their_own(text_file, tokenizer, tmp_path):
+    corpus = open_corpus(str(text_file), tokenizer=tokenizer, cache=tmp_path)
+    for split in corpus.splits.values():
+        for count in (50, 333, split.bytes - 1):
+            part = first_bytes(split, count, tokenizer)
+            assert count - 3 < part.bytes <= count
+            text = split.text.extents.read(0, part.bytes)
+            assert tokenizer.decode(part.tokens(0, len(part))).encode() == text
+            assert part.marks[-1].tolist() == [len(part), part.bytes]
+        assert len(first_bytes(split, split.bytes, tokenizer)) == len(split)

@@ -234,10 +234,11 @@ def test_tied_weights_that_differ_are_refused(folder):
         read_checkpoint(folder)
 
 
-def test_integer_weights_are_refused(folder):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
+def test_integer_weights_are_refused(dtype, folder):
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    with pytest.raises(KinformerError, match=r"torch.int8, but weights must be"):
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=rf"{dtype}, but weights must be"):
         read_checkpoint(folder)
 
 

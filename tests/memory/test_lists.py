@@ -130,3 +130,21 @@ def test_without_faiss_it_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(KinformerError, match=r"needs faiss, which is not installed; pip install 'kinformer\[knn\]'"):
         build(write(tmp_path))
+
+
+def test_altered_lists_are_refused(tmp_path, faiss):
+    store = write(tmp_path, 1000)
+    build(store, 10)
+    folder = tmp_path / "lists"
+    for name in ("shard-0-700.faiss", "trained.faiss"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        with pytest.raises(KinformerError, match=f"{name} does not match its checksum"):
+            ListSearch(store, 2)
+        (folder / name).write_bytes(whole)
+    ListSearch(store, 2)
+    record = folder / "lists.json"
+    (tmp_path / "shard-0-700.faiss").write_bytes((folder / "shard-0-700.faiss").read_bytes())
+    record.write_text(record.read_text().replace("shard-0-700", "../shard-0-700"))
+    with pytest.raises(KinformerError, match="is no name of a shard"):
+        ListSearch(store, 2)

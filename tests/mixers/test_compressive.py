@@ -229,10 +229,9 @@ def test_usage_is_what_queries_before_the_boundary_looked_at():
         q, k, _ = mixer.projection(x[:, :stop])
         q, rows = q + mixer.position.biases.content[:, None], mixer.position.relative(0, stop - 1)
         distance = own[:, None] - torch.arange(stop)
-        scores = q[:, :, own] @ k.mT + torch.einsum(
-            "bhid,hijd->bhij", q[:, :, own], rows.keys[:, distance.clamp_min(0)]
-        )
-        scores = scores * mixer.scale + rows.bias[:, distance.clamp_min(0)]
+        asked = q[:, :, own] + rows.shift
+        scores = q[:, :, own] @ k.mT + torch.einsum("bhid,hijd->bhij", asked, rows.keys[:, distance.clamp_min(0)])
+        scores = scores * mixer.scale
         total[:, :stop] += scores.masked_fill(distance < 0, -torch.inf).softmax(-1).mean(1).sum(1)
     state = mixer.initial_state(2, dtype=x.dtype)
     for part in x.split([3, 4, 1], dim=1):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.encoder import Text, global_places
+from kinformer.core.encoder import Text, global_positions
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.window import Window
 from kinformer.projections.multi_head_global import MultiHeadGlobal
@@ -38,7 +38,7 @@ def mixer_of(golden, impl="auto"):
     for kind in ("weight", "bias"):
         weights[f"projection.qkv.{kind}"] = torch.cat([golden[f"w.{one}.{kind}"] for one in ("query", "key", "value")])
         for one in ("query", "key", "value"):
-            weights[f"projection.apart.{one}.{kind}"] = golden[f"w.{one}_global.{kind}"]
+            weights[f"projection.of_global.{one}.{kind}"] = golden[f"w.{one}_global.{kind}"]
     mixer.load_state_dict(weights)
     return mixer.double()
 
@@ -46,7 +46,7 @@ def mixer_of(golden, impl="auto"):
 def texts(golden):
     """The three texts of the fixture: plain, padded, padded with global tokens."""
     valid = golden["kind"] >= 0
-    return {"window": Text(), "padded": Text(valid), "global": Text(valid, global_places(golden["kind"], valid))}
+    return {"window": Text(), "padded": Text(valid), "global": Text(valid, global_positions(golden["kind"], valid))}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -62,13 +62,13 @@ def test_outputs(golden, name, impl):
 def test_gradients(golden, impl):
     mixer, x = mixer_of(golden, impl), golden["x"].double().requires_grad_()
     (mixer(x, texts(golden)["global"]) * golden["grad_out"]).sum().backward()
-    apart, dim = mixer.projection.of_global, x.shape[2]
+    of_global, dim = mixer.projection.of_global, x.shape[2]
     got = {
         "x": x.grad,
         "w.query.weight": mixer.projection.qkv.weight.grad[:dim],
         "w.key.weight": mixer.projection.qkv.weight.grad[dim : 2 * dim],
-        "w.query_global.weight": apart.query.weight.grad,
-        "w.value_global.weight": apart.value.weight.grad,
+        "w.query_global.weight": of_global.query.weight.grad,
+        "w.value_global.weight": of_global.value.weight.grad,
     }
     for name, gradient in got.items():
         want = golden[f"grad_{name}"]

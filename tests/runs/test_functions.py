@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,31 @@ def test_evaluate_is_the_command(run, capsys):
     carried = kinformer.evaluate(run.folder, context="carried", baseline=True, max_bytes=300)
     assert carried.facts["carried"] and carried.baselines["ngram_bits_per_byte"] > 0
     assert kinformer.evaluate(run.folder, context=8, max_bytes=300).facts["context"] == 8
+
+
+def test_a_prompt_may_be_an_array_or_lists(run):
+    model = kinformer.load(run.folder)
+    wanted = kinformer.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), max_new_tokens=4, temperature=0)
+    lists = [[1, 2, 3], [4, 5, 6]]
+    for prompt in (lists, np.array(lists), np.array(lists, np.uint8), tuple(lists), np.array(lists, np.int32)):
+        assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=4, temperature=0), wanted)
+    for wrong, told in (
+        ([[1, 2], [3]], "unlike length"),
+        ([[0.5]], "whole numbers"),
+        ([1, 2], "must be .batch, time."),
+    ):
+        with pytest.raises(KinformerError, match=told):
+            kinformer.generate(model, wrong, max_new_tokens=4)
+
+
+def test_types_are_there_for_who_reads_them():
+    from pathlib import Path
+
+    assert (Path(kinformer.__file__).parent / "py.typed").is_file()
+    for name in set(kinformer.__all__) - {"tasks"}:  # the name of a folder too, and callable as that
+        function = getattr(kinformer, name)
+        assert function.__doc__ and function.__annotations__["return"] not in ("Any", None)
+        assert all(f"{each}" in function.__doc__ for each in function.__annotations__ if each not in ("return",))
 
 
 def test_a_run_goes_on(run, text_file, tmp_path):

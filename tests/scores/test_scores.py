@@ -7,13 +7,25 @@ import torch
 
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Band
+from kinformer.kernels import attention as kernels
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.local import Local
+from kinformer.positions.alibi import Alibi
+from kinformer.positions.distance_aware import DistanceAware
 from kinformer.positions.shaw import Shaw
+from kinformer.positions.t5 import T5
+from kinformer.positions.xl import TransformerXL, sinusoids
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
 from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.scores.scaled_dot import ScaledDot
+from kinformer.testing import CHECKS, MixerSubject
 
 DIM, HEADS, WIDTH, TIME = 16, 2, 8, 19
 
@@ -127,6 +139,79 @@ def test_scores_and_positions_go_together(name):
         return moved + torch.einsum("bhix,ijx->bhij", mixer.score.queries(q), table[3 - distance])
 
     assert (outputs(mixer) - dense(mixer, scores)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["scaled_dot", "dot", "bilinear"])
+def test_xl_positions_go_with_every_score_of_products(name):
+    """score(q + u, k) + score(q + v, r_d): both sums are taken as the score takes queries, and scaled as it scales."""
+    mixer = attention(SCORES[name], position=TransformerXL.Config())
+    position, generator = mixer.position, torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in position.biases.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    u, v = (each[:, None] for each in (position.biases.content, position.biases.position))
+    distance = (torch.arange(TIME)[:, None] - torch.arange(TIME)).clamp_min(0)
+
+    def scores(q, k):
+        r = position.projection(sinusoids(distance.flatten(), DIM, 10000.0)).view(TIME, TIME, HEADS, WIDTH)
+        by_content = mixer.score.queries(q + u) @ k.mT
+        by_position = torch.einsum("bhix,ijhx->bhij", mixer.score.queries(q + v), r)
+        return (by_content + by_position) * mixer.score.scale
+
+    want = dense(mixer, scores)
+    assert (outputs(mixer) - want).abs().max() < 1e-12
+    one_by_one, state = [], mixer.initial_state(2, dtype=torch.float64)
+    with torch.no_grad():
+        for token in inputs().split(1, dim=1):
+            y, state = mixer(Chunk(token), state)
+            one_by_one.append(y)
+    assert (torch.cat(one_by_one, 1) - want).abs().max() < 1e-12
+
+
+SCORES = {
+    "scaled_dot": ScaledDot.Config(),
+    "dot": Dot.Config(),
+    "bilinear": Bilinear.Config(),
+    "additive": Additive.Config(),
+    "modulus": Modulus.Config(),
+}
+BY_DISTANCE = {
+    "shaw": Shaw.Config(max_distance=3),
+    "xl": TransformerXL.Config(clamp=7),
+    "t5": T5.Config(num_buckets=8, max_distance=12),
+    "alibi": Alibi.Config(),
+    "distance_aware": DistanceAware.Config(),
+}
+
+
+@pytest.mark.parametrize("position", BY_DISTANCE)
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_and_distances_are_one_in_all_kernels_or_refused(score, position):
+    """The reference, the tiles (full and sparse patterns) and single queries agree on outputs and gradients."""
+
+    def make(impl, pattern):
+        config = SoftmaxAttention.Config(
+            num_heads=HEADS, score=SCORES[score], position=BY_DISTANCE[position], pattern=pattern, impl=impl
+        )
+        return lambda: config.build(DIM)
+
+    if score in ("modulus", "additive") and position in ("shaw", "xl"):
+        for mixer in (SoftmaxAttention, SegmentMemory, BidirectionalAttention):
+            with pytest.raises(KinformerError, match=f"'{score}' is no product of a query and a key"):
+                mixer.Config(num_heads=HEADS, score=SCORES[score], position=BY_DISTANCE[position]).build(DIM)
+        return
+    for pattern in (Causal.Config(), Local.Config(window=5)):
+        impls = {impl: make(impl, pattern) for impl in ("reference", "chunked")}
+        subject = MixerSubject(make("auto", pattern), dim=DIM, batch=2, time=TIME, impls=impls)
+        for check in ("implementations", "partition"):
+            CHECKS[check](subject)
+
+
+def test_keys_by_distance_are_refused_by_the_kernels_too():
+    q = torch.zeros(1, 2, 3, 4)
+    relative = Relative(0, keys=torch.zeros(2, 3, 4))
+    with pytest.raises(KinformerError, match="keys by distance with scores of the form modulus"):
+        kernels.attention(q, q, q, kernels.Visibility(Band()), kernels.Scoring(1.0, "modulus", relative=relative))
 
 
 def test_modulus_needs_pairs():

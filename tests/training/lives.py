@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-import kinformer.runs.train  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
+import kinformer.runs.train  # noqa: F401
 import kinformer.training.loop  # noqa: F401
 from kinformer.cli.main import main
 from kinformer.family.kinds import kinds

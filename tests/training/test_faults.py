@@ -201,7 +201,7 @@ def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(corpus: Cor
 
 def test_a_learning_rate_beyond_reason(said: Said, text: Path, tmp_path: Path) -> None:
     wild = ["--data", str(text), "--out", str(tmp_path / "run"), "--lr", "1e38", "--optimizer", "sgd", "--clip", "0"]
-    told = said("gpt", [*TINY, *wild, "--steps", "20", "--warmup", "0"])
+    told = said("gpt", [*TINY, *wild, "--steps", "20", "--warmup", "0", "--quiet"])
     assert "training diverged" in told and "lower --lr (now 1e+38)" in told and "step 2" in told
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig, check_dropout
-from kinformer.blocks.sublayers import Sublayers, fed
+from kinformer.blocks.sublayers import Sublayers, fed, mixed
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.errors import KinformerError
@@ -72,7 +72,7 @@ class DecoderLayer(Sublayers):
         residuals: tuple[Residual, ...] = (self.mixer_residual, *self.further_residuals)  # type: ignore[assignment]
         x, after = chunk.x, []
         for mixer, residual, own in zip(self.mixers, residuals, state, strict=True):
-            y, own = mixer(chunk._replace(x=residual.enter(x)), own)
+            y, own = mixed(mixer, chunk._replace(x=x), own, residual)
             x = residual.leave(x, y)
             after.append(own)
         return x, tuple(after)

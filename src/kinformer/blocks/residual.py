@@ -19,7 +19,7 @@ from kinformer.core.errors import KinformerError
 
 
 class Residual(nn.Module):
-    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``."""
+    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``."""
 
     def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
         super().__init__()
@@ -29,6 +29,9 @@ class Residual(nn.Module):
     def enter(self, x: Tensor) -> Tensor:
         """What the sublayer reads of the stream x [batch, time, dim]."""
         raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enter(x)
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
         """The stream after the sublayer gave ``y``, of which ``share`` is added."""

@@ -17,6 +17,7 @@ from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import check_dropout
+from kinformer.blocks.sublayers import mixed
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.parts import FeedForwardConfig
 
@@ -56,7 +57,7 @@ class ShaRnnLayer(nn.Module):
         return initial_states(self.mixers, batch, **options)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        h, recurrent = self.mixer(chunk._replace(x=self.mixer_norm(chunk.x)), state[0])
+        h, recurrent = mixed(self.mixer, chunk, state[0], self.mixer_norm)
         h, after = self.dropout(h), [recurrent]
         if self.attention is not None:
             h, remembered = self.attention(chunk._replace(x=h), state[1])

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kinformer.blocks.residual import Residual
+from kinformer.core.contract import CausalMixer, Chunk
 
 
 class Sublayers(nn.Module):
@@ -18,6 +19,13 @@ class Sublayers(nn.Module):
         self.feed_forward = config.feed_forward.build(dim)
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
         self.feed_forward_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
+
+
+def mixed(mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module) -> tuple[Tensor, Any]:
+    """What ``mixer`` makes of a chunk that ``norm`` stands before, and its state after."""
+    if mixer.remembers_inputs:
+        return mixer(chunk, state, norm)
+    return mixer(chunk._replace(x=norm(chunk.x)), state)
 
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:

@@ -26,7 +26,7 @@ def run(options: Options) -> int:
     """Measure and print."""
     from kinformer.runs.evaluate import evaluate
 
-    report = evaluate(options.folders, asked(EvaluateOptions, options), quiet=options.json)
+    report = evaluate(options.folders, asked(EvaluateOptions, options), quiet=options.json or options.quiet)
     if options.json:
         print_json(report.facts)
     else:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.options import Changes, RunFolder, asked
+from kinformer.cli.options import Changes, Printing, RunFolder, asked
 from kinformer.cli.output import print_json, size
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import GenerateOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(GenerateOptions):
+class Options(GenerateOptions, Printing):
     """Continue a text: every token is written as soon as it is drawn."""
 
     folder: RunFolder
@@ -25,6 +25,8 @@ class Options(GenerateOptions):
     """The text to continue; - reads standard input."""
     prompt_file: str | None = None
     """A file with the text to continue."""
+    no_echo: bool = False
+    """Write the continuation only, without the prompt before it."""
     json: bool = False
     """Print one JSON object instead of text, at the end."""
 
@@ -33,9 +35,11 @@ def run(options: Options) -> int:
     """Generate and report."""
     from kinformer.runs.generate import generate
 
-    write = None if options.json else _write
-    result = generate(options.folder, _prompt(options), asked(GenerateOptions, options), write)
-    _print(options, result)
+    prompt = _prompt(options)
+    echo = "" if options.no_echo else _text(prompt)
+    write = None if options.json else _Echo(echo)
+    result = generate(options.folder, prompt, asked(GenerateOptions, options), write)
+    _print(options, result, echo)
     return 130 if result.interrupted else 0
 
 
@@ -51,12 +55,23 @@ def _prompt(options: Options) -> str | bytes:
     return sys.stdin.buffer.read() if options.prompt == "-" else options.prompt
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _text(prompt: str | bytes) -> str:
+    return prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt
 
 
-def _print(options: Options, result: Any) -> None:
+class _Echo:
+    """Writes every piece of text as it comes, and the prompt before the first, when nothing can be wrong with it."""
+
+    def __init__(self, prompt: str) -> None:
+        self._before = prompt
+
+    def __call__(self, text: str) -> None:
+        sys.stdout.write(self._before + text)
+        sys.stdout.flush()
+        self._before = ""
+
+
+def _print(options: Options, result: Any, echo: str) -> None:
     speed, state = result.tokens_per_second, result.state_bytes
     if options.json:
         samples = [{"text": each.text, "tokens": each.tokens, "stopped": each.stopped} for each in result.samples]
@@ -65,9 +80,11 @@ def _print(options: Options, result: Any) -> None:
         return
     if options.samples > 1:
         for number, sample in enumerate(result.samples, start=1):
-            print(f"--- sample {number} of {options.samples} ---\n{sample.text}")
+            print(f"--- sample {number} of {options.samples} ---\n{echo}{sample.text}")
     elif sys.stdout.isatty():
         print()
+    if options.quiet:
+        return
     print(
         f"{result.prompt_tokens} prompt tokens in {result.prompt_seconds:.3f} s; {result.new_tokens} new tokens, "
         f"{speed:.1f} tokens/s; state {size(state)} ({state} bytes); seed {result.seed}",

@@ -33,7 +33,7 @@ def run(options: Options) -> int:
 
     done = import_checkpoint(options.folder, options.out, options.name)
     run = done.run
-    for note in done.notes:
+    for note in done.notes if not options.quiet else ():
         print(f"kinformer: {note}", file=sys.stderr)
     if options.json:
         facts = {"out": str(run.folder), "member": run.member, "recipe": run.recipe, "parameters": done.parameters}

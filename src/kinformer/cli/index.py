@@ -29,7 +29,7 @@ def run(options: Options) -> int:
     """Build, or go on building, and report."""
     from kinformer.runs.index import index
 
-    done = index(options.folder, asked(IndexOptions, options), quiet=options.json)
+    done = index(options.folder, asked(IndexOptions, options), quiet=options.json or options.quiet)
     store, new = done.store, done.new
     if options.json:
         facts = {"datastore": str(store.folder), "run": options.folder, "entries": store.entries, "new_entries": new}

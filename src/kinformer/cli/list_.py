@@ -1,8 +1,9 @@
-"""``kinformer list``: the family as a table or as JSON, without importing PyTorch."""
+"""``kinformer list``: the family as a table of 80 columns, or all of it as JSON, without importing PyTorch."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,16 @@ def run(options: Options) -> int:
         print_json([facts(member) for member in found])
         return 0
     rows = [
-        (member.name, member.title, member.year, ", ".join(member.axes) or "-", member.growth, " ".join(member.recipes))
+        (member.name, member.year, member.growth, _short(member.title, 24), _short(", ".join(member.axes) or "-", 18))
         for member in found
     ]
-    print_table(("member", "title", "year", "changes", "state", "recipes"), rows)
+    print_table(("member", "year", "state", "title", "changes"), rows)
     return 0
+
+
+def _short(text: str, width: int) -> str:
+    """``text`` in so many columns: without what stands in parentheses, or its last words, where it is longer."""
+    return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
 
 
 def facts(member: Member) -> dict[str, Any]:

@@ -16,26 +16,69 @@ from typing import Any, NamedTuple, TextIO
 from kinformer import __version__
 from kinformer.cli.output import printing_notes
 from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.progress import abandon, tolerant
 
 
 class Command(NamedTuple):
     """A module with a dataclass ``Options`` and a function ``run(options) -> int``; its ``TASK_OPTIONS``, if there are
-    any, says which of the tasks' own options the command takes too."""
+    any, says which of the tasks' own options the command takes too. ``example`` ends the command's help."""
 
     module: str
     summary: str
+    example: str
 
 
 COMMANDS = {
-    "list": Command("kinformer.cli.list_", "The family: every member with its paper, its state's growth and recipes."),
-    "show": Command("kinformer.cli.show", "One member: paper, config, parameters, state size, attention pattern."),
-    "train": Command("kinformer.cli.train", "Train a member and write a run folder."),
-    "evaluate": Command("kinformer.cli.evaluate", "Measure a run on held-out data, as its task says."),
-    "generate": Command("kinformer.cli.generate", "Continue a text with a trained run, token by token."),
-    "estimate": Command("kinformer.cli.estimate", "Parameters, FLOPs, memory and state size before anything is run."),
-    "draw": Command("kinformer.cli.draw", "Attention patterns and encodings of positions as a picture."),
-    "index": Command("kinformer.cli.index", "A datastore of a run: what it made of each context, and the next token."),
-    "import": Command("kinformer.cli.import_", "Turn a Hugging Face checkpoint folder into a run folder."),
+    "list": Command(
+        "kinformer.cli.list_",
+        "The family: every member with its paper, its state's growth and recipes.",
+        "kinformer list --json",
+    ),
+    "show": Command(
+        "kinformer.cli.show",
+        "One member or run: paper, config, parameters, state size, attention pattern.",
+        "kinformer show gpt --recipe tiny --set layers=3",
+    ),
+    "train": Command(
+        "kinformer.cli.train",
+        "Train a member and write a run folder.",
+        "kinformer train gpt --data book.txt --out runs/book --minutes 5",
+    ),
+    "evaluate": Command(
+        "kinformer.cli.evaluate",
+        "Measure a run on held-out data, as its task says.",
+        "kinformer evaluate runs/book --max-bytes 100k",
+    ),
+    "generate": Command(
+        "kinformer.cli.generate",
+        "Continue a text with a trained run, token by token.",
+        'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
+    ),
+    "estimate": Command(
+        "kinformer.cli.estimate",
+        "Parameters, FLOPs, memory and state size before anything is run.",
+        "kinformer estimate gpt --recipe paper --length 1024 --batch 8",
+    ),
+    "draw": Command(
+        "kinformer.cli.draw",
+        "Attention patterns and encodings of positions as a picture.",
+        "kinformer draw longformer --out longformer.png",
+    ),
+    "index": Command(
+        "kinformer.cli.index",
+        "A datastore of a run: what it made of each context, and the next token.",
+        "kinformer index runs/book --data book.txt --datastore stores/book",
+    ),
+    "import": Command(
+        "kinformer.cli.import_",
+        "Turn a Hugging Face checkpoint folder into a run folder.",
+        "kinformer import checkpoints/gpt2 --out runs/gpt2",
+    ),
+    "completion": Command(
+        "kinformer.cli.completion",
+        "A script that completes commands and options in your shell.",
+        'eval "$(kinformer completion bash)"',
+    ),
 }
 
 
@@ -43,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
+    _open_standard_streams()
     _tolerate(sys.stdout)
     _tolerate(sys.stderr)
     try:
-        with printing_notes():
-            status = _dispatch(arguments)
+        status = _dispatch(arguments)
         sys.stdout.flush()
         return status
     except KinformerError as error:
@@ -55,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         return 141
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
 
 
@@ -74,16 +117,17 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
-    from kinformer.cli.options import with_placeholders, with_task_options
     from kinformer.cli.parsing import parse
 
     command = COMMANDS[name]
     module: Any = import_module(command.module)
-    group: Any = getattr(module, "TASK_OPTIONS", None)
-    known = with_placeholders(module.Options)
-    known = known if group is None else with_task_options(known, group)
-    options = parse(known, rest, prog=f"kinformer {name}", description=command.summary)
-    return 0 if options is None else module.run(options)
+    own = getattr(module, "TASK_OPTIONS", None)
+    options: Any = parse(module.Options, own, rest, prog=f"kinformer {name}", description=command.summary)
+    if options is None:
+        print(f"example:\n  {command.example}")
+        return 0
+    with printing_notes(options.quiet):
+        return module.run(options)
 
 
 def overview() -> str:
@@ -105,21 +149,21 @@ def overview() -> str:
 
 
 def _fail(sentence: str) -> int:
-    print(f"kinformer: {sentence}", file=sys.stderr)
+    print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
     return 2
+
+
+def _open_standard_streams() -> None:
+    """Standard streams that were closed lead nowhere; else the next file that is opened would take their place."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (stream or tolerant(stream) for stream in (sys.stdout, sys.stderr))
 
 
 def _tolerate(stream: TextIO) -> None:
     """Characters that the terminal cannot show become question marks instead of a crash."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-
-
-def _abandon(stream: TextIO) -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush stays quiet."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kinformer.core.progress import LOGGER
+from kinformer.core.progress import LOGGER, tolerant
 from kinformer.tasks.task import Table
 
 
@@ -28,8 +28,11 @@ def print_blocks(blocks: Iterable[str | Table]) -> None:
 
 
 @contextmanager
-def printing_notes() -> Iterator[None]:
-    """What the library has to remark meanwhile goes to standard error."""
+def printing_notes(quiet: bool = False) -> Iterator[None]:
+    """What the library has to remark meanwhile goes to standard error, or with ``quiet`` nowhere."""
+    if quiet:
+        yield
+        return
     handler, level = _Notes(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
@@ -42,7 +45,7 @@ def printing_notes() -> Iterator[None]:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"kinformer: {record.getMessage()}", file=sys.stderr)
+        print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[int] = ()) -> None:
@@ -66,7 +69,7 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in numeric else "left", overflow="fold", no_wrap=index == 0)
     for row in rows:

@@ -7,31 +7,55 @@ import io
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
+from kinformer.cli import form, synonyms
+from kinformer.cli.config_file import read
 from kinformer.core.errors import KinformerError
 
 O = TypeVar("O")
 
 
-def parse(options: type[O], arguments: Sequence[str], *, prog: str, description: str) -> O | None:
-    """``options`` filled from ``arguments``; None when help was asked for (and printed)."""
+def parse(
+    options: type[O], kind: form.Kind | None, arguments: Sequence[str], *, prog: str, description: str
+) -> O | None:
+    """``options`` filled from ``arguments`` and from the file that ``--config`` names; ``kind`` says which of the own
+    options of tasks there are too. None when help was asked for (and printed)."""
+    name = prog.removeprefix("kinformer ")
+    shape = form.form_of(options, kind)
+    given = list(arguments)
+    if (path := _config(given)) is not None:
+        defaults, written = read(path, form.flags(shape))
+        shape, given = form.form_of(options, kind, defaults), written + given
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            return tyro.cli(
-                options,
+            filled: Any = tyro.cli(
+                shape,
                 prog=prog,
                 description=description,
-                args=list(arguments),
+                args=given,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
             )
+        return form.filled(options, filled)
     except SystemExit as end:
         if not end.code:
             return None
-    raise KinformerError(sentence(output.getvalue(), prog)) from None
+    if meant := synonyms.meant(arguments, form.flags(shape)):
+        raise KinformerError(f"{name}: {meant}")
+    raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def _config(arguments: Sequence[str]) -> str | None:
+    """What ``--config`` names."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+    return None
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:

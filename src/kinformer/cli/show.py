@@ -1,15 +1,20 @@
-"""``kinformer show MEMBER``: its record, config, parameters, state size and attention pattern."""
+"""``kinformer show MEMBER|DIR``: its record, config, parameters, state size and attention pattern."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kinformer.cli.list_ import facts
 from kinformer.cli.options import Changes, CommonOptions, Member, require
 from kinformer.cli.output import print_json, print_table, size
+from kinformer.cli.parsing import overrides
+from kinformer.core.errors import KinformerError
+from kinformer.family.record import Member as MemberRecord
+from kinformer.family.table import FAMILY, member
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 MOST_PICTURES = 8
@@ -20,9 +25,9 @@ class Options(CommonOptions):
     """Tell all about one member without computing anything."""
 
     member: Member
-    """The member's name, as in kinformer list."""
-    recipe: str = "small"
-    """Which of its recipes."""
+    """The member's name, as in kinformer list, or a run folder, whose own config is shown then."""
+    recipe: str | None = None
+    """Which of the member's recipes (small if not given)."""
     set: Changes = ()
     """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
     vocab_size: int | None = None
@@ -31,23 +36,25 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the member."""
-    from kinformer.cli.parsing import overrides
-    from kinformer.family.table import member
-
-    record = member(options.member)
     changes = overrides(options.set)
     require("--vocab-size", options.vocab_size, 1)
+    is_run = options.member not in FAMILY and Path(options.member).is_dir()
+    record = None if is_run else member(options.member)  # before PyTorch is imported
     import torch
 
     from kinformer.core.config import to_dict
     from kinformer.evaluation.picture import pictures
     from kinformer.family.build import configure
 
-    config = configure(options.member, options.recipe, options.vocab_size, changes)
+    if record is None:
+        record, recipe, config = _of_run(options, changes)
+    else:
+        recipe = options.recipe or "small"
+        config = configure(record.name, recipe, options.vocab_size, changes)
     with torch.device("meta"):
         model = config.build()
     page = facts(record) | {
-        "recipe": options.recipe,
+        "recipe": recipe,
         "config": to_dict(config),
         "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
         "max_length": model.max_length,
@@ -59,6 +66,19 @@ def run(options: Options) -> int:
     else:
         _print(page)
     return 0
+
+
+def _of_run(options: Options, changes: Mapping[str, Any]) -> tuple[MemberRecord, str, Any]:
+    """The member, recipe and config of a run folder."""
+    from kinformer.core.config import override
+    from kinformer.family.kinds import kinds
+    from kinformer.runs.run import open_run
+
+    run = open_run(options.member)
+    for flag, given in (("--recipe", options.recipe), ("--vocab-size", options.vocab_size)):
+        if given is not None:
+            raise KinformerError(f"{flag} {given}: the run in {run.folder} has its own; leave it out.")
+    return member(run.member), run.recipe, override(run.config, changes, kinds())
 
 
 def _parameters(model: Any) -> dict[str, int]:

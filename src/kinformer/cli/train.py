@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
     first = not started_by_torchrun() or os.environ["RANK"] == "0"
     try:
-        summary = train(asked(TrainOptions, options))
+        summary = train(asked(TrainOptions, options), options.quiet)
     except KinformerError:
         if first:
             raise

@@ -63,6 +63,10 @@ class CausalMixer(nn.Module):
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     reads_source: bool = False
     """``initial_state`` also takes ``source`` and ``source_valid``, the sequence that all queries look at."""
+    remembers_inputs: bool = False
+    """The state holds inputs of the layer, to be made keys and values anew. Then ``forward`` also takes ``norm``, what
+    the layer makes of its inputs before they are mixed: the chunk and the state hold inputs as they enter the layer,
+    and the norm is applied to both, so that it is always that of the present weights and learns from either."""
 
     @property
     def retained(self) -> int | None:
@@ -80,6 +84,10 @@ class CausalMixer(nn.Module):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         """Declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
         raise NotImplementedError
+
+
+AS_THEY_ARE = nn.Identity()
+"""The ``norm`` of a mixer whose layer hands its inputs on as they are."""
 
 
 class MixerConfig(Config):

@@ -18,11 +18,12 @@ from kinformer.core.pattern import Pattern
 class Relative(NamedTuple):
     """What a distance (query position - key position) does to a score, for ``lowest``, ``lowest + 1``, ... (n of them).
 
-        score = scale * q . (k + keys[d]) + bias[d]        output += probability * values[d]
-        with ``factor``:  score = scale * relu(q . k) * factor[d]
+        score = scale * (q . k + (q + shift) . keys[d]) + bias[d]        output += probability * values[d]
+        with ``factor``:  scale * (q . k) becomes relu(scale * (q . k)) * factor[d]
 
-    ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; None does nothing, and so do
-    distances outside the range. A ``factor`` names every distance that was asked for.
+    ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; ``shift`` [heads, 1, head_dim]
+    is a query that all have in common; None does nothing, and so do distances outside the range. A ``factor`` names
+    every distance that was asked for. ``keys`` are for scores that are products (see :func:`check_score`).
     """
 
     lowest: int
@@ -30,11 +31,13 @@ class Relative(NamedTuple):
     factor: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    shift: Tensor | None = None
 
     def below(self, distance: int) -> Relative:
         """The same without what ``distance`` and more do."""
-        count = max(0, distance - self.lowest)
-        return Relative(self.lowest, *(None if table is None else table[:, :count] for table in self[1:]))
+        count, tables = max(0, distance - self.lowest), (self.bias, self.factor, self.keys, self.values)
+        bias, factor, keys, values = (None if table is None else table[:, :count] for table in tables)
+        return self._replace(bias=bias, factor=factor, keys=keys, values=values)
 
 
 class Position(nn.Module):
@@ -129,6 +132,16 @@ class ScoreConfig(Config):
 
     def build(self, num_heads: int, head_dim: int) -> Score:
         raise NotImplementedError
+
+
+def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
+    """Refuse a ``score`` that is no product together with a ``position`` that moves keys by distance."""
+    relative = position.relative(0, 1)
+    if score.form != "dot" and relative is not None and relative.keys is not None:
+        raise KinformerError(
+            f"the score {config.kind!r} is no product of a query and a key, but the position moves keys by distance "
+            "(shaw, xl); use a score that is one (scaled_dot, dot, bilinear), or a position such as rope, t5 or alibi."
+        )
 
 
 class GlobalProjection(nn.Module):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import StringIO
+from typing import Any, TextIO
 
 Progress = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
@@ -18,15 +21,64 @@ def note(text: str) -> None:
     LOGGER.info(text)
 
 
+class Tolerant:
+    """A stream of text that nobody need be left to read: once it cannot be written to, all that follows goes nowhere.
+
+    So a terminal that is closed, or ``2>&1 | head -1``, ends no training.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, if anybody reads."""
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError):
+            abandon(self.stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, if anybody reads."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            abandon(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _Nowhere(StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def tolerant(stream: TextIO | None) -> Any:
+    """``stream`` as a :class:`Tolerant` one; None, which Python has for a closed one, as one that goes nowhere."""
+    if isinstance(stream, Tolerant):
+        return stream
+    return Tolerant(stream or _Nowhere())
+
+
+def abandon(stream: TextIO) -> None:
+    """Send what is still buffered and all that follows nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 @contextmanager
 def progressing(quiet: bool, label: str = "measuring") -> Iterator[Progress | None]:
     """A bar on standard error, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
+    stream = tolerant(sys.stderr)
+    if quiet or not stream.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with Bar(console=Console(file=stream), transient=True) as bar:
         task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)

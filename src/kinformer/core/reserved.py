@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kinformer.core.contract import Chunk, positions_of
 from kinformer.core.errors import KinformerError
 from kinformer.core.state import ReservedState
 
@@ -50,11 +51,10 @@ class ReservedSlots(ReservedState):
         """How many more tokens are expected."""
         return self._slots.room
 
-    def positions(self, time: int) -> Tensor:
-        """Positions [batch, time] of the next tokens within their sequences."""
+    def positions(self, chunk: Chunk) -> Tensor:
+        """Positions [batch, time] of the tokens of ``chunk`` within their sequences, which go on."""
         self.check()
-        seen = self._state.seen[:, None]
-        return seen if time == 1 else seen + torch.arange(time, device=seen.device)
+        return positions_of(chunk, self._state.seen)
 
     def extend(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
         """Write a chunk's leaves [batch, heads, time, width]; returns past + chunk of each, the new state, ``full``."""

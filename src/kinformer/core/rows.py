@@ -24,6 +24,12 @@ class RowGroup(NamedTuple):
     begin: tuple[int, ...]
 
 
+def last_slots(slots: Tensor, count: int) -> Tensor:
+    """The last ``count`` of ``slots`` [batch, heads, slots, ...], or as many as there are."""
+    start = max(0, slots.shape[2] - count)
+    return slots[:, :, start:].clone() if start > count else slots[:, :, start:]  # a view keeps what it leaves out
+
+
 _Run = Callable[[Tensor, Any, RowGroup], tuple[Tensor, Any]]
 
 

@@ -9,6 +9,7 @@ from kinformer.data.labelled import open_labelled
 from kinformer.data.ngram import NgramModel
 from kinformer.data.sampler import RandomWindows, Sampler, SegmentStreams
 from kinformer.data.split import Split
+from kinformer.data.tokenised import first_bytes
 from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Split",
     "Tokenizer",
     "default_cache",
+    "first_bytes",
     "open_corpus",
     "open_labelled",
     "spool",

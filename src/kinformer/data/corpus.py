@@ -16,6 +16,7 @@ from pathlib import Path
 from kinformer.core.errors import KinformerError
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
+from kinformer.data.formats import check_plain
 from kinformer.data.partition import partition
 from kinformer.data.split import Split
 from kinformer.data.tokenised import encode_split
@@ -113,7 +114,11 @@ def _find(spec: str) -> tuple[str, str, list[SourceFile]]:
         known = path.exists()
     if not known:
         raise KinformerError(f"{spec} does not exist; give a file, a folder or 'stdlib' as data.")
-    files = folder_files(path) if path.is_dir() else [single_file(path)]
+    if path.is_dir():
+        files = folder_files(path)
+    else:
+        files = [single_file(path)]
+        check_plain(path)
     return path.resolve().name, "", files
 
 

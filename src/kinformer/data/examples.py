@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,12 @@ from uuid import uuid4
 import numpy as np
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json, write_json
+from kinformer.core.files import checksum, reading, write_json
+from kinformer.core.lock import locked
+from kinformer.data.files import remove_abandoned
 
 _ABOUT = "about.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +75,30 @@ Make = Callable[[], tuple[Sequence[str], Written]]
 
 
 def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
-    """The classes and splits in ``folder``, which is filled with what ``make()`` gives if it is not there.
+    """The classes and splits in ``folder`` (with the schema behind its name), which is filled with what ``make()``
+    gives if it is not there.
 
     The folder appears whole or not at all; processes may race, since each writes the same.
     """
+    folder = folder.with_name(f"{folder.name}.v{SCHEMA}")
     if not (folder / _ABOUT).is_file():
         _fill(folder, *make())
-    about = read_json(folder / _ABOUT)
-    try:
+    with reading(folder, remedy="delete this folder, it will be written anew"):
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        for file, expected in _checksums(folder).items():
+            if about["files"][file] != expected:
+                raise ValueError(f"{file} does not match its checksum")
         arrays = {name: [_mapped(folder / f"{name}.{part}.npy") for part in _PARTS] for name in _SPLITS}
         return tuple(map(str, about["classes"])), {name: Examples(name, *arrays[name]) for name in _SPLITS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KinformerError(f"{folder}: is damaged ({error}); delete this folder, it will be written again.") from None
 
 
 _SPLITS = ("train", "validation", "test")
 _PARTS = ("ids", "starts", "labels")
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = [f"{name}.{part}.npy" for name in _SPLITS for part in _PARTS]
+    return {file: checksum(folder / file) for file in files}
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -95,21 +106,26 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def _fill(folder: Path, classes: Sequence[str], written: Written) -> None:
-    partial = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     try:
-        partial.mkdir(parents=True)
-        for name, (examples, labels) in written.items():
-            starts = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
-            for part, array in zip(_PARTS, (np.concatenate(examples), starts, labels), strict=True):
-                np.save(partial / f"{name}.{part}.npy", array, allow_pickle=False)
-        write_json(partial / _ABOUT, {"schema": SCHEMA, "classes": list(classes)})
-        try:
-            os.rename(partial, folder)
-        except OSError:
-            if not (folder / _ABOUT).is_file():
-                raise
+        remove_abandoned(folder.parent)
+        with locked(partial):
+            _fill_locked(partial, folder, classes, written)
     except OSError as error:
         reason = error.strerror or str(error)
         raise KinformerError(f"{folder} cannot be written ({reason}); choose a folder with room and rights.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill_locked(partial: Path, folder: Path, classes: Sequence[str], written: Written) -> None:
+    for name, (examples, labels) in written.items():
+        starts = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
+        for part, array in zip(_PARTS, (np.concatenate(examples), starts, labels), strict=True):
+            np.save(partial / f"{name}.{part}.npy", array, allow_pickle=False)
+    write_json(partial / _ABOUT, {"schema": SCHEMA, "classes": list(classes), "files": _checksums(partial)})
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if not (folder / _ABOUT).is_file():
+            raise

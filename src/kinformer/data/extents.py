@@ -36,6 +36,13 @@ class Extents:
         self._open: dict[str, _Descriptor] = {}
         self._held: bytes | None = None
 
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Extents:
+        """A run of bytes in memory."""
+        run = cls([Extent("", 0, len(data))])
+        run._held = data
+        return run
+
     def __len__(self) -> int:
         return int(self.starts[-1])
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.lock import take
 
 SPOOLED = "standard-input"
+_SECONDS_TO_LOCK = 60.0
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -38,19 +41,35 @@ def reading(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end."""
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}")
+    """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end.
+
+    Processes may race. Each keeps its neighbour locked, so that :func:`remove_abandoned` knows those of dead ones.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
+            take(file.fileno())
             yield file
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise KinformerError(f"{path} cannot be written ({reason}); choose a folder with room and rights.") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what processes that died while they wrote a file or a folder into ``folder`` left there."""
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                if time.time() - os.fstat(handle).st_mtime > _SECONDS_TO_LOCK and take(handle):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            finally:
+                os.close(handle)
 
 
 def spool(stream: BinaryIO, folder: Path) -> Path:

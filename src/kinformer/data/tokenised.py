@@ -7,23 +7,25 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
+from kinformer.core.files import checksum
 from kinformer.data.extents import Extent, Extents
-from kinformer.data.files import atomic_write
+from kinformer.data.files import atomic_write, remove_abandoned
 from kinformer.data.split import Split
 from kinformer.data.tokenizer import Tokenizer, text_pieces
 
 _PIECES_AT_ONCE = 64
+_HELD = 64 << 20
 
 
 def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> Split:
     """The split of bytes ``split`` as ids of ``tokenizer``, kept in ``folder`` under ``key`` and its name.
 
     Ids are uint16 where they fit, else uint32, little-endian. Text is encoded in pieces that end at line ends, so
-    memory stays bounded; the index, written last, vouches for the ids. Processes may race: each writes the same.
+    memory stays bounded; the index, written last, vouches for the ids by their checksum. Processes may race: each
+    writes the same.
     """
     layout = [(piece.offset, piece.size) for piece in split.extents.pieces]
     stem = sha256(f"{key}:{split.name}:{layout}".encode()).hexdigest()[:32]
@@ -31,9 +33,10 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     marks = _read_marks(index_path, ids_path, dtype)
     if marks is None:
+        remove_abandoned(folder)
         marks = _write(split, tokenizer, ids_path, dtype)
         with atomic_write(index_path) as file:
-            np.savez(file, marks=marks)
+            np.savez(file, marks=marks, checksum=np.array(checksum(ids_path)))
     document_marks = np.searchsorted(marks[:, 1], split.documents)
     return replace(
         split,
@@ -46,12 +49,44 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
     )
 
 
+def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
+    """The first ``count`` bytes of ``split`` as a text of its own, less what is left of a character at its end.
+
+    Of tokenizer ids, the bytes behind the last mark before ``count`` are encoded anew, unless that is a share too small
+    to matter of ids that are too many for the memory.
+    """
+    if split.marks is None or split.encoded_from is None or count >= split.bytes:
+        return split.take(count)
+    kept, start = split.marks[split.marks[:, 1].searchsorted(count, side="right") - 1].tolist()
+    rest = _whole_characters(split.text.extents.read(start, count))
+    if not rest or kept * split.dtype.itemsize > _HELD:
+        return split.take(kept)
+    tail = tokenizer.encode(rest).astype(split.dtype)
+    ids = split.extents.read(0, kept * split.dtype.itemsize) + tail.tobytes()
+    end = [kept + len(tail), start + len(rest)]
+    return replace(
+        split,
+        extents=Extents.of_bytes(ids),
+        documents=split.documents[: split.documents.searchsorted(end[0])],
+        encoded_from=split.text.take(end[1]),
+        marks=np.concatenate([split.marks[split.marks[:, 1] <= start], np.array([end], np.int64)]),
+    )
+
+
+def _whole_characters(text: bytes) -> bytes:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return text[: error.start] if error.reason == "unexpected end of data" else text
+    return text
+
+
 def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray | None:
     try:
         with np.load(index_path, allow_pickle=False) as index:
-            marks = index["marks"]
-        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize
-    except (OSError, EOFError, BadZipFile, ValueError, KeyError):
+            marks, told = index["marks"], str(index["checksum"])
+        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize and checksum(ids_path) == told
+    except Exception:  # whatever is wrong with it: it is written anew
         return None
     return marks if whole else None
 

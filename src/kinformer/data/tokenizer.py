@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kinformer.core import files
 from kinformer.core.errors import KinformerError
+from kinformer.core.files import require_file
 from kinformer.data.files import atomic_write, reading
 
 if TYPE_CHECKING:
@@ -95,25 +97,32 @@ class ByteStream:
 
 
 class FileTokenizer:
-    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored.
+    """A tokenizer.json. It adds no special tokens, and truncation and padding set in the file are ignored. One with
+    another ``fingerprint`` than the given is refused.
 
     Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
     unknown words) leaves some of the bytes unpredicted.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, fingerprint: str | None = None) -> None:
         with reading(path):
+            Path(path).stat()
+            require_file(Path(path))
             self.source = Path(path).read_bytes()
+        self.fingerprint = file_fingerprint(self.source)
+        if fingerprint not in (None, self.fingerprint):
+            raise KinformerError(
+                f"{path}: is not the tokenizer that the run was made with ({self.fingerprint[:19]} instead of "
+                f"{str(fingerprint)[:19]}); restore that from a copy."
+            )
+        library = _library()
         try:
-            self._tokenizer = _library().Tokenizer.from_buffer(self.source)
-        except KinformerError:
-            raise
+            self._tokenizer = library.Tokenizer.from_buffer(self.source)
         except Exception as error:
             raise KinformerError(f"{path} is not a tokenizer.json ({error}); give one made by tokenizers.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        self.fingerprint = "sha256:" + sha256(self.source).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write the same tokenizer.json to ``path``, atomically."""
@@ -133,7 +142,8 @@ class FileTokenizer:
                 f"a tokenizer needs UTF-8 text but byte {error.object[error.start]:#04x} is not ({error.reason}); "
                 "convert the data to UTF-8 or leave the tokenizer out and train on bytes."
             ) from error
-        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        with files.reading("the tokenizer", "cannot encode this text", "give another one, or other data"):
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -150,6 +160,11 @@ class FileTokenizer:
     def stream(self) -> FileStream:
         """A decoder for ids that come one by one."""
         return FileStream(self)
+
+
+def file_fingerprint(source: bytes) -> str:
+    """What a tokenizer.json that holds ``source`` is told by."""
+    return "sha256:" + sha256(source).hexdigest()
 
 
 class FileStream:

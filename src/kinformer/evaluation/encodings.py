@@ -80,6 +80,10 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
         if (table := getattr(relative, field)) is not None:
             curves = _whole(table, relative.lowest, length, rest)
             yield CurvePanel(place=place, name=f"{name}\n{effect}", curves=curves)
+    if relative.keys is not None and relative.shift is not None:
+        table = (relative.keys @ relative.shift.mT)[..., 0]
+        curves = _whole(table, relative.lowest, length, 0.0)
+        yield CurvePanel(place=place, name=f"{name}\nadded to every product", curves=curves)
     for field in ("keys", "values"):
         if (table := getattr(relative, field)) is not None:
             head = " of head 1" if table.shape[0] > 1 else ""

@@ -88,7 +88,7 @@ FAMILY: plugins.Registry[Member] = plugins.Registry(
 
 
 def member(name: str, package: str | None = None) -> Member:
-    """The record called ``name``; an unknown name is an error that lists the nearest.
+    """The record called ``name``, in capitals or not; an unknown name is an error that lists the nearest.
 
     ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
     written down; if it is not found there any more, the error says so.
@@ -96,7 +96,8 @@ def member(name: str, package: str | None = None) -> Member:
     if package is not None:
         found = plugins.KINFORMER if name in MEMBERS else FAMILY.package(name)
         plugins.require_package(package, f"the member {name!r}", found)
-    return FAMILY[choose(name, FAMILY, "member")]
+    spelt = name if name in FAMILY else next((each for each in FAMILY if each.lower() == name.lower()), name)
+    return FAMILY[choose(spelt, FAMILY, "member")]
 
 
 def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:

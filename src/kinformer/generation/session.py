@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -208,7 +209,7 @@ def evaluating(model: CausalModel) -> Iterator[None]:
 
 def generate(
     model: CausalModel,
-    prompt_tokens: Tensor,
+    prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     stop: Sequence[Sequence[int]] | None = None,
@@ -217,6 +218,7 @@ def generate(
 ) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
 
+    The prompt may also be a NumPy array, or lists of ids of one length.
     ``valid`` [batch, time] bool marks the real tokens of prompts of different lengths. A row ends with the first of the
     token sequences ``stop`` that it produces (kept in the result, then repeated to its end by its last token); when
     every row has ended, ``new`` is smaller. ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p`` and
@@ -226,14 +228,30 @@ def generate(
     """
     if max_new_tokens < 1:
         raise KinformerError(f"max_new_tokens is {max_new_tokens} but must be 1 or more.")
-    if prompt_tokens.dim() != 2:
-        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt_tokens.shape)}.")
+    tokens = _tokens(prompt_tokens)
     with evaluating(model):
-        session = Session(model, prompt_tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
-        longest = prompt_tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
+        session = Session(model, tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
+        longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
         session.require(max_new_tokens, [longest] * session.batch)
-        session.feed(prompt_tokens, valid)
+        session.feed(tokens, valid)
         new: list[Tensor] = []
         while len(new) < max_new_tokens and not session.finished:
             new.append(session.step())
     return torch.stack(new, dim=1)
+
+
+def _tokens(prompt: Tensor | np.ndarray | Sequence[Sequence[int]]) -> Tensor:
+    """The prompt as a tensor [batch, time]; of an array or lists int64."""
+    if not isinstance(prompt, Tensor):
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:
+            raise KinformerError(
+                "prompt_tokens has rows of unlike length; pad them to one length and say by valid which are real."
+            ) from None
+        if ids.dtype.kind not in "iu":
+            raise KinformerError(f"prompt_tokens holds {ids.dtype}, but must hold ids, which are whole numbers.")
+        prompt = torch.from_numpy(ids.astype(np.int64))
+    if prompt.dim() != 2:
+        raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt.shape)}.")
+    return prompt

@@ -86,6 +86,7 @@ def read_checkpoint(folder: str | Path) -> Imported:
         model |= form.family.head(config, folder / CONFIG, tensors)
         notes = encoder_weights.notes(tensors, model)
     weights = form.convert(_floats(tensors, folder), model, folder)
+    _require_floats(weights, folder)
     tokenizer = folder / TOKENIZER
     return Imported(
         member=form.member,
@@ -134,9 +135,14 @@ def _floats(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
     wide = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
     rest = {name: tensor for name, tensor in tensors.items() if name not in wide}
-    if strange := [name for name, tensor in rest.items() if tensor.dtype not in (torch.uint8, torch.bool)]:
-        raise KinformerError(
-            f"{folder}: {strange[0]} is {rest[strange[0]].dtype}, but weights must be floating-point numbers; "
-            "import an unquantised checkpoint."
-        )
+    _require_floats({name: rest[name] for name in rest if rest[name].dtype not in (torch.uint8, torch.bool)}, folder)
     return wide | rest
+
+
+def _require_floats(weights: Mapping[str, Tensor], folder: Path) -> None:
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise KinformerError(
+                f"{folder}: {name} is {weight.dtype}, but weights must be floating-point numbers; import an "
+                "unquantised checkpoint."
+            )

@@ -72,15 +72,15 @@ class Record:
 
 def read_record(folder: Path) -> Record:
     """The record of a datastore; anything that is not one is one clear sentence."""
-    path = folder / RECORD
-    if not path.is_file():
+    place = folder / RECORD
+    if not place.exists():
         raise KinformerError(
             f"{folder}: is no datastore (it has no {RECORD}); make one with: kinformer index RUN --datastore {folder}."
         )
-    data = read_json(path)
+    data = read_json(place)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
+        raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
     try:
         record = Record(
             origin=KeySpace(**data["origin"]),
@@ -91,10 +91,10 @@ def read_record(folder: Path) -> Record:
         ends = [0, *(end for end, _, _ in record.blocks)]
         whole = record.dtype in DTYPES and record.origin.dim > 0 and ends == sorted(set(ends))
         whole = whole and sum(part.written for part in record.parts) == record.entries == data["entries"]
-    except (KeyError, TypeError, ValueError):
+    except Exception:  # whatever is wrong with it
         whole = False
     if not whole:
-        raise KinformerError(f"{path}: is damaged; restore it from a copy, or rebuild the store.")
+        raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
     return record
 
 

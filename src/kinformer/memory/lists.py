@@ -11,6 +11,7 @@ appended entries cost only the shards that they fall into.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,12 +25,12 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json, write_atomic, write_json
+from kinformer.core.files import checksum, partial_of, read_json, reading, write_atomic, write_json
 from kinformer.core.neighbours import Neighbours
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import check_queries, nearest
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER, RECORD, TRAINED, PLAN = "lists", "lists.json", "trained.faiss", "plan.json"
 CODEC = "SQ8"
 _SHARD, _BLOCK = 1 << 21, 1 << 16
@@ -38,20 +39,23 @@ _MARGIN = 0.25  # of the numbers' range in the sample, on either side: other tex
 _MOST_GROWTH = 1.5
 _SPARE = 2
 
+_SHARD_NAME = re.compile(r"shard-(\d{1,18})-(\d{1,18})\.faiss")
+
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InvertedLists:
-    """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` the bytes of each file. The
-    centroids were learnt when the store had ``trained_on`` entries."""
+    """``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` and ``trained`` the
+    checksums of the files. The centroids were learnt when the store had ``trained_on`` entries."""
 
     count: int
     seed: int
     trained_on: int
     entries: int
     stamp: int
-    shards: dict[str, int]
+    trained: str
+    shards: dict[str, str]
 
 
 def has_lists(folder: Path) -> bool:
@@ -64,8 +68,8 @@ def build(
 ) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
-    Lists that are there take in what was appended, unless another count is asked for, or the store has grown by more
-    than half since their centroids were learnt: then they are learnt again.
+    InvertedLists that are there take in what was appended, unless another count is asked for, or the store has grown by
+    more than half since their centroids were learnt: then they are learnt again.
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)
@@ -78,7 +82,7 @@ def build(
             f"{count} lists are asked for, but {store.folder} holds {store.entries} entries; ask fewer."
         )
     if found is not None and found.count == count and found.stamp == _stamp(store, found.entries):
-        trained = _faiss().read_index(str(folder / TRAINED))
+        trained = _index(folder / TRAINED)
         seed, trained_on = found.seed, found.trained_on
     else:
         trained, trained_on = _trained(store, folder, count, seed), store.entries
@@ -89,12 +93,15 @@ def build(
         trained_on=trained_on,
         entries=store.entries,
         stamp=_stamp(store, store.entries),
-        shards={path.name: path.stat().st_size for path in paths},
+        trained=checksum(folder / TRAINED),
+        shards={path.name: checksum(path) for path in paths},
     )
     write_json(folder / RECORD, {"schema": SCHEMA, "codec": CODEC} | asdict(lists))
     for path in folder.glob("shard-*"):
         if path not in paths:
             path.unlink()
+    for path in (*folder.glob(partial_of(folder / "shard-*").name), partial_of(folder / TRAINED)):
+        path.unlink(missing_ok=True)
     return lists
 
 
@@ -103,8 +110,8 @@ def _trained(store: Datastore, folder: Path, count: int, seed: int) -> Any:
     faiss = _faiss()
     path, plan_path = folder / TRAINED, folder / PLAN
     plan = {"schema": SCHEMA, "codec": CODEC, "count": count, "seed": seed, "stamp": _stamp(store, store.entries)}
-    if path.exists() and plan_path.exists() and read_json(plan_path) == plan:
-        return faiss.read_index(str(path))
+    if path.exists() and plan_path.exists() and read_json(plan_path) == plan | {"trained": checksum(path)}:
+        return _index(path)
     for old in (folder / RECORD, plan_path, *folder.glob("shard-*")):
         old.unlink(missing_ok=True)
     size = min(store.entries, _SAMPLED_PER_LIST * count)
@@ -115,7 +122,7 @@ def _trained(store: Datastore, folder: Path, count: int, seed: int) -> Any:
     faiss.omp_set_num_threads(torch.get_num_threads())
     index.train(store.float_keys(chosen).numpy())
     write_atomic(path, lambda target: faiss.write_index(index, str(target)))
-    write_json(plan_path, plan)
+    write_json(plan_path, plan | {"trained": checksum(path)})
     return index
 
 
@@ -188,7 +195,7 @@ class _Shard:
 
     def __init__(self, path: Path, probes: int, entries: int) -> None:
         faiss = _faiss()
-        self._index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+        self._index = _index(path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
         inverted = self._index.invlists
         self._sizes = np.array([inverted.list_size(number) for number in range(inverted.nlist)])
         self._entry_bytes = int(inverted.code_size) + np.dtype(np.int64).itemsize
@@ -205,29 +212,36 @@ class _Shard:
 
 def _range(name: str) -> tuple[int, int]:
     """First entry and end of the shard called ``name``."""
-    _, start, stop = Path(name).stem.split("-")
-    return int(start), int(stop)
+    found = _SHARD_NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no name of a shard")
+    return int(found[1]), int(found[2])
+
+
+def _index(path: Path, flags: int = 0) -> Any:
+    with reading(path, remedy="remove its folder and give kinformer index --approximate again"):
+        return _faiss().read_index(str(path), flags)
 
 
 def _read(folder: Path) -> InvertedLists:
     """What ``lists.json`` says; lists that are missing, truncated or damaged are one clear sentence."""
-    path = folder / FOLDER / RECORD
-    if not path.exists():
+    place = folder / FOLDER / RECORD
+    if not place.exists():
         raise KinformerError(
             f"{folder}: is not sorted into lists, which --probes needs; make them with kinformer index --approximate."
         )
-    data = read_json(path)
-    try:
+    data = read_json(place)
+    with reading(place.parent, "is truncated or damaged", "remove it and give kinformer index --approximate again"):
         if data.pop("schema") != SCHEMA or data.pop("codec") != CODEC:
-            raise ValueError
+            raise ValueError("it is of another version")
         lists = InvertedLists(**data)
-        whole = all((path.parent / name).stat().st_size == size for name, size in lists.shards.items())
-    except (AttributeError, KeyError, TypeError, ValueError, OSError):
-        whole = False
-    if not whole:
-        raise KinformerError(
-            f"{path.parent}: is truncated or damaged; remove that folder and give kinformer index --approximate again."
-        )
+        ranges = [_range(name) for name in lists.shards]
+        starts = [start for start, _ in ranges]
+        if not ranges or starts != [0, *(stop for _, stop in ranges[:-1])] or ranges[-1][1] != lists.entries:
+            raise ValueError("its shards are not those of its entries")
+        for name, expected in {TRAINED: lists.trained, **lists.shards}.items():
+            if not (place.parent / name).is_file() or checksum(place.parent / name) != expected:
+                raise ValueError(f"{name} does not match its checksum")
     return lists
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json, write_json
+from kinformer.core.files import read_json, reading, write_json
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.memory.datastore import Datastore, crc32
 
@@ -96,7 +96,8 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
     found = read_json(record)
     if not isinstance(found, dict) or any(found.get(name) != value for name, value in plan.identity.items()):
         raise KinformerError(f"{record}: is not what it should be; remove it and try again.")
-    return int(found["written"]), int(found["crc"])
+    with reading(record, remedy="remove it and try again"):
+        return int(found["written"]), int(found["crc"])
 
 
 def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:

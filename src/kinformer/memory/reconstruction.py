@@ -19,7 +19,8 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
     """[batch]: the mean square of what ``tokens`` [batch, time, dim] read out of ``old`` [batch, n, dim] less what they
     read out of ``compressed`` [batch, n / rate, dim], by content alone.
 
-    ``projection`` makes q, k, v of each. Its weights are constants here, and so are ``tokens`` and ``old``.
+    ``projection`` makes q, k, v of each, a norm before it included. Its weights are constants here, and so are
+    ``tokens`` and ``old``.
     """
     with torch.no_grad():
         q = projection(tokens)[0]
@@ -29,6 +30,12 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
     _, k, v = functional_call(projection, weights, (compressed,))
     lost = (_read(q, k, v, scale) - want).to(state_dtype(old.dtype))
     return lost.square().mean(dim=(1, 2, 3))
+
+
+def no_loss(*parts: nn.Module | None) -> Tensor | float:
+    """0, with a graph to the ``parts`` where no segment ended: engines expect a gradient of every parameter."""
+    weights = (weight for part in parts if part is not None for weight in part.parameters())
+    return sum((0.0 * weight.sum() for weight in weights), 0.0)
 
 
 def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

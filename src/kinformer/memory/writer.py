@@ -5,9 +5,9 @@ A build that is killed at any moment goes on from the last flush, and ends with 
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, save_tensors, write_json
+from kinformer.core.files import load_tensors, remove_partials, save_tensors, write_json
+from kinformer.core.lock import locked
 from kinformer.memory.datastore import (
     DTYPES,
     KEYS,
@@ -47,15 +48,14 @@ class Writer:
         self.folder = Path(folder)
         if dtype not in DTYPES:
             raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
-        self.record = self._found(origin, dtype)
-        self._keys, self._tokens = self._open(KEYS), self._open(TOKENS)
-        try:
-            fcntl.flock(self._keys, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise KinformerError(f"{self.folder}: another process is writing this datastore; wait for it.") from None
-        self._cut(self._keys, self.record.entries * self.record.key_bytes)
-        self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
+        with ExitStack() as held:
+            held.enter_context(locked(self.folder))
+            self.record = self._found(origin, dtype)
+            remove_partials(self.folder, (RECORD, self._state_file("*").name))
+            self._keys, self._tokens = (held.enter_context(self._open(name)) for name in (KEYS, TOKENS))
+            self._cut(self._keys, self.record.entries * self.record.key_bytes)
+            self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
+            self._held = held.pop_all()
         self._pending, self._crcs = 0, [0, 0]
 
     def _found(self, origin: KeySpace, dtype: str) -> Record:
@@ -65,7 +65,8 @@ class Writer:
             if record.dtype != dtype:
                 raise KinformerError(f"{self.folder}: holds keys of {record.dtype}, not {dtype}; go on with those.")
             return record
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        remove_partials(self.folder, (RECORD,))
+        if any(self.folder.iterdir()):
             raise KinformerError(f"{self.folder}: is neither a datastore nor an empty folder; give a new one.")
         record = Record(origin=origin, dtype=dtype)
         write_json(self.folder / RECORD, record.to_json())
@@ -77,7 +78,6 @@ class Writer:
     def _cut(self, file: BinaryIO, size: int) -> None:
         found = os.fstat(file.fileno()).st_size
         if found < size:
-            self.close()
             raise KinformerError(
                 f"{file.name}: is truncated ({found:,} of {size:,} bytes); restore it from a copy, or rebuild it."
             )
@@ -152,9 +152,8 @@ class Writer:
         return self.folder / f"state-{entries}.safetensors"
 
     def close(self) -> None:
-        """Let go of the files; what was not flushed is not counted."""
-        for file in (self._keys, self._tokens):
-            file.close()
+        """Let go of the folder and its files; what was not flushed is not counted."""
+        self._held.close()
 
     def __enter__(self) -> Writer:
         return self

@@ -2,7 +2,7 @@
 
     y_i = softmax_j(scale * q_i . k_j) v_j,   j in pattern(i), and the global tokens; all j where i is global
 
-``pattern`` is Longformer's window (its w / 2 is ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the
+``pattern`` is Longformer's window (w / 2 = ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the
 projection ``multi_head_global``. Global are tokens of the long input that are marked so, and those of a global input
 before it (``core.encoder``). So there are three calls, none of them over all pairs: the pattern's, whose time follows
 the number of its pairs; the global keys, few columns, merged with it by their log-sum-exps; the global queries, few
@@ -28,6 +28,7 @@ from kinformer.core.parts import (
     Relative,
     ScoreConfig,
     check_heads,
+    check_score,
     head_width,
     merge_heads,
 )
@@ -55,8 +56,9 @@ _STEP = 64
 class BidirectionalAttention(EncoderMixer):
     """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of the long input, by positions in it; its global tokens have a position too, tokens of the
-    global input have none. A pair that the pattern allows anyway counts once.
+    ``pattern`` is that of the long input's tokens, by their positions. Its global tokens have positions too; those of
+    a global input have none, so that no distance acts on pairs with them (tables that end, such as Shaw's, count them
+    as farthest). A pair that the pattern allows anyway counts once.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ class BidirectionalAttention(EncoderMixer):
         self.score = config.score.build(config.num_heads, head_dim)
         self.pattern = config.pattern.build()
         check_heads(config.pattern, self.pattern, config.num_heads)
+        check_score(config.score, self.score, self.position)
         if self.projection.context or self.projection.num_kv_heads != config.num_heads:
             raise KinformerError(
                 f"the projection {config.projection.kind!r} is for decoders; use multi_head or multi_head_global."
@@ -113,11 +116,12 @@ class BidirectionalAttention(EncoderMixer):
             found = merge(found, self._attend(long[0], k_global, v_global, visibility, lse=True))
         if text.global_positions is not None:
             found = merge(found, self._columns(long, text.global_positions, groups))
-        y, every = found.out, Visibility(key_padding_mask=padding)
+        y = found.out
         if num_global:
+            every = Visibility(key_padding_mask=padding)
             y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
         if text.global_positions is not None:
-            y = self._with_rows(y, x, (q, k, v), text, every)
+            y = self._with_rows(y, x, (q, k, v), text, positions)
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _groups(self, text: Text, time: int) -> dict[Pattern, list[int]]:
@@ -163,7 +167,7 @@ class BidirectionalAttention(EncoderMixer):
         lse: bool = False,
     ) -> Attended:
         dropout = Dropout.drawn(self.dropout, self.training)
-        scoring = Scoring(self.score.scale, self.score.form, self.score.vector(), relative, dropout=dropout)
+        scoring = Scoring.of(self.score, relative, dropout)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
@@ -178,25 +182,62 @@ class BidirectionalAttention(EncoderMixer):
                 unseen[rows] &= ~seen
             else:
                 unseen = unseen & ~seen
-        return self._attend(q, _picked(k, positions), _picked(v, positions), Visibility(attn_mask=unseen), lse=True)
+        every = torch.arange(q.shape[2], device=q.device).expand(len(q), -1)
+        k, v, visibility = _picked(k, positions), _picked(v, positions), Visibility(attn_mask=unseen)
+        return self._between(q, k, v, (every, positions), visibility, lse=True)
+
+    def _between(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Tensor, Tensor], visibility: Visibility, lse: bool
+    ) -> Attended:
+        """Attention of queries and keys at ``positions`` [batch, n] of the long input, few of either."""
+        length = max(each.shape[1] for each in positions)
+        relative = self.position.relative(1 - length, length - 1)
+        if relative is not None:
+            visibility = visibility._replace(positions=positions[0], key_positions=positions[1])
+        return self._attend(q, k, v, visibility, relative, lse)
 
     def _with_rows(
-        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, every: Visibility
+        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, positions: Tensor
     ) -> Tensor:
-        """The heads' outputs ``y``, with what the long input's global tokens see of ``every`` key in their rows."""
+        """The heads' outputs ``y``, with what the long input's global tokens see of every key in their rows."""
         assert text.global_positions is not None
         q, k, v = qkv
         slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
-        own = self.projection.global_projection()
+        own_positions = text.global_positions.clamp_min(0)
+        padding, own = None if text.valid is None else ~text.valid, self.projection.global_projection()
+        keys: Tensor | Projected = k
+        values: Tensor | Projected = v
         if own is None:
-            rows = self._attend(_picked(q, slots), k, v, every).out
+            queries = _picked(q, slots)
         else:
             queries = own.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            queries = self.score.queries(self.position.rotate(queries, queries, own_positions)[0])
             keys, values = (Projected(x, each.weight, each.bias) for each in (own.key, own.value))
-            rows = self._attend(queries, keys, values, every).out
+            if not isinstance(self.position, NoPosition):
+                keys = self.position.rotate_keys(keys.made(q.shape[1]), positions)
+                values = self.position.values(values.made(q.shape[1]))
+        if isinstance(keys, Projected) or isinstance(values, Projected):
+            rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
+        else:
+            rows = self._rows(queries, keys, values, own_positions, padding, text.num_global)
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]
+
+    def _rows(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, padding: Tensor | None, num_global: int
+    ) -> Tensor:
+        """What queries at ``positions`` of the long input see of it and, at no distance, of the global input."""
+        of_global, of_long = (
+            Visibility(key_padding_mask=None if padding is None else padding[:, part])
+            for part in (slice(0, num_global), slice(num_global, None))
+        )
+        every = torch.arange(k.shape[2] - num_global, device=k.device).expand(len(k), -1)
+        k_long, v_long = k[:, :, num_global:], v[:, :, num_global:]
+        found = self._between(q, k_long, v_long, (positions, every), of_long, lse=num_global > 0)
+        if num_global:
+            found = merge(found, self._attend(q, k[:, :, :num_global], v[:, :, :num_global], of_global, lse=True))
+        return found.out
 
 
 @torch.compiler.disable

@@ -3,15 +3,16 @@
     softmax attention over [compressed; memory; own segment so far], distances counted in slots
 
 At the end of each segment its inputs join the memory; what falls out of that at its other end is compressed, ``rate``
-vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. As in Transformer-XL no
+vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. All are inputs as they enter
+the layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no
 gradient of the outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it
 reach the compression: that learns to preserve, measured where it happens,
 
     auto-encoding   mean |old - expand(compress(old))|^2
     attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the segment that is over)
 
-old, h and the projections of this attention (by content alone, before the output product) are constants here. The
-state's ``aux`` accumulates these costs times the tokens of a segment.
+old, h, the norm and the projections of this attention (by content alone, before the output product) are constants here.
+The state's ``aux`` accumulates these costs times the tokens of a segment.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.contract import (
+    AS_THEY_ARE,
     CausalMixer,
     Chunk,
     MixerConfig,
@@ -33,10 +35,10 @@ from kinformer.core.contract import (
 )
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
-from kinformer.core.rows import RowGroup, by_position
+from kinformer.core.rows import RowGroup, by_position, last_slots
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.memory.compression import CompressionConfig, Convolution, Expansion
-from kinformer.memory.reconstruction import attention_loss, content_loss
+from kinformer.memory.reconstruction import attention_loss, content_loss, no_loss
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.segments import check_sizes
 from kinformer.positions.xl import TransformerXL
@@ -64,10 +66,11 @@ class CompressiveState(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What all pieces of a chunk have in common: what distances do, and where attention by slot is added up."""
+    """What all pieces of a chunk have in common: what distances do, where attention by slot is added up, the norm."""
 
     relative: Relative | None
     watch: Tensor | None
+    norm: nn.Module
 
 
 class Compressive(CausalMixer):
@@ -77,6 +80,7 @@ class Compressive(CausalMixer):
     """
 
     growth = "window"
+    remembers_inputs = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -154,22 +158,27 @@ class Compressive(CausalMixer):
         fallen = max(0, seen // self.segment * self.segment - self.memory)
         return min(self.config.compressed, fallen // self.compression.rate)
 
-    def forward(self, chunk: Chunk, state: CompressiveState) -> tuple[Tensor, CompressiveState]:
-        return self._absorb(chunk, state, None)
+    def forward(
+        self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE
+    ) -> tuple[Tensor, CompressiveState]:
+        return self._absorb(chunk, state, norm)
 
     @torch.no_grad()
-    def attention_by_slot(self, chunk: Chunk, state: CompressiveState) -> Tensor:
+    def attention_by_slot(self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE) -> Tensor:
         """[compressed + memory + segment] float32 or better: the mean probability, over rows, heads and queries of the
         chunk, with which each slot was looked at, oldest first, the own segment by place; sums to 1."""
         watch = state.aux.new_zeros(self.config.compressed + self.memory + self.segment)
-        self._absorb(chunk, state, watch)
+        self._absorb(chunk, state, norm, watch)
         return watch / watch.sum()
 
     @torch.compiler.disable
-    def _absorb(self, chunk: Chunk, state: CompressiveState, watch: Tensor | None) -> tuple[Tensor, CompressiveState]:
+    def _absorb(
+        self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
+    ) -> tuple[Tensor, CompressiveState]:
         most = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
         relative = self.position.relative(0, min(most, self.config.compressed + self.kept + 1) - 1)
-        return by_position(chunk, state, state.hidden_states.shape[2], partial(self._rows, call=_Call(relative, watch)))
+        run = partial(self._rows, call=_Call(relative, watch, norm))
+        return by_position(chunk, state, state.hidden_states.shape[2], run)
 
     def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
         """``x`` [rows, time, dim] of sequences at one place, piece by piece: until a segment or a sequence ends."""
@@ -184,10 +193,10 @@ class Compressive(CausalMixer):
             outputs.append(y)
             seen, at = seen + stop - at, stop
             if seen % self.segment == 0:
-                state = self._turned(state, seen)
+                state = self._turned(state, seen, call.norm)
             state = self._trimmed(state, seen)
         if self.training and torch.is_grad_enabled() and self.config.compressed:
-            state = state._replace(aux=state.aux + self._nothing())
+            state = state._replace(aux=state.aux + no_loss(self.compression, self.expansion))
         return torch.cat(outputs, dim=1) if outputs else x, state
 
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
@@ -195,14 +204,14 @@ class Compressive(CausalMixer):
         own, time = seen % self.segment, x.shape[1]
         remembered, edge = min(seen - own, self.memory), state.hidden_states.shape[2] - own
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
-        q, k, v = self.projection(x)
+        q, k, v = self.projection(call.norm(x))
         v, recent = self.position.values(v), slice(edge - remembered, None)
         if torch.is_grad_enabled():
             before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
-            before_k, before_v = self._keys_values(before)
+            before_k, before_v = self._keys_values(before, call.norm)
             state = state._replace(**{name: getattr(state, name)[:, :, :0].detach() for name in _PROJECTED})
         else:
-            state = self._projected(state, k)
+            state = self._projected(state, k, call.norm)
             before_k = torch.cat([state.compressed_k, state.k[:, :, recent]], dim=2)
             before_v = torch.cat([state.compressed_v, state.v[:, :, recent]], dim=2)
             state = state._replace(k=torch.cat([state.k, k], dim=2), v=torch.cat([state.v, v], dim=2))
@@ -234,7 +243,7 @@ class Compressive(CausalMixer):
             return y, y.new_zeros(batch, slots)
         return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
-    def _turned(self, state: CompressiveState, seen: int) -> CompressiveState:
+    def _turned(self, state: CompressiveState, seen: int, norm: nn.Module) -> CompressiveState:
         """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""
         state = state._replace(hidden_states=state.hidden_states.detach())
         lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
@@ -248,53 +257,44 @@ class Compressive(CausalMixer):
             usage = state.usage[:, 0, start : start + falling, 0] / asked
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
-            state = state._replace(aux=state.aux + self._cost(state.hidden_states[:, 0, -self.segment :], old, new))
+            cost = self._cost(state.hidden_states[:, 0, -self.segment :], old, new, norm)
+            state = state._replace(aux=state.aux + cost)
         kept = new.detach().to(state.hidden_states.dtype)[:, None]
         if not torch.is_grad_enabled():
-            pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(kept), strict=True)
+            pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(kept, norm), strict=True)
             k, v = (torch.cat(pair, dim=2) for pair in pairs)
             state = state._replace(compressed_k=k, compressed_v=v)
         return state._replace(compressed=torch.cat([state.compressed, kept], dim=2))
 
-    def _cost(self, tokens: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
         """[batch], a segment's worth: ``tokens`` of the segment that is over, ``old`` and ``new`` before and after."""
         if self.expansion is not None:
             lost = content_loss(old, self.expansion(new))
         else:
-            lost = attention_loss(self.projection, tokens, old, new, self.scale)
+            lost = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
         return self.config.loss_weight * self.segment * lost
 
-    def _nothing(self) -> Tensor | float:
-        """0, with a graph to the compression where no segment ended: engines expect a gradient of every parameter."""
-        parts = nn.ModuleList(part for part in (self.compression, self.expansion) if part is not None)
-        return sum((0.0 * parameter.sum() for parameter in parts.parameters()), 0.0)
-
-    def _projected(self, state: CompressiveState, like: Tensor) -> CompressiveState:
+    def _projected(self, state: CompressiveState, like: Tensor, norm: nn.Module) -> CompressiveState:
         """The state with the projections that it lacks after a step with gradients."""
         if state.k.shape[2] < state.hidden_states.shape[2]:
-            k, v = self._keys_values(state.hidden_states)
+            k, v = self._keys_values(state.hidden_states, norm)
             state = state._replace(k=k, v=v)
         if state.compressed_k.shape[2] < state.compressed.shape[2]:
-            k, v = self._keys_values(state.compressed)
+            k, v = self._keys_values(state.compressed, norm)
             state = state._replace(compressed_k=k, compressed_v=v)
         return state._replace(**{name: getattr(state, name).to(like.dtype) for name in _PROJECTED})
 
-    def _keys_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.projection.keys_values(hidden_states[:, 0])
+    def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
         return k, self.position.values(v)
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.kept), self._compressed_after(seen)
-        leaves = {name: _last(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
-        leaves |= {name: _last(getattr(state, name), compressed) for name in _COMPRESSED}
+        leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
+        leaves |= {name: last_slots(getattr(state, name), compressed) for name in _COMPRESSED}
         return state._replace(**leaves)
 
 
 _COMPRESSED = ("compressed", "compressed_k", "compressed_v")
 _PROJECTED = ("k", "v", "compressed_k", "compressed_v")
-
-
-def _last(slots: Tensor, count: int) -> Tensor:
-    start = max(0, slots.shape[2] - count)
-    return slots[:, :, start:].clone() if start > count else slots[:, :, start:]  # a view keeps what it leaves out

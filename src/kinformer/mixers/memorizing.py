@@ -162,7 +162,7 @@ class Memorizing(CausalMixer):
             room = recent.room
             y, after = self._absorb(chunk, state, value := recent.release())
             return y, after._replace(recent=ReservedKeysValues.of(after.recent, room))
-        positions = recent.positions(chunk.x.shape[1])
+        positions = recent.positions(chunk)
         q, k, v = self._project(chunk.x)
         k, v, kept, full = recent.append(k, v, self.kept)
         y = self._local(q, k, v, positions, whole=full)

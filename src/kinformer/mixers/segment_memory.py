@@ -3,9 +3,10 @@
     seg(i) = i // segment;   query i sees key j where segment * seg(i) - memory <= j <= i
     k_j, v_j = W sg(h_j) where seg(j) < seg(i),  W h_j where seg(j) = seg(i)        (sg: no gradient)
 
-What is remembered is the hidden states h (this layer's inputs), projected anew by the present weights, which learn from
-memory as from the segment itself. Segments are counted by positions, so outputs and gradients are the same however the
-sequence is cut. Memory begins empty; its length may be another in evaluation than it was in training.
+What is remembered is the hidden states h as they enter the layer; its norm, where one stands before the mixer, and the
+projections of the present weights make keys and values of them, and learn from memory as from the segment itself.
+Segments are counted by positions, so outputs and gradients are the same however the sequence is cut. Memory begins
+empty; its length may be another in evaluation than it was in training.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.contract import (
+    AS_THEY_ARE,
     CausalMixer,
     Chunk,
     MixerConfig,
@@ -28,7 +30,15 @@ from kinformer.core.contract import (
     select_valid,
 )
 from kinformer.core.host import host_ints
-from kinformer.core.parts import PositionConfig, ProjectionConfig, ScoreConfig, check_forgetful, head_width, merge_heads
+from kinformer.core.parts import (
+    PositionConfig,
+    ProjectionConfig,
+    ScoreConfig,
+    check_forgetful,
+    check_score,
+    head_width,
+    merge_heads,
+)
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import (
     Attended,
@@ -79,6 +89,7 @@ class SegmentMemory(CausalMixer):
     """
 
     growth = "window"
+    remembers_inputs = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -109,6 +120,7 @@ class SegmentMemory(CausalMixer):
         check_forgetful(self.projection, config.projection)
         self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
         self.score = config.score.build(config.num_heads, self.head_dim)
+        check_score(config.score, self.score, self.position)
         self.pattern = Segments(config.segment, config.memory)
         self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
@@ -132,51 +144,58 @@ class SegmentMemory(CausalMixer):
         width = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
         return min(length, self.retained) * width * dtype.itemsize + 8
 
-    def forward(self, chunk: Chunk, state: SegmentState | ReservedSlots) -> tuple[Tensor, SegmentState | ReservedSlots]:
+    def forward(
+        self, chunk: Chunk, state: SegmentState | ReservedSlots, norm: nn.Module = AS_THEY_ARE
+    ) -> tuple[Tensor, SegmentState | ReservedSlots]:
         if isinstance(state, SegmentState):
-            return self._absorb(chunk, state)
+            return self._absorb(chunk, state, norm)
         if chunk.valid is None and chunk.reset is None:
-            return self._extend(chunk, state)
+            return self._extend(chunk, state, norm)
         room = state.room
-        y, value = self._absorb(chunk, state.release())
+        y, value = self._absorb(chunk, state.release(), norm)
         return y, value.reserve(room)
 
-    def _absorb(self, chunk: Chunk, state: SegmentState) -> tuple[Tensor, SegmentState]:
+    def _absorb(self, chunk: Chunk, state: SegmentState, norm: nn.Module) -> tuple[Tensor, SegmentState]:
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
         chunk = chunk._replace(x=select_valid(chunk.x, chunk.valid))
-        q, k, v = self.projection(chunk.x)
+        q, k, v = self.projection(norm(chunk.x))
         q, k = self.position.rotate(q, k, positions)
         v = self.position.values(v)
         hidden_states = torch.cat([state.hidden_states, chunk.x[:, None].to(state.hidden_states.dtype)], dim=2)
         if torch.is_grad_enabled():
-            y = self._learn(chunk, state, (q, k, v), positions)
+            y = self._learn(chunk, state, (q, k, v), positions, norm)
             k, v = state.k[:, :, :0].detach(), state.v[:, :, :0].detach()
         else:
-            k, v = (torch.cat(both, dim=2) for both in zip(self._past(state, k), (k, v), strict=True))
+            k, v = (torch.cat(both, dim=2) for both in zip(self._past(state, k, norm), (k, v), strict=True))
             y = self._attend(q, k, v, self.pattern, positions).out
             k, v = (newest(chunk, slots, seen, self.retained) for slots in (k, v))
         hidden_states = self._settled(newest(chunk, hidden_states, seen, self.retained), seen)
         y = select_valid(self.out(merge_heads(y)), chunk.valid)
         return y, SegmentState(hidden_states, k, v, seen)  # type: ignore[call-arg]
 
-    def _extend(self, chunk: Chunk, state: ReservedSlots) -> tuple[Tensor, ReservedSlots]:
-        positions = state.positions(chunk.x.shape[1])
-        q, k, v = self.projection(chunk.x)
+    def _extend(self, chunk: Chunk, state: ReservedSlots, norm: nn.Module) -> tuple[Tensor, ReservedSlots]:
+        positions = state.positions(chunk)
+        q, k, v = self.projection(norm(chunk.x))
         q, k = self.position.rotate(q, k, positions)
         new = chunk.x[:, None].to(k.dtype), k, self.position.values(v)
         (_, k, v), state, _ = state.extend(new, self.retained)
         return self.out(merge_heads(self._attend(q, k, v, self.pattern, positions).out)), state
 
-    def _past(self, state: SegmentState, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _past(self, state: SegmentState, like: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Keys and values of the past without gradients: those that were kept, and those of the other slots."""
         lacking = state.hidden_states.shape[2] - state.k.shape[2]
         if not lacking:
             return state.k.to(like.dtype), state.v.to(like.dtype)
-        return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]))
+        return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]), norm)
 
     def _learn(
-        self, chunk: Chunk, state: SegmentState, own: tuple[Tensor, Tensor, Tensor], positions: Tensor
+        self,
+        chunk: Chunk,
+        state: SegmentState,
+        own: tuple[Tensor, Tensor, Tensor],
+        positions: Tensor,
+        norm: nn.Module,
     ) -> Tensor:
         """Attention with gradients. Where a row's queries are of one segment, every key is either live or memory; else
         some are both, and attention to the own segments and to their memories are two calls, merged."""
@@ -187,19 +206,19 @@ class SegmentMemory(CausalMixer):
         if extent.alone:
             if recent.shape[2]:
                 recent = _cut(recent, state.seen % self.segment, extent.live)
-                older = self._keys_values(recent, _before(state.seen, recent.shape[2]))
+                older = self._keys_values(recent, _before(state.seen, recent.shape[2]), norm)
                 k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
             return self._attend(q, k, v, self.pattern, positions).out
         if extent.live:
             places = _before(state.seen, extent.live)
-            older = self._keys_values(state.hidden_states[:, :, past - extent.live :], places)
+            older = self._keys_values(state.hidden_states[:, :, past - extent.live :], places, norm)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
         own_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
         if not self.memory:
             return own_segment.out
         memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
         places = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
-        k, v = self._keys_values(memory, places)
+        k, v = self._keys_values(memory, places, norm)
         k, v = (pad(x, (0, 0, 0, time - extent.later)) for x in (k, v))
         return merge(own_segment, self._attend(q, k, v, self.older, positions, lse=True)).out
 
@@ -214,21 +233,16 @@ class SegmentMemory(CausalMixer):
         later = max((position + time - 1) // self.segment * self.segment - position for position in first)
         return _Extent(later <= 0, live, max(later, 0))
 
-    def _keys_values(self, hidden_states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, hidden_states: Tensor, positions: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Of ``hidden_states`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
-        k, v = self.projection.keys_values(hidden_states[:, 0])
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor, lse: bool = False
     ) -> Attended:
-        scoring = Scoring(
-            self.score.scale,
-            self.score.form,
-            self.score.vector(),
-            self.position.relative(0, min(k.shape[2] - 1, self.retained)),
-            dropout=Dropout.drawn(self.dropout, self.training),
-        )
+        relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
+        scoring = Scoring.of(self.score, relative, Dropout.drawn(self.dropout, self.training))
         visibility = Visibility(pattern, positions)
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 

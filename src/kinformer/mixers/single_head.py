@@ -4,8 +4,8 @@
     q = norm''(W h + b) * sigmoid(q_gate),   k = m * sigmoid(k_gate),   v = m * sigmoid(f) * tanh(c)
     y = h + softmax(q k^T / sqrt(dim)) v,    [c, f] = W' sigmoid(v_gate) + b'
 
-norm, norm', norm'' are ``input_norm``, ``memory_norm``, ``query_norm``; W is ``query``, W' and b' are ``value``, c is
-``content`` and f ``strength``. Gates are vectors that no input changes, so they are taken out of the sums: only m is
+norm, norm' and norm'' are ``input_norm``, ``memory_norm`` and ``query_norm``; W is ``query``, W' and b' are ``value``,
+c ``content`` and f ``strength``. Gates are vectors that no input changes, so they are taken out of the sums: only m is
 remembered, once. The sum with h is the residual one of the paper, whose stream is normed before the sum.
 """
 
@@ -102,7 +102,7 @@ class SingleHead(CausalMixer):
             y, value = self._absorb(chunk, state.release())
             return y, value.reserve(room)
         h, new = self._norms(chunk.x)
-        positions = state.positions(chunk.x.shape[1])
+        positions = state.positions(chunk)
         (slots,), after, full = state.extend((new,), self.retained)
         return self._attend(h, slots, positions, whole=full), after
 

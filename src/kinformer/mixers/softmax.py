@@ -31,6 +31,7 @@ from kinformer.core.parts import (
     ProjectionConfig,
     ScoreConfig,
     check_heads,
+    check_score,
     head_width,
     merge_heads,
 )
@@ -90,6 +91,7 @@ class SoftmaxAttention(CausalMixer):
                 "use a causal pattern (causal, local)."
             )
         check_heads(config.pattern, self.pattern, config.num_heads)
+        check_score(config.score, self.score, self.position)
         self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
         check_impl(config.impl, Needs.of_parts(self.pattern, self.score, self.position, config.dropout), "softmax")
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
@@ -150,7 +152,7 @@ class SoftmaxAttention(CausalMixer):
     def _extend(
         self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None
     ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
-        positions = state.positions(chunk.x.shape[1])
+        positions = state.positions(chunk)
         q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent)
         q, k = self.position.rotate(q, k, positions)
         k, v, state, full = state.append(k, self.position.values(v), self.pattern.horizon)
@@ -171,12 +173,7 @@ class SoftmaxAttention(CausalMixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
-        scoring = Scoring(
-            self.score.scale,
-            self.score.form,
-            self.score.vector(),
-            self.position.relative(0, k.shape[2] - 1),
-            dropout=Dropout.drawn(self.dropout, self.training),
-        )
+        dropout = Dropout.drawn(self.dropout, self.training)
+        scoring = Scoring.of(self.score, self.position.relative(0, k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
         return self.out(merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out))

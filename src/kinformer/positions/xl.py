@@ -2,13 +2,12 @@
 
     score(i, j) = ((q_i + u) . k_j + (q_i + v) . W_R R_{i-j}) / sqrt(head_dim)
 
-R_d is a sinusoid of the model's width, all sines before all cosines. Queries are handed on as q + u, so that a distance
-moves every key by W_R R_d and every score by (v - u) . W_R R_d / sqrt(head_dim).
+R_d is a sinusoid of the model's width, all sines before all cosines. Queries are handed on as q + u; a distance moves
+every key by W_R R_d, which a query meets as q + u + (v - u). Other scores of products take both sums as they take q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,28 +70,29 @@ class TransformerXL(Position):
             highest = min(highest, self.config.clamp - 1)
         if highest < lowest:
             return None
-        keys, bias = self._rows(lowest, highest)
-        return Relative(lowest, bias=bias, keys=keys)
+        shift = (self.biases.position - self.biases.content)[:, None]
+        return Relative(lowest, keys=self._rows(lowest, highest), shift=shift)
 
-    def _rows(self, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
+    def _rows(self, lowest: int, highest: int) -> Tensor:
         """:meth:`_project`; without gradients, rows that were made by the present weights are used again (on a CPU: to
         look at the weights elsewhere would wait for the device)."""
         if torch.compiler.is_compiling():
             return self._project(lowest, highest)
-        weights = (self.projection.weight, self.biases.content, self.biases.position)
-        if lowest < 0 or torch.is_grad_enabled() or any(w.device.type != "cpu" or w.is_inference() for w in weights):
+        weight = self.projection.weight
+        if lowest < 0 or torch.is_grad_enabled() or weight.device.type != "cpu" or weight.is_inference():
             self._recent = None
             return self._project(lowest, highest)
         rows = self._recent
-        if rows is None or not rows.made_by(weights):
-            rows = _Rows.of(weights, *self._project(0, highest))
+        if rows is None or rows.stamp != _stamp(weight):
+            rows = _Rows(self._project(0, highest), weight.detach(), _stamp(weight))
         if (count := rows.keys.shape[1]) <= highest:
-            rows = rows.followed_by(*self._project(count, max(highest, 2 * count)))
+            more = self._project(count, max(highest, 2 * count))
+            rows = rows._replace(keys=torch.cat([rows.keys, more], 1))
         self._recent = rows
-        return rows.keys[:, lowest : highest + 1], rows.bias[:, lowest : highest + 1]
+        return rows.keys[:, lowest : highest + 1]
 
-    def _project(self, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-        """Keys [heads, n, head_dim] and biases [heads, n] of the distances ``lowest .. highest``.
+    def _project(self, lowest: int, highest: int) -> Tensor:
+        """Keys [heads, n, head_dim] of the distances ``lowest .. highest``.
 
         With a clamp they are told relative to the farthest: a constant per query, which softmax does not see.
         """
@@ -104,8 +104,7 @@ class TransformerXL(Position):
         keys = keys.view(-1, heads, head_dim).transpose(0, 1)
         if self.config.clamp is not None:
             keys = keys[:, :-1] - keys[:, -1:]
-        offset = (self.biases.position - self.biases.content) * head_dim**-0.5
-        return keys, (keys @ offset.to(keys.dtype)[..., None])[..., 0]
+        return keys
 
 
 def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
@@ -116,29 +115,18 @@ def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Projected rows of the distances 0, 1, ..., and what they were made by; holding the weights keeps their
-    addresses from being given to others."""
+    """Projected rows of the distances 0, 1, ..., and what they were made by; holding the weight keeps its address from
+    being given to another."""
 
     keys: Tensor
-    bias: Tensor
-    weights: tuple[Tensor, ...]
+    weight: Tensor
     stamp: tuple[object, ...]
 
-    @classmethod
-    def of(cls, weights: Sequence[Tensor], keys: Tensor, bias: Tensor) -> _Rows:
-        return cls(keys, bias, tuple(weight.detach() for weight in weights), _stamp(weights))
 
-    def made_by(self, weights: Sequence[Tensor]) -> bool:
-        return self.stamp == _stamp(weights)
-
-    def followed_by(self, keys: Tensor, bias: Tensor) -> _Rows:
-        return self._replace(keys=torch.cat([self.keys, keys], 1), bias=torch.cat([self.bias, bias], 1))
-
-
-def _stamp(weights: Sequence[Tensor]) -> tuple[object, ...]:
-    """What tells weights apart, also from ones that were written through ``.data``, which no version counts."""
-    told = [(weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight)) for weight in weights]
-    return (*told, autocast_dtype(weights[0].device))
+def _stamp(weight: Tensor) -> tuple[object, ...]:
+    """What tells a weight apart, also from one that was written through ``.data``, which no version counts."""
+    told = (weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight))
+    return (*told, autocast_dtype(weight.device))
 
 
 def _sum_of_bits(weight: Tensor) -> int:

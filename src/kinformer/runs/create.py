@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,35 +16,39 @@ from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
 from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
+from kinformer.data.files import atomic_write
+from kinformer.data.formats import write_field
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.extend import check_extension, extended_config
+from kinformer.runs.folder import creating, require_empty
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
-from kinformer.runs.run import BYTES, CONFIG, Run, open_run
+from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan, refuse_options
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
-TOKENIZER = "tokenizer.json"
+FIELD = "texts"
 
 
 def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run, Settings]:
-    """A run in a new folder, which holds its config then, and its settings; ``device`` is the type of one.
+    """A run in a new folder, which the caller keeps and which holds its config then, and its settings; ``device`` is
+    the type of one.
 
-    Errors: ``KinformerError`` for options that do not go together; no new folder is left behind then.
+    Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
     """
     folder = Path(options.out)
-    _require_empty(folder)
+    require_empty(folder)
     base = base_of(options)
     task = task_for(options.task, recipe_config(options, base, None), options.member)
     settings, own = _settings(options, task), training_options(task, options.own)
     check_source(options, task)
     plan_config(options, base, task, None)
-    with _tidy(folder):
+    with creating(folder):
         spec = named_data(options, task, folder)
         tokenizer = _tokenizer(options, spec, base) if task.tokenizes else None
         data = task.open(Source(spec, options.holdout, tokenizer), own)
@@ -113,12 +115,17 @@ def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
     given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer")}
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    if options.text_field is not None and (task.default_data is None or options.data in (None, STDLIB, "-")):
+        raise KinformerError(
+            f"--text-field {options.text_field}: is for tasks of text and JSON lines; give its path with --data."
+        )
     if options.data is None and task.default_data is None and not options.resume:
         raise KinformerError(f"--task {task.name}: {task.needs}")
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
-    """The data as it can be found again: an absolute path, standard input as a file in the run folder."""
+    """The data as it can be found again: an absolute path, standard input and a field of JSON lines as
+    a file in the run folder."""
     if options.data is None:
         assert task.default_data is not None
         return task.default_data
@@ -127,6 +134,11 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)
         return str(spool(sys.stdin.buffer, folder.resolve()))
+    if options.text_field is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder.resolve() / FIELD) as file:
+            write_field(Path(options.data).expanduser(), options.text_field, file)
+        return str(folder.resolve() / FIELD)
     return str(Path(options.data).expanduser().resolve())
 
 
@@ -135,7 +147,7 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
     if options.train_tokenizer is None:
-        return ByteTokenizer() if options.tokenizer == BYTES else FileTokenizer(options.tokenizer)
+        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
     if options.tokenizer != BYTES:
         raise KinformerError(
             f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
@@ -143,6 +155,15 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
     split = open_corpus(spec, holdout=options.holdout).splits["train"]
     with tempfile.TemporaryDirectory() as folder:
         return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
+
+
+def _file_tokenizer(path: str) -> FileTokenizer:
+    if not Path(path).is_file():
+        raise KinformerError(
+            f"--tokenizer {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
+            "--train-tokenizer holds one, or leave it out and train on bytes."
+        )
+    return FileTokenizer(path)
 
 
 def _settings(options: TrainOptions, task: Task) -> Settings:
@@ -171,29 +192,3 @@ def _group(options: TrainOptions, device: str) -> Group:
     """The processes that are going to train, as the first of them."""
     world = max(options.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(torch.device("cuda" if device == "cuda" else "cpu"), world=world, strategy=options.strategy)
-
-
-def _require_empty(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise KinformerError(f"--out {folder}: is a file; give a folder.")
-    if (folder / CONFIG).exists():
-        raise KinformerError(
-            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
-        )
-    if folder.exists() and any(folder.iterdir()):
-        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
-
-
-@contextmanager
-def _tidy(folder: Path) -> Iterator[None]:
-    """Leave no new folder behind when what follows fails before anything is trained."""
-    new = not folder.exists()
-    try:
-        yield
-    except BaseException:
-        if folder.exists():
-            for path in folder.iterdir():
-                path.unlink()
-            if new:
-                folder.rmdir()
-        raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import Figure
 from kinformer.core.progress import note, progressing
-from kinformer.data import Split
+from kinformer.data import Split, first_bytes
 from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 from kinformer.evaluation.windows import Windows
 from kinformer.memory.datastore import Datastore
@@ -20,7 +20,7 @@ from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run
 from kinformer.runs.store import NEIGHBOURS, TEMPERATURE, WEIGHT, attach_mixture, note_stored, searcher
 from kinformer.tasks.task import Evaluation, Report, Table
-from kinformer.tasks.text import HeldOut, check_positions, first_bytes, held_out, main_windows
+from kinformer.tasks.text import HeldOut, check_positions, held_out, main_windows
 
 if TYPE_CHECKING:
     from kinformer.models.attached import AttachedDecoder
@@ -111,7 +111,9 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
     if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
         tuning = splits["validation"]
-        return tuning if options.max_bytes is None else first_bytes(tuning, options.max_bytes), held.split
+        if options.max_bytes is not None:
+            tuning = first_bytes(tuning, options.max_bytes, held.corpus.tokenizer)
+        return tuning, held.split
     half = len(held.split) // 2
     tuning, reported = held.split.take(half), held.split.skip(half)
     for part in (tuning, reported):

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_weights, read_json, write_atomic
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
-from kinformer.runs.create import TOKENIZER
-from kinformer.runs.run import Run, save_weights
+from kinformer.runs.folder import creating, require_empty, writing
+from kinformer.runs.run import TOKENIZER, Run, save_weights
 from kinformer.tasks.table import task_of
 
 if TYPE_CHECKING:
@@ -36,12 +35,13 @@ class ImportedRun:
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
     """Turn the checkpoint in ``folder`` into the run folder ``out``, whose recipe is called ``name``."""
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise KinformerError(f"--out {out}: is not empty; give a new folder.")
-    imported = read_checkpoint(folder)
-    config = model_config(imported.model, f"{folder}: model")
-    parameters = _checked(imported, config, str(folder))
-    run = _write(imported, config, out, name)
+    with writing(out):
+        require_empty(out)
+        imported = read_checkpoint(folder)
+        config = model_config(imported.model, f"{folder}: model")
+        parameters = _checked(imported, config, str(folder))
+        with creating(out):
+            run = _write(imported, config, out, name)
     notes = [f"{folder}: {note}." for note in imported.notes]
     if imported.tokenizer is None:
         calls = "kinformer.load"

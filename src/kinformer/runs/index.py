@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.lock import locked
 from kinformer.core.progress import note, progressing
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.lists import InvertedLists, build, has_lists
@@ -81,5 +82,5 @@ def _sort(options: IndexOptions, quiet: bool) -> InvertedLists | None:
     """Build the lists that were asked for, or bring those that are there up to date."""
     if not options.approximate and not has_lists(Path(options.datastore)):
         return None
-    with progressing(quiet, "sorting") as progress:
+    with locked(Path(options.datastore)), progressing(quiet, "sorting") as progress:
         return build(Datastore(options.datastore), options.lists, seed=options.seed, progress=progress)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.core.errors import choose
-from kinformer.data import EvaluationStream, Split, open_corpus
+from kinformer.data import EvaluationStream, Split, first_bytes, open_corpus
 from kinformer.evaluation.windows import Windows, batches
 from kinformer.runs.options import IndexOptions
 from kinformer.runs.run import Run
-from kinformer.tasks.text import check_positions, first_bytes, main_windows, spec_of
+from kinformer.tasks.text import check_positions, main_windows, spec_of
 
 if TYPE_CHECKING:
     from kinformer.models.attached import KeyedDecoder
@@ -47,7 +47,7 @@ def open_source(run: Run, model: Decoder, options: IndexOptions) -> IndexedText:
         names = [choose(options.split, corpus.splits, "--split")]
     splits = [corpus.splits[name] for name in names if len(corpus.splits[name])]
     if options.max_bytes is not None:
-        splits = [first_bytes(splits[0], options.max_bytes)]
+        splits = [first_bytes(splits[0], options.max_bytes, corpus.tokenizer)]
     for split in splits:
         split.require(2, "an entry")
     windows = main_windows(run, model, options)

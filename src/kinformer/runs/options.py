@@ -30,19 +30,38 @@ class Machine:
         """The device, after setting the threads and PyTorch's global seed."""
         import torch
 
+        device = self.usable_device()
         if self.threads is not None:
             require("--threads", self.threads, 1)
             torch.set_num_threads(self.threads)
         require("--seed", seed, 0)
         torch.manual_seed(seed)
+        return device
+
+    def usable_device(self) -> torch.device:
+        """The device that is meant; one sentence where this machine has none such."""
+        import torch
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.split(":")[0] == "mps":
+            raise KinformerError(
+                f"--device {self.device}: has no float64, in which angles of positions and figures are computed; "
+                "use cpu or auto."
+            )
+        if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+            raise KinformerError(f"--device {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
             device = torch.device(self.device)
-            torch.empty(0, device=device)
+            if device.type != "cuda":  # which would begin to use the GPU, also in a process that only starts others
+                torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise KinformerError(f"--device {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise KinformerError(
+                f"--device {self.device}: the GPUs here are numbered 0 to {torch.cuda.device_count() - 1}; choose one."
+            )
         return device
 
 
@@ -58,6 +77,8 @@ class TrainOptions(Settings, Machine):
     """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library,
     which tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class,
     or a file of lines: .tsv or .jsonl."""
+    text_field: str | None = None
+    """Of data in JSON lines: the field with the text, which is written into the run folder."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str = "small"
@@ -159,8 +180,8 @@ class GenerateOptions(StoreOptions, Machine):
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
-    temperature: float = 1.0
-    """Above 1 more surprising, below 1 less; 0 always takes the most probable token."""
+    temperature: float = 0.8
+    """1 draws as the model predicts, above that more surprising, below less; 0 always takes the most probable token."""
     top_k: int | None = None
     """Draw from the N most probable tokens only."""
     top_p: float | None = None

@@ -13,7 +13,7 @@ from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import resume_retrieval
 from kinformer.runs.rows import data_of
-from kinformer.runs.run import BYTES, CONFIG, Run, open_run
+from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
@@ -36,11 +36,11 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
         )
     settings = _merged(run, options)
     _check_unchanged(run, options)
-    spec = run.data["spec"] if options.data is None else named_data(options, run.task, run.folder)
+    spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
     data = dict(run.data) | {"spec": spec} | resume_retrieval(run, options)
     run = replace(run, data=data, training=vars(settings))
     found = data_of(run)
-    if found.fingerprint != (begun_with := run.data["identity"].get("fingerprint")):
+    if found.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(
             f"{spec}: is not the data that the run in {run.folder} was begun with ({found.fingerprint} instead of "
             f"{begun_with}); give that data, or another --out."
@@ -55,8 +55,6 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 def _merged(run: Run, options: TrainOptions) -> Settings:
     """The run's own settings, with those that were given and may change."""
     stored = dict(run.training)
-    if unknown := sorted(stored.keys() - {field.name for field in fields(Settings)}):
-        raise KinformerError(f"{run.folder / CONFIG}: has the unknown setting {unknown[0]!r}; use a matching version.")
     given = {field.name: getattr(options, field.name) for field in fields(Settings)}
     given = {field.name: given[field.name] for field in fields(Settings) if given[field.name] != field.default}
     for name, value in given.items():

@@ -2,25 +2,39 @@
 
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
-(how it was named, and its identity) and ``training`` (the settings); and ``packages``, where other packages' the
-member and the task are.
+(how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
+``tokenizer_fingerprint`` where the tokenizer is a file, and ``packages``, where other packages' the member and the task
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import DIGEST, digest, load_tensors, load_weights, read_json, save_tensors, write_json
+from kinformer.core.fields import require_types
+from kinformer.core.files import (
+    DIGEST,
+    digest,
+    load_tensors,
+    load_weights,
+    reading,
+    require_signature,
+    require_weights,
+    save_tensors,
+    signed,
+    write_json,
+)
 from kinformer.family.build import model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
+from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
 from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
 from kinformer.training.best import WEIGHTS, best_of
@@ -32,9 +46,7 @@ if TYPE_CHECKING:
     from kinformer.data import Tokenizer
     from kinformer.tasks.task import Task
 
-SCHEMA = 2
-CONFIG, BYTES = "config.json", "bytes"
-_KEYS = ("member", "recipe", "model", "tokenizer", "task", "data", "training")
+TOKENIZER, BYTES = "tokenizer.json", "bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,7 @@ class Run:
         began with) and ``retrieval`` (its datastore).
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
+    tokenizer_fingerprint: what that file is told by; None until there is one.
     """
 
     folder: Path
@@ -59,6 +72,7 @@ class Run:
     data: Mapping[str, Any]
     training: Mapping[str, Any]
     vocabulary: str | None = BYTES
+    tokenizer_fingerprint: str | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -70,7 +84,9 @@ class Run:
 
         if self.vocabulary is None:
             return None
-        return ByteTokenizer() if self.vocabulary == BYTES else FileTokenizer(self.folder / self.vocabulary)
+        if self.vocabulary == BYTES:
+            return ByteTokenizer()
+        return FileTokenizer(self.folder / self.vocabulary, self.tokenizer_fingerprint)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -96,11 +112,22 @@ class Run:
         added = {"member": FAMILY.package(self.member), "task": ALL.package(self.task.name)}
         if packages := {name: package for name, package in added.items() if package is not None}:
             data["packages"] = packages
-        write_json(self.folder / CONFIG, data)
+        if fingerprint := self.tokenizer_fingerprint or self._fingerprint():
+            data["tokenizer_fingerprint"] = fingerprint
+        write_json(self.folder / CONFIG, signed(data))
+
+    def _fingerprint(self) -> str | None:
+        """That of the tokenizer's file as it is now."""
+        from kinformer.data.tokenizer import file_fingerprint
+
+        if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
+            return None
+        return file_fingerprint((self.folder / self.vocabulary).read_bytes())
 
     def build(self) -> Any:
         """The model, newly initialised."""
-        return self.config.build()
+        with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
+            return self.config.build()
 
     def model(self, changes: Mapping[str, Any] | None = None) -> Any:
         """The model with its best weights, in eval mode, without what belongs to it (see ``runs.store``).
@@ -108,8 +135,11 @@ class Run:
         ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
         the shape of every weight as they are.
         """
-        model = (self._changed(changes) if changes else self.config).build()
+        config = self._changed(changes) if changes else self.config
         tensors, _ = load_tensors(self.folder / WEIGHTS)
+        with reading(self.folder / CONFIG, "says a model that cannot be built"):
+            require_weights(weight_shapes(config), tensors, self.folder / WEIGHTS)
+            model = config.build()
         load_weights(model, tensors, self.folder / WEIGHTS)
         return model.eval()
 
@@ -142,61 +172,32 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def open_run(folder: str | Path) -> Run:
     """Read a run folder's config; anything that is not one is one clear sentence."""
     folder = Path(folder)
-    data = _read(folder)
-    path = folder / CONFIG
+    place = folder / CONFIG
+    data = read_config(place)
     packages = data.get("packages", {})
-    try:
-        if package := packages.get("member"):
-            member_called(data["member"], package)
-        task = task_called(data["task"]["name"], packages.get("task"))
-        options = training_options(task, data["task"]["options"])
-    except (KinformerError, TypeError) as error:
-        raise KinformerError(f"{path}: {error}") from None
+    with reading(place):
+        try:
+            member_called(data["member"], packages.get("member"))
+            task = task_called(data["task"]["name"], packages.get("task"))
+            options = training_options(task, data["task"]["options"])
+            require_types(options, task.Options)
+            task.choose_objective(settings_in(data["training"]).objective)
+        except (KinformerError, TypeError) as error:
+            raise KinformerError(f"{place}: {error}") from None
+        config = model_config(data["model"], f"{place}: model")
+    require_signature(data, place)
     return Run(
         folder=folder,
         member=data["member"],
         recipe=data["recipe"],
-        config=model_config(data["model"], f"{path}: model"),
+        config=config,
         task=task,
         options=options,
         data=data["data"],
         training=data["training"],
         vocabulary=data["tokenizer"],
+        tokenizer_fingerprint=data.get("tokenizer_fingerprint"),
     )
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """``config.json``, with the right keys and types."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise KinformerError(
-            f"{folder}: is no run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
-        )
-    data = read_json(path)
-    if isinstance(data, dict) and "model_type" in data and "schema" not in data:
-        raise KinformerError(
-            f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
-        )
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema == 1:
-        raise KinformerError(
-            f"{path}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
-            "again, or read it with kinformer 0.1."
-        )
-    if schema != SCHEMA:
-        raise KinformerError(
-            f"{path}: has schema {schema!r}, but this version reads schema {SCHEMA}; use a matching version."
-        )
-    if missing := [name for name in _KEYS if name not in data]:
-        raise KinformerError(f"{path}: lacks {', '.join(missing)}; restore it from a copy.")
-    for name in _KEYS:
-        expected: Any = str if name in ("member", "recipe") else (str, type(None)) if name == "tokenizer" else dict
-        if not isinstance(data[name], expected):
-            kind = "a table" if expected is dict else "text"
-            raise KinformerError(f"{path}: {name} is {data[name]!r}, not {kind}; restore it from a copy.")
-    if not isinstance(data["task"].get("name"), str) or not isinstance(data["task"].get("options"), dict):
-        raise KinformerError(f"{path}: task is {data['task']!r}, without a name or options; restore it from a copy.")
-    return data
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

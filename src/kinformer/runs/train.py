@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,12 @@ from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
 from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
+from kinformer.core.progress import tolerant
+from kinformer.family.table import member
+from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
 from kinformer.runs.extend import extended_weights
+from kinformer.runs.folder import CHECKPOINTS, writing
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import plan_of, rows_of
@@ -47,7 +52,7 @@ class Job:
         """The model as the run begins: new, or with the weights of the run that it was given to begin with."""
         model = self.run.build()
         init = self.run.data.get("init")
-        if init and not Checkpoints(self.run.folder / "checkpoints", 1).steps():
+        if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
             _begin_with(model, self.run, init)
         return model
 
@@ -89,17 +94,19 @@ def train(options: TrainOptions, quiet: bool = False) -> Summary:
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet)
     options.rows(options.devices)
-    job = prepare(options, quiet)
-    if options.devices > 1:
-        return distributed.launch(_join_and_work, (job,), options.devices)
-    return work(job, Group(options.prepare(job.settings.seed)))
+    with writing(Path(options.out)):
+        job = prepare(options, quiet)
+        if options.devices > 1:
+            return distributed.launch(_join_and_work, (job,), options.devices)
+        return work(job, Group(options.prepare(job.settings.seed)))
 
 
 def prepare(options: TrainOptions, quiet: bool = False) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
+    options = replace(options, member=member(options.member).name)
     if options.compile:
         _require_compiler()
-    device = _device_type(options.device)
+    device = options.usable_device().type
     if device == "cuda" and options.devices > torch.cuda.device_count():
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
@@ -119,11 +126,13 @@ def work(job: Job, group: Group) -> Summary:
     model = job.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     objective = run.task.objective(settings.objective, model, data)
+    if group.first and not job.quiet:
+        print(announcement(run, settings, parameters, group), file=sys.stderr, flush=True)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
-        print(remark, file=sys.stderr, flush=True)
+        print(remark, file=tolerant(sys.stderr), flush=True)
     return Summary(run.folder, run.member, parameters, result, data.figures)
 
 
@@ -139,9 +148,13 @@ def _under_torchrun(options: TrainOptions, quiet: bool) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
         raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
-    with distributed.join(_device_type(options.device), options.strategy) as group:
-        job = group.on_first(lambda: prepare(options, quiet))
-        return work(job, group)
+    with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
+
+        def prepared() -> Job:
+            held.enter_context(writing(Path(options.out)))
+            return prepare(options, quiet)
+
+        return work(group.on_first(prepared), group)
 
 
 def _device_type(device: str) -> str:

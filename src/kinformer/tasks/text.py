@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kinformer.core.errors import KinformerError, choose
 from kinformer.core.pattern import Pattern
 from kinformer.core.progress import note
-from kinformer.data import BosEos, Corpus, FileTokenizer, Split, open_corpus
+from kinformer.data import BosEos, Corpus, FileTokenizer, Split, first_bytes, open_corpus
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 
@@ -106,15 +106,9 @@ def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None
     corpus = open_corpus(spec_of(run, measuring.data), tokenizer=run.tokenizer, holdout=holdout)
     part = corpus.splits[choose(measuring.split, corpus.splits, "--split")]
     same = note_other_data(run, corpus, measuring.data is not None)
-    return HeldOut(corpus, part if measuring.max_bytes is None else first_bytes(part, measuring.max_bytes), same)
-
-
-def first_bytes(split: Split, count: int) -> Split:
-    """The beginning of ``split`` that stands for ``count`` bytes (of a tokenizer's ids, up to the next mark)."""
-    if split.marks is None:
-        return split.take(count)
-    enough = int(split.marks[:, 1].searchsorted(count))
-    return split.take(int(split.marks[min(enough, len(split.marks) - 1), 0]))
+    if measuring.max_bytes is not None:
+        part = first_bytes(part, measuring.max_bytes, corpus.tokenizer)
+    return HeldOut(corpus, part, same)
 
 
 def note_other_data(run: TrainedRun, data: Corpus | Labelled, asked_for: bool) -> bool:

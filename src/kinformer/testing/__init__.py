@@ -10,6 +10,11 @@ or with one test per check::
     @pytest.mark.parametrize("check", CHECKS)
     def test_contract(check):
         CHECKS[check](MixerSubject(lambda: MyMixer(dim=16), dim=16))
+
+What of PyTorch's derivatives works is the same for all mixers: first ones in reverse (``backward``, ``autograd.grad``)
+always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian``,
+``vmap``) where every operation has them, as with ``impl="reference"``. Elsewhere they raise, and the check
+``derivatives`` holds your mixer to that.
 """
 
 from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from kinformer.testing.derivatives import agree_derivatives
 from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
 from kinformer.testing.errors import BITS, GRADIENTS, VALUES, BrokenLawError, agree, require
 
@@ -94,21 +95,32 @@ def implementations(subject: EncoderMixerSubject) -> None:
 def gradcheck(subject: EncoderMixerSubject) -> None:
     """Analytic gradients by inputs and weights are the numerical ones."""
     module = subject.build()
-    names = [name for name, _ in module.named_parameters()]
     for case in subject.cases():
-
-        def function(inputs: Tensor, *weights: Tensor, text: Any = case.text) -> Tensor:
-            return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (inputs, text))
-
-        points = [case.inputs[:1], *module.parameters()]
-        leaves = [leaf.detach().clone().requires_grad_() for leaf in points]
-        one = case.rows(torch.tensor([0]))
+        function, leaves = _as_function(module, case)
         try:
-            torch.autograd.gradcheck(
-                lambda *each, text=one.text: function(*each, text=text), leaves, fast_mode=True, atol=1e-6, rtol=1e-4
-            )
+            torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
         except GradcheckError as error:
-            raise BrokenLawError(f"gradients by [inputs, {', '.join(names)}], {case.name}: {error}") from error
+            names = ", ".join(name for name, _ in module.named_parameters())
+            raise BrokenLawError(f"gradients by [inputs, {names}], {case.name}: {error}") from error
+
+
+def derivatives(subject: EncoderMixerSubject) -> None:
+    """Second derivatives and those of forward mode are the numerical ones, or raise."""
+    for name, make in {"the default": subject.make, **subject.impls}.items():
+        module = subject.build(make=make)
+        for case in subject.cases():
+            agree_derivatives(f"implementation {name!r}, {case.name}", *_as_function(module, case))
+
+
+def _as_function(module: Any, case: Case) -> tuple[Callable[..., tuple[Tensor]], list[Tensor]]:
+    """Outputs of the first row as a function of inputs and weights, and these as leaves."""
+    one = case.rows(torch.tensor([0]))
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(inputs: Tensor, *weights: Tensor) -> tuple[Tensor]:
+        return (torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (inputs, one.text)),)
+
+    return function, [leaf.detach().clone().requires_grad_() for leaf in (one.inputs, *module.parameters())]
 
 
 def compile_(subject: EncoderMixerSubject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.gradcheck import GradcheckError
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.testing.declared import alike
+from kinformer.testing.derivatives import agree_derivatives
 from kinformer.testing.errors import BrokenLawError, require
 from kinformer.testing.scenario import Plan, absorb, agree_outcomes, outcome, starts
 from kinformer.testing.subject import MixerSubject, named_leaves
@@ -77,6 +79,22 @@ def implementations(subject: MixerSubject) -> None:
 def gradcheck(subject: MixerSubject) -> None:
     """Analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
     module = subject.build()
+    function, points = _as_function(subject, module)
+    try:
+        torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
+    except GradcheckError as error:
+        names = ", ".join(name for name, _ in module.named_parameters())
+        raise BrokenLawError(f"gradients by [inputs, initial state, {names}]: {error}") from error
+
+
+def derivatives(subject: MixerSubject) -> None:
+    """Second derivatives and those of forward mode are the numerical ones, or raise (3 tokens after 2)."""
+    for name, make in {"the default": subject.make, **subject.impls}.items():
+        agree_derivatives(f"implementation {name!r}", *_as_function(subject, subject.build(make=make)))
+
+
+def _as_function(subject: MixerSubject, module: CausalMixer) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """Outputs and final state as a function of inputs, initial state and weights, and these as leaves."""
     start = subject.started(module, batch=1, time=2)
     names = [name for name, _ in module.named_parameters()]
     leaves = [subject.inputs(1, 3, seed=73), *filter(_moves, states.tensors(start)), *module.parameters()]
@@ -88,11 +106,7 @@ def gradcheck(subject: MixerSubject) -> None:
         y, end = torch.func.functional_call(module, weights, (Chunk(inputs), state))
         return y, *filter(_moves, states.tensors(end))
 
-    points = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    try:
-        torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
-    except GradcheckError as error:
-        raise BrokenLawError(f"gradients by [inputs, initial state, {', '.join(names)}]: {error}") from error
+    return function, [leaf.detach().clone().requires_grad_() for leaf in leaves]
 
 
 def _moves(leaf: Tensor) -> bool:

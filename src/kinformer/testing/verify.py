@@ -59,6 +59,7 @@ CHECKS: dict[str, Check] = (
         Check("dtype", numerics.dtype),
         Check("implementations", numerics.implementations),
         Check("gradcheck", numerics.gradcheck, needs=("partition",)),
+        Check("derivatives", numerics.derivatives, needs=("gradcheck", "implementations")),
         Check("compile", numerics.compile_),
     )
 )
@@ -74,6 +75,7 @@ ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
     Check("dtype", encoders.dtype),
     Check("implementations", encoders.implementations),
     Check("gradcheck", encoders.gradcheck),
+    Check("derivatives", encoders.derivatives, needs=("gradcheck", "implementations")),
     Check("compile", encoders.compile_),
 )
 """The checks of an encoder's mixer; each takes an :class:`EncoderMixerSubject`."""

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.core.files import load_tensors, save_tensors
+from kinformer.core.files import load_tensors, reading, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +25,11 @@ _FIGURES, _STEP = "figures", "step"
 def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     """The figures of the best validation in a run folder, the deciding one first, and its step; None if there is
     none."""
-    if not (folder / WEIGHTS).is_file():
+    if not (folder / WEIGHTS).exists():
         return None
     metadata = load_tensors(folder / WEIGHTS)[1]
-    return (dict(json.loads(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
+    with reading(folder / WEIGHTS):
+        return (dict(json.loads(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
 
 
 class Best:

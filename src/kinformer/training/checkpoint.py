@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import DIGEST, load_tensors, read_json, save_tensors, sync_folder, write_json
+from kinformer.core.files import DIGEST, load_tensors, read_json, reading, save_tensors, sync_folder, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA = 1
 PLAN = "plan.json"
+_GROUPS = {"model", "optimizer", "objective", "carried"}
 _PREFIX, _PARTIAL = "step-", ".partial"
 PAUSE = "KINFORMER_PAUSE"
 
@@ -65,14 +66,14 @@ class Checkpoints:
             _pause("before-fsync")
             sync_folder(partial)
             _pause("before-rename")
-            shutil.rmtree(final, ignore_errors=True)
+            self._remove(final)
             partial.rename(final)
             sync_folder(self.folder)
         except (KinformerError, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise KinformerError(self._failed(final, error)) from error
         for step in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            self._remove(self.path(step))
 
     def load(self) -> Checkpoint | None:
         """The newest checkpoint, verified to the last byte; None if there is none."""
@@ -81,22 +82,32 @@ class Checkpoints:
             return None
         folder = self.path(steps[-1])
         try:
-            plan = read_json(folder / PLAN)
-            if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
-                raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads")
-            if plan.pop("sha256") != _digest(plan):
-                raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
-            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
-            return Checkpoint(int(plan["step"]), files, plan["numbers"])
-        except (KinformerError, KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = str(error) if isinstance(error, KinformerError) else f"{folder / PLAN}: is damaged ({error!r})"
+            with reading(folder / PLAN):
+                plan = read_json(folder / PLAN)
+                if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
+                    raise KinformerError(f"{folder / PLAN}: is not of schema {SCHEMA}, which this version reads")
+                if plan.pop("sha256") != _digest(plan):
+                    raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
+                _check(plan, steps[-1])
+                files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+            return Checkpoint(steps[-1], files, plan["numbers"])
+        except KinformerError as error:
+            reason = str(error)
             remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
             raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
 
     def clean(self) -> None:
-        """Remove what an interrupted write left behind."""
+        """Remove what an interrupted write or removal left behind; only one process may write at a time."""
         for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint, under another name, so that a half of one is never taken for a checkpoint."""
+        if folder.exists():
+            doomed = folder.with_name(f".{folder.name}.old{_PARTIAL}")
+            folder.rename(doomed)
+            _pause("before-removal")
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _failed(self, final: Path, error: BaseException) -> str:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
@@ -116,6 +127,20 @@ def _fill(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _digest(plan: Mapping[str, Any]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def _check(plan: Mapping[str, Any], step: int) -> None:
+    """Raise where a plan is not that of step ``step`` of a run."""
+    if type(plan["step"]) is not int or plan["step"] != step:
+        raise ValueError(f"its step is {plan['step']!r}, not {step}")
+    if missing := {"model", "optimizer"} - plan["files"].keys():
+        raise ValueError(f"it has no {min(missing)}")
+    if strange := plan["files"].keys() - _GROUPS:
+        raise ValueError(f"it names {min(strange)!r}, which no checkpoint has")
+    numbers = plan["numbers"]
+    for name, kinds in (("total", (int,)), ("seconds", (int, float))):
+        if name in numbers and (not isinstance(numbers[name], kinds) or isinstance(numbers[name], bool)):
+            raise ValueError(f"its {name} is {numbers[name]!r}, not a number")
 
 
 def _load(path: Path, digest: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Ctrl-C and the scheduler's SIGTERM end a run in good order: after the step, with a checkpoint."""
+"""Ctrl-C, a scheduler's SIGTERM and a terminal's SIGHUP end a run in good order: after the step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """While entered, the first signal is only noted in ``signal``; a second one leaves at once.
+    """While entered, the first signal is only noted in ``signal``, and said to be unless ``quiet``; a second one leaves
+    at once. SIGHUP comes in pairs where a terminal closes, so a second one of those changes nothing; under nohup it
+    stays ignored.
 
     A launcher passes on the signal that a terminal has already given to all processes: with ``echoed`` a second one
     within a second counts as the same.
     """
 
-    def __init__(self, echoed: bool = False) -> None:
-        self.signal = 0
+    def __init__(self, echoed: bool = False, quiet: bool = True) -> None:
+        self.signal, self.quiet = 0, quiet
         self._echo = ECHO_SECONDS if echoed else 0.0
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS if _heeded(number)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,5 +41,16 @@ class Interrupt:
     def _note(self, number: int, _: FrameType | None) -> None:
         if not self.signal:
             self.signal, self._at = number, time.monotonic()
-        elif time.monotonic() - self._at >= self._echo:
+            self._say(f"kinformer: {signal.Signals(number).name}: finishing this step, then saving.\n")
+        elif number != signal.SIGHUP and time.monotonic() - self._at >= self._echo:
             os._exit(128 + number)
+
+    def _say(self, text: str) -> None:
+        """Straight to standard error: Python's own stream may be in the midst of a write."""
+        if not self.quiet:
+            with suppress(OSError):
+                os.write(2, text.encode())
+
+
+def _heeded(number: int) -> bool:
+    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
 from kinformer.core.files import write_atomic
+from kinformer.core.progress import tolerant
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0
@@ -23,13 +25,14 @@ class Log:
         kept = [line for line in _lines(path) if _step(line) <= resumed]
         write_atomic(path, lambda target: _fill(target, kept))
         self._file = path.open("a", encoding="utf-8")
-        self._events = _event_writer(folder / EVENTS, resumed)
+        self._folder = folder / EVENTS
+        self._events = _event_writer(self._folder, resumed)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of JSON and one point per curve."""
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
-        if self._events is not None:
+        if self._events is not None and self._folder.is_dir():  # TensorBoard opens its file by name, time and again
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
 
@@ -37,7 +40,8 @@ class Log:
         """Flush everything."""
         self._file.close()
         if self._events is not None:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
 
 
 def _fill(path: Path, lines: list[str]) -> None:
@@ -74,8 +78,9 @@ class Progress:
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
-        self._stream = stream or sys.stderr
+        self._stream = tolerant(stream or sys.stderr)
         self._start = self._said_at = time.monotonic()
+        self._told = (0, 0.0)
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
@@ -88,18 +93,21 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done: int, figures: str, speed: float) -> None:
-        """``done`` steps are done, the last with ``figures``, at ``speed`` tokens per second."""
+    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
+        """``done`` steps are done, the last with ``figures``, and so many ``tokens`` in ``seconds`` so far; the speed
+        that is told is that since it was last told."""
         self.done = done
-        text = f"{figures}  {speed:,.0f} tokens/s"
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, text=text)
-            return
         now = time.monotonic()
-        if now - self._said_at >= QUIET_SECONDS or done == self.total:
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, text=f"{figures}  {self._speed(tokens, seconds)}")
+        elif now - self._said_at >= QUIET_SECONDS or done == self.total:
             self._said_at = now
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
-            self.say(f"step {done}/{self.total}  {text}  {_clock(left)} left")
+            self.say(f"step {done}/{self.total}  {figures}  {self._speed(tokens, seconds)}  {_clock(left)} left")
+
+    def _speed(self, tokens: int, seconds: float) -> str:
+        (told_tokens, told_seconds), self._told = self._told, (tokens, seconds)
+        return f"{(tokens - told_tokens) / max(seconds - told_seconds, 1e-9):,.0f} tokens/s"
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -115,7 +123,7 @@ class Silence(Progress):
     def __init__(self) -> None:
         self._bar = None
 
-    def update(self, done: int, figures: str, speed: float) -> None:
+    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:

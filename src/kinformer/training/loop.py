@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_weights
+from kinformer.core.files import load_weights, reading
+from kinformer.core.lock import is_here
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
@@ -83,17 +84,20 @@ class Trainer:
             load_weights(self.model, saved.files["model"], self._place(saved))
             load_weights(self.extras, saved.files.get("objective", {}), self._place(saved))
             if states := saved.files.get("carried"):
-                carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
+                with reading(self._place(saved), "holds states of another model", "use its own run folder"):
+                    carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
             _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
         self.engine = group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
-            optimiser.load(saved.files["optimizer"], self._place(saved))
+            with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
+                optimiser.load(saved.files["optimizer"], self._place(saved))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self.best = Best(folder, data.figures)
+        self.home = folder.stat() if folder.exists() else None
         self._restore(saved)
 
     def _place(self, saved: Checkpoint) -> str:
@@ -119,7 +123,7 @@ class Trainer:
         schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
-            Interrupt(self.group.world > 1) as interrupt,
+            Interrupt(self.group.world > 1, self.silent) as interrupt,
             Silence() if self.silent else Progress(self.total, self.step) as progress,
         ):
             self.progress = progress
@@ -184,7 +188,7 @@ class Trainer:
         mean = sum(losses) / len(losses)
         means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
         speed, figures = self.window.speed, self.data.measured(means, "train")
-        self.progress.update(self.step, self._text(figures), speed)
+        self.progress.update(self.step, self._text(figures), self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
             self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
@@ -210,7 +214,7 @@ class Trainer:
         if self.best.improves(figures):
             self.best.note(figures, self.step)
             weights = gather(self.model.state_dict().items(), self.group.first)
-            self.group.on_first(lambda: self.best.write(weights, self.step))
+            self.group.on_first(lambda: self._write_best(weights))
 
     def _save(self) -> None:
         weights = gather(self.model.state_dict().items(), self.group.first)
@@ -223,7 +227,20 @@ class Trainer:
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 
+    def _write_best(self, weights: Mapping[str, Tensor]) -> None:
+        self._require_home()
+        self.best.write(weights, self.step)
+
+    def _require_home(self) -> None:
+        """Whoever moves the folder meanwhile must not get a second one, with half a run."""
+        if self.home is not None and not is_here(self.folder, self.home):
+            raise KinformerError(
+                f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
+                "kept; go on where it is now with --resume."
+            )
+
     def _write(self, checkpoint: Checkpoint) -> None:
+        self._require_home()
         if not finite(checkpoint.files["model"]):
             raise self._diverged(f"a weight is no longer finite after step {self.step}")
         self.checkpoints.save(checkpoint)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.core.fields import require_types
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
@@ -63,6 +64,7 @@ class Settings:
     """Steps between two looks at the loss (each waits for the device)."""
 
     def __post_init__(self) -> None:
+        require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
             raise KinformerError(f"--steps {self.steps} and --minutes {self.minutes:g} contradict; give one of them.")
         for name in ("length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):

@@ -89,13 +89,14 @@ class Updater:
 
 
 class Window:
-    """Updates since the last look, left on the device until they are read, and the speed meanwhile."""
+    """Updates since the last reading, left on the device until then; the speed meanwhile, and the ``tokens`` of all
+    readings in how many ``seconds``."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.updates: list[Done] = []
-        self.speed = self.overall = self._seconds = 0.0
-        self._tokens = 0
+        self.speed = self.overall = self.seconds = 0.0
+        self.tokens = 0
         self.restart()
 
     def add(self, done: Done) -> None:
@@ -111,8 +112,8 @@ class Window:
         losses, *metrics = self.group.mean(ours).T.tolist()
         norms = torch.stack([done.norm for done in self.updates]).tolist()
         seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
-        self._seconds, self._tokens = self._seconds + seconds, self._tokens + tokens
-        self.speed, self.overall = tokens / seconds, self._tokens / self._seconds
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        self.speed, self.overall = tokens / seconds, self.tokens / self.seconds
         self.updates = []
         self.restart()
         return losses, norms, metrics

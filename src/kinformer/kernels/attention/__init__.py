@@ -125,7 +125,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
     """Our own kernels: whichever is made for the shape and the pattern."""
     if visibility.pattern is None:
         folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
-        if lse or folds or visibility.attn_mask is not None or scoring.bias is not None:
+        pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
+        if lse or folds or pairs:
             return few.attend(q, k, v, visibility, scoring)
         return _sets(q, k, v, visibility, scoring)
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
@@ -178,9 +179,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         raise KinformerError(f"{_PLACE}: {q.shape[1]} query heads over {k.shape[1]} kv heads; expected a multiple.")
     if not q.dtype == k.dtype == v.dtype:
         raise KinformerError(f"{_PLACE}: dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one, so cast k and v.")
+    if scoring.form != "dot" and scoring.relative is not None and scoring.relative.keys is not None:
+        raise KinformerError(
+            f"{_PLACE}: keys by distance with scores of the form {scoring.form}; they are for products, the form dot."
+        )
     if visibility.pattern is None:
-        if scoring.relative is not None or visibility.positions is not None:
-            raise KinformerError(f"{_PLACE}: positions and distances without a pattern; give one, such as Band().")
+        told = visibility.positions is not None, visibility.key_positions is not None
+        if told != (scoring.relative is not None,) * 2:
+            raise KinformerError(
+                f"{_PLACE}: positions and distances without a pattern; give one, such as Band(), or key_positions too."
+            )
         return
     if k.shape[2] < q.shape[2]:
         raise KinformerError(

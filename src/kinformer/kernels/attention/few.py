@@ -12,18 +12,25 @@ from torch import Tensor
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax.request import Attended, Projected, Scoring, Visibility
-from kinformer.kernels.softmax.scores import products
+from kinformer.kernels.softmax.scores import mixed, moved, products
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over all keys that the masks leave, without a pattern."""
+    """Over all keys that the masks leave, without a pattern; what distances do is told pair by pair."""
     heads = q.shape[1] // k.shape[1]
     if heads > 1:
         k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
     vector = None if scoring.vector is None else scoring.vector[:, None, None]
     scores = products(q, k, scoring, vector)
+    if scoring.relative is not None:
+        scores = moved(scores.to(state_dtype(scores.dtype)), q, visibility.distance(), scoring)
     weights, total, lse = _weights(scores, visibility, scoring)
-    return Attended((weights.to(v.dtype) @ v) / total.to(v.dtype), lse)
+    weights = weights.to(v.dtype)
+    out = weights @ v
+    if scoring.relative is not None and scoring.relative.values is not None:
+        table = scoring.relative.values.to(v.dtype)
+        out = out + mixed(weights, table, visibility.distance(), scoring.relative.lowest)
+    return Attended(out / total.to(v.dtype), lse)
 
 
 def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibility, scoring: Scoring) -> Attended:
@@ -50,7 +57,7 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - the row's highest) and, before dropout, their sum [..., 1] (1 for no keys) and log-sum-exp, in
-    float32 or better. The product is to be divided by the sum, not the weights: then only these are kept."""
+    float32 or better. Divide the product by the sum, not the weights: only those are kept for the backward then."""
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias

@@ -3,8 +3,8 @@
     out = softmax(score_mod(scale * Q K^T)) V over the pairs of mask_mod
 
 ``mask_mod`` is the pattern's ``allowed``, ``score_mod`` what distances add. Blocks of 128 x 128 pairs are sorted into
-empty, partial and full ones by the pattern's ``cover``; single pairs are looked at inside the kernel. On
-a CPU it runs uncompiled and without gradients, which is good for tests only.
+empty, partial and full ones by the pattern's ``cover``; single pairs are looked at inside the kernel. On a CPU it runs
+uncompiled and without gradients, which is good for tests only.
 """
 
 from __future__ import annotations

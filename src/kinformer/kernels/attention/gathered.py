@@ -73,7 +73,7 @@ def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """:func:`_dot`, whose gradient is a sum of rows."""
+    """:func:`_dot`, whose gradient is a sum of rows: each of the two is linear, and the other's transpose."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         slots, *tables = ctx.saved_tensors
-        return _sum(slots, gradients[0], tables), None, None
+        return _Mixed.apply(gradients[0], slots, tables), None, None
 
 
 class _Mixed(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         slots, *tables = ctx.saved_tensors
-        return _dot(gradients[0], slots, tables), None, None
+        return _Scores.apply(gradients[0], slots, tables), None, None
 
 
 def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 def _seen_slots(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Keys and values that some head sees, which does [batch, heads or 1, slots] (None: all), and their distances."""
+    """The keys and values that some head sees, which head does [batch, heads or 1, slots] (None: all); distances."""
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
@@ -75,7 +75,8 @@ def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: 
         scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest)
     if relative.keys is not None:
         table = relative_at(relative.keys, distance, relative.lowest).to(q.dtype)
-        scores = scores + scale * (table @ q.mT)[..., 0]
+        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scale * (table @ asked.mT)[..., 0]
     if relative.bias is not None:
         scores = scores + relative_at(relative.bias, distance, relative.lowest)
     return scores

@@ -1,10 +1,12 @@
 """Softmax attention written densely: the truth that every kernel is held to, in any dtype.
 
-score_ij = scale * q_i . (k_j + keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
+score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
 p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,9 +25,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         probabilities = probabilities * kept / (1 - scoring.dropout.p)
     out = probabilities @ values
     if scoring.relative is not None and scoring.relative.values is not None:
-        distance = _distance(q.shape[2], k.shape[2], q.device)
-        moved = relative_at(scoring.relative.values.to(out.dtype), distance, scoring.relative.lowest)
-        out = out + torch.einsum("bhij,hijd->bhid", probabilities, moved.expand(q.shape[1], -1, -1, -1))
+        moved = _by_pair(scoring.relative.values, scoring.relative.lowest, visibility, q, k)
+        out = out + torch.einsum("bhij,bhijd->bhid", probabilities, moved.to(out.dtype))
     return Attended(out.to(q.dtype), lse)
 
 
@@ -41,7 +42,7 @@ def _probabilities(
     """[batch, q_heads, time, slots] before dropout, the log-sum-exps, and the values of every query head."""
     heads, accumulator = q.shape[1], state_dtype(q.dtype)
     query, keys, values = (x.to(accumulator) for x in (q, *(_per_query_head(x, heads) for x in (k, v))))
-    scores = _scores(query, keys, scoring)
+    scores = _scores(query, keys, visibility, scoring)
     seen = visible(visibility, scores)
     scores = scores.masked_fill(~seen, -torch.inf)
     sighted = seen.any(-1)
@@ -77,10 +78,19 @@ def _distance(time: int, slots: int, device: torch.device) -> Tensor:
     return query[:, None] - torch.arange(slots, device=device)
 
 
-def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+def _by_pair(table: Tensor, lowest: int, visibility: Visibility, q: Tensor, k: Tensor) -> Tensor:
+    """What ``table`` [heads or 1, n, ...] says of every pair, [batch, heads, time, slots, ...]."""
+    (batch, heads, time, _), slots = q.shape, k.shape[2]
+    own = visibility.key_positions is not None
+    distance = visibility.distance() if own else _distance(time, slots, q.device)[None]
+    found = relative_at(table, distance, lowest).transpose(0, 1)
+    return found.expand(batch, heads, *found.shape[2:])
+
+
+def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
     """[batch, heads, time, slots] of all pairs."""
     scale, relative = scoring.scale, scoring.relative or Relative(0)
-    distance = _distance(q.shape[2], k.shape[2], q.device)
+    by_pair = partial(_by_pair, lowest=relative.lowest, visibility=visibility, q=q, k=k)
     if scoring.form == "modulus":
         real, imaginary = (part @ k.mT for part in complex_queries(q))
         scores = scale * (real.square() + imaginary.square() + EPS).sqrt()
@@ -91,10 +101,10 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     else:
         scores = scale * (q @ k.mT)
     if relative.factor is not None:
-        scores = scores.relu() * relative_at(relative.factor.to(q.dtype), distance, relative.lowest)
+        scores = scores.relu() * by_pair(relative.factor.to(q.dtype))
     if relative.keys is not None:
-        moved = relative_at(relative.keys.to(q.dtype), distance, relative.lowest).expand(q.shape[1], -1, -1, -1)
-        scores = scores + scale * torch.einsum("bhid,hijd->bhij", q, moved)
+        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scale * torch.einsum("bhid,bhijd->bhij", asked, by_pair(relative.keys.to(q.dtype)))
     if relative.bias is not None:
-        scores = scores + relative_at(relative.bias.to(q.dtype), distance, relative.lowest)
+        scores = scores + by_pair(relative.bias.to(q.dtype))
     return scores if scoring.bias is None else scores + scoring.bias.to(q.dtype)

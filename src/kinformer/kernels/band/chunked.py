@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
@@ -51,6 +52,7 @@ _ARGUMENTS = (
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Over the pairs of a pattern that is a band, with gradients of output and log-sum-exp."""
+    check_reverse("chunked attention", q, k, v)
     behind, ahead = limits(visibility, q.shape[2], k.shape[2])
     lookback = None if visibility.whole else visibility.positions
     p, seed = scoring.dropout or (0.0, 0)
@@ -242,8 +244,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output, q, k, v, lookback)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
+@first_order("chunked attention")
+def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
 
 

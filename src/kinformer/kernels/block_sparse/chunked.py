@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.distances import TABLES, Distances
@@ -123,12 +124,15 @@ LEARNED = ("vector", *TABLES)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Over the pairs of any pattern, with gradients of output and log-sum-exp."""
-    return Attended(*_forward(*_call(q, k, v, visibility, scoring)))
+    call = _call(q, k, v, visibility, scoring)
+    tensors: tuple[Any, ...] = call[:_TENSORS]
+    check_reverse("chunked attention", *tensors)
+    return Attended(*_forward(*call))
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Call:
     assert visibility.pattern is not None
-    relative, narrow, wide = scoring.relative or Relative(0), q.dtype, state_dtype(q.dtype)
+    relative, narrow, wide = _shifted(scoring), q.dtype, state_dtype(q.dtype)
     dtypes = {"bias": wide, "factor": wide, "keys": narrow, "values": narrow}
     tables = {name: getattr(relative, name) for name in TABLES}
     p, seed = scoring.dropout or (0.0, 0)
@@ -147,6 +151,15 @@ def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
         p=p,
         seed=seed,
     )
+
+
+def _shifted(scoring: Scoring) -> Relative:
+    """The tables, with what ``shift`` makes of the keys of distances added to the biases."""
+    relative = scoring.relative or Relative(0)
+    if relative.shift is None or relative.keys is None:
+        return relative
+    moved = scoring.scale * (relative.keys @ relative.shift.to(relative.keys.dtype).mT)[..., 0]
+    return relative._replace(bias=moved if relative.bias is None else moved + relative.bias, shift=None)
 
 
 @torch.no_grad()
@@ -239,8 +252,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: a checkpoint computes them for one reading
+@first_order("chunked attention")
+def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     call = Call(*saved[2:], *ctx.plain)
     learned = (ctx.needs_input_grad[Call._fields.index(name)] for name in ("bias", "factor"))
     dq, dk, dv, *others = _backward(grad_out, grad_lse, *saved, *ctx.plain, *learned)

@@ -1,6 +1,7 @@
 """The tile loops of forward and backward: the plan of one term of a pattern over the operands of one section.
 
-P = exp(S - lse), O = P V, dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), with names as in ``chunked``.
+S (``scores``) = form(Q, K) + distances;  O (``out``) = P V, P (``weights``) = exp(S - lse), lse = log rowsum exp S
+dV = P^T dO (``grad``);  dP = dO V^T, then dS = P * (dP - delta) (both ``errors``);  dQ, dK from dS
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from kinformer.kernels.softmax.request import Attended
 
 LOG2_E = math.log2(math.e)
 
-# Pairs in a tile: enough for products to run at full speed, few enough for its passes to stay in the caches.
-_PAIRS = 1 << 20
+_PAIRS = 1 << 20  # in a tile: products run at full speed, and its passes stay in the caches
 
 
 class HeadBlock(NamedTuple):

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
+from kinformer.core.derivatives import first_order
 from kinformer.kernels.delta.inverse import unit_lower_inverse
 from kinformer.kernels.linear.blocks import (
     SequenceBlocks,
@@ -81,9 +81,9 @@ class _Chunked(torch.autograd.Function):
         return out, last
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, reset, *states = ctx.saved_tensors
+    @first_order("the chunked delta rule")
+    def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, reset, *states = saved
         dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, beta))
         dw = grad_w.clone()
         for batch, time in reversed(tiles(q, v)):

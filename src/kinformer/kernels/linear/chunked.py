@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kinformer.core.autocast import no_autocast
+from kinformer.core.derivatives import first_order
 from kinformer.kernels.linear.blocks import (
     SequenceBlocks,
     accumulator_dtype,
@@ -90,9 +90,9 @@ class _Chunked(torch.autograd.Function):
         return out, last_s, last_z
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, reset, *begun = ctx.saved_tensors
+    @first_order("chunked linear attention")
+    def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, reset, *begun = saved
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         ds, dz = grad_s.clone(), grad_z.clone()
         for batch, time in reversed(tiles(q, v)):

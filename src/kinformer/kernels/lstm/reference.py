@@ -1,4 +1,4 @@
-"""The recurrence of an LSTM, token by token, in any dtype: W, U of the formulas are ``w``, ``u``, and c_t ``after``."""
+"""The recurrence of an LSTM, token by token, in any dtype: W and U are ``w`` and ``u``, c_t is ``after``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.parts import Relative
+from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.softmax.dropout import Dropout
 
@@ -25,6 +25,7 @@ class Visibility(NamedTuple):
         ``torch.nn.MultiheadAttention``).
     ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
         ``torch.nn.functional.scaled_dot_product_attention``). All pairs are computed: for few queries or few keys.
+    ``key_positions`` [batch, slots] int64: without a pattern, where keys stand that distances to ``positions`` act on.
     """
 
     pattern: Pattern | None = None
@@ -32,6 +33,12 @@ class Visibility(NamedTuple):
     whole: bool = False
     key_padding_mask: Tensor | None = None
     attn_mask: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    def distance(self) -> Tensor:
+        """[batch, time, slots]: position of the query - position of the key, where both are given without a pattern."""
+        assert self.positions is not None and self.key_positions is not None
+        return self.positions[:, :, None] - self.key_positions[:, None]
 
 
 class Scoring(NamedTuple):
@@ -48,6 +55,13 @@ class Scoring(NamedTuple):
     relative: Relative | None = None
     bias: Tensor | None = None
     dropout: Dropout | None = None
+
+    @classmethod
+    def of(cls, score: Score, relative: Relative | None = None, dropout: Dropout | None = None) -> Scoring:
+        """That of a mixer's parts; the query that a position shifts by is taken as the score takes queries."""
+        if relative is not None and relative.shift is not None:
+            relative = relative._replace(shift=score.queries(relative.shift))
+        return cls(score.scale, score.form, score.vector(), relative, dropout=dropout)
 
 
 class Attended(NamedTuple):

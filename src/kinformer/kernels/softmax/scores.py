@@ -24,6 +24,42 @@ def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     return torch.where(inside.reshape(inside.shape + (1,) * (table.dim() - 2)), found, 0)
 
 
+def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
+    """``scores`` [batch, heads, m, n] of q [batch, heads, m, head_dim] with what ``distance`` [batch, m, n] does."""
+    relative = scoring.relative
+    assert relative is not None
+    if relative.factor is not None:
+        scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest).transpose(0, 1)
+    if relative.keys is not None:
+        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scoring.scale * _met(asked, relative.keys.to(q.dtype), distance, relative.lowest)
+    if relative.bias is not None:
+        scores = scores + relative_at(relative.bias, distance, relative.lowest).transpose(0, 1)
+    return scores
+
+
+def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
+    """q_i . table[d_ij] [batch, heads, m, n], one of the queries or of the keys at a time, whichever are fewer."""
+    if distance.shape[1] <= distance.shape[2]:
+        rows = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(1))
+        return torch.stack([(row @ each[..., None])[..., 0] for row, each in zip(rows, q.unbind(2), strict=True)], 2)
+    columns = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(2))
+    return torch.stack([(q * column).sum(-1) for column in columns], 3)
+
+
+def mixed(weights: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
+    """sum_j weights_ij table[d_ij] [batch, heads, m, head_dim] of ``weights`` [batch, heads, m, n]."""
+    if distance.shape[1] <= distance.shape[2]:
+        rows = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(1))
+        return torch.stack(
+            [(each[:, :, None] @ row)[:, :, 0] for row, each in zip(rows, weights.unbind(2), strict=True)], 2
+        )
+    out = weights.new_zeros(())
+    for column, each in zip(distance.unbind(2), weights.unbind(3), strict=True):
+        out = out + each[..., None] * relative_at(table, column, lowest).transpose(0, 1)
+    return out
+
+
 def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     """q = [re, im] as the vectors whose products with [re, im] keys are the real and imaginary part of q k."""
     real, imaginary = q.chunk(2, dim=-1)

@@ -1,0 +1,60 @@
+"""``kinformer completion bash|zsh``: a script for the shell, to be read by ``eval "$(kinformer completion bash)"``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from kinformer.cli.form import flags, form_of, is_positional
+from kinformer.cli.options import CommonOptions
+from kinformer.cli.output import print_json
+from kinformer.family.table import members
+
+_SCRIPT = """_kinformer() {{
+  local words
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+    *) words="{commands}" ;;
+  esac
+  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _kinformer kinformer
+"""
+_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(CommonOptions):
+    """Print a script that completes commands, members and options."""
+
+    shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
+    """The shell that is to read it."""
+
+
+def run(options: Options) -> int:
+    """Print the script."""
+    known = words()
+    if options.json:
+        print_json(known)
+        return 0
+    cases = "\n".join(f'    {name}) words="{" ".join(each)}" ;;' for name, each in known.items())
+    script = _SCRIPT.format(cases=cases, commands=" ".join(known))
+    print(_ZSH + script if options.shell == "zsh" else script, end="")
+    return 0
+
+
+def words() -> dict[str, list[str]]:
+    """What may follow each command."""
+    from kinformer.cli.main import COMMANDS
+
+    known = {}
+    for name, command in COMMANDS.items():
+        module: Any = import_module(command.module)
+        found = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
+        first = [each.name for each in members()] if "member" in found else []
+        known[name] = first + [f"--{flag}" for flag, hint in found.items() if not is_positional(hint)]
+    return known

@@ -1,0 +1,66 @@
+"""``--config run.toml``: options in a file, by their names.
+
+member = "gpt"
+data = "book.txt"
+batch_size = 16
+set = {dim = 256, "layers.*.dropout" = 0.1}
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kinformer.cli.form import bare, is_positional
+from kinformer.core.errors import KinformerError, nearest
+
+
+def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The positional arguments by name, and the options as arguments. ``known`` are all with their types."""
+    try:
+        told = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
+    positional: dict[str, Any] = {}
+    arguments: list[str] = []
+    for name, value in told.items():
+        flag = name.replace("_", "-")
+        if flag not in known or flag == "config":
+            raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(known) - {'config'})}")
+        place, hint = f"{path}: {name}", bare(known[flag])
+        if is_positional(known[flag]):
+            values = [_text(place, each) for each in value] if isinstance(value, list) else [_text(place, value)]
+            positional[flag.replace("-", "_")] = tuple(values) if hint == tuple[str, ...] else " ".join(values)
+        elif hint is bool:
+            arguments += _switch(place, flag, value)
+        else:
+            arguments += [f"--{flag}={text}" for text in _texts(place, value)]
+    return positional, arguments
+
+
+def _switch(place: str, flag: str, value: Any) -> list[str]:
+    if not isinstance(value, bool):
+        raise KinformerError(f"{place} is {value!r} but must be true or false.")
+    return [f"--{flag}"] if value else []
+
+
+def _texts(place: str, value: Any) -> list[str]:
+    """An option's value as it is written on the command line; of a list or a table several."""
+    if isinstance(value, dict):
+        return [f"{path}={_setting(each)}" for path, each in value.items()]
+    return [_text(place, each) for each in value] if isinstance(value, list) else [_text(place, value)]
+
+
+def _setting(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _text(place: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise KinformerError(f"{place} is {value!r} but must be a text or a number.")
+    return str(value)

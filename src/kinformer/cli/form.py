@@ -1,0 +1,209 @@
+"""The form of a command: its options as parser and help see them, the most used first and the rest in groups."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from kinformer.tasks.table import tasks
+
+O = TypeVar("O")
+Kind = Literal["Options", "MeasuringOptions"]
+
+FIRST = (
+    "member", "folder", "folders", "subject", "data", "split", "out", "prompt", "prompt_file",
+    "max_new_tokens", "temperature", "minutes", "steps", "recipe", "set", "task", "length", "batch_size", "lr",
+    "resume",
+)  # fmt: skip
+GROUPS = {
+    "start": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
+    "optimisation": (
+        "optimizer", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "accumulate", "objective",
+    ),
+    "checkpoint": (
+        "validate_every", "validation_tokens", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
+    ),
+    "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
+    "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy"),
+    "general": ("seed", "json", "quiet", "no_echo", "config"),
+}  # fmt: skip
+"""Title to options. What stands in neither table comes after the first ones."""
+
+_PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
+
+
+def form_of(options: type, kind: Kind | None, defaults: Mapping[str, Any] | None = None) -> type:
+    """A dataclass with the fields of ``options``, the most used flat and first, the others in a dataclass per group;
+    and with a group of the own options of every task that has some, under the name of the first that has them. An
+    option whose name is taken already keeps its task's name before it: ``--task.option``.
+
+    ``defaults``: what is taken where nothing is given, by name.
+    """
+    known = _entries(options, defaults or {})
+    named = {name for names in GROUPS.values() for name in names if name in known and _has_default(known[name][2])}
+    flat = [name for name in FIRST if name in known]
+    rest = [name for name in known if name not in flat and name not in named]
+    needed = [name for name in rest if not _has_default(known[name][2])]
+    entries = [known[name] for name in dict.fromkeys(flat + needed + rest)]
+    groups = [
+        _group(title, [known[name] for name in names if name in known and name in named])
+        for title, names in GROUPS.items()
+        if any(name in named and name in known for name in names)
+    ]
+    own = [] if kind is None else list(_task_groups(kind, set(known)))
+    return make_dataclass(options.__name__, [*entries, *own, *groups], frozen=True, kw_only=True)
+
+
+def filled(options: type[O], form: Any) -> O:
+    """``options`` with what the parser filled in; the tasks' own options that were given stand in ``own``."""
+    names = {each.name for each in fields(options)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for each in fields(form):
+        value = getattr(form, each.name)
+        if not is_dataclass(value):
+            values[each.name] = value
+        elif each.name in GROUPS:
+            values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
+        else:
+            given = {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            own |= {inner.name: given[inner.name] for inner in fields(value) if given[inner.name] != inner.default}
+    return options(**values | ({"own": own} if "own" in names else {}))
+
+
+def flags(form: type) -> dict[str, Any]:
+    """The names of all options as they are written after ``--``, and of positional arguments; each with its type."""
+    found: dict[str, Any] = {}
+    for each in fields(form):  # type: ignore[arg-type]
+        inner, *marks = get_args(each.type) if get_origin(each.type) is Annotated else (each.type,)
+        if is_dataclass(inner):
+            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(each.name.removesuffix('_task'))}."
+            found |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
+        else:
+            found[_flag(each.name)] = each.type
+    return found
+
+
+def is_positional(hint: Any) -> bool:
+    """Whether an option of type ``hint`` is given without its name."""
+    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
+
+
+def bare(hint: Any) -> Any:
+    """The type without the parser's marks."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
+    """Of every option its name, its type with what the parser is to know, and its default."""
+    hints, told = get_type_hints(options, include_extras=True), _docstrings(options)
+    entries = {}
+    for each in fields(options):
+        hint = hints[each.name]
+        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()):
+            continue
+        kept: Any = field(default=defaults[each.name]) if each.name in defaults else _default(each)
+        entries[each.name] = (each.name, _parsed(hint, told.get(each.name, ""), kept), kept)
+    return entries
+
+
+def _parsed(hint: Any, told: str, default: Field[Any]) -> Any:
+    """``hint`` with its help, a word for its value, and how a count is read."""
+    inner = bare(hint)
+    known: dict[str, Any] = {"help": told}
+    if default.default is None:
+        known["help_behavior_hint"] = ""
+    if inner in _PLACEHOLDERS and not _named(hint):
+        known["metavar"] = _PLACEHOLDERS[inner]
+    if inner in (int, int | None):
+        return Annotated[hint, _COUNT, tyro.conf.arg(**known)]
+    return Annotated[hint, tyro.conf.arg(**known)]
+
+
+def _named(hint: Any) -> bool:
+    return any(getattr(mark, "metavar", None) for mark in getattr(hint, "__metadata__", ()))
+
+
+def _group(title: str, entries: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
+    group: Any = make_dataclass(title, entries, frozen=True, kw_only=True)
+    return title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group)
+
+
+def _task_groups(kind: Kind, taken: set[str]) -> Iterator[tuple[str, Any, Any]]:
+    seen = set[type]()
+    for task in tasks():
+        own = getattr(task, kind)
+        names = {each.name for each in fields(own)}
+        if names and own not in seen:
+            about = {"__doc__": own.__doc__}
+            entries = list(_entries(own, {}).values())
+            group: Any = make_dataclass(own.__name__, entries, frozen=True, kw_only=True, namespace=about)
+            shown: Any = Annotated[group, tyro.conf.arg(name=task.name)]
+            if not names & taken:
+                shown = Annotated[shown, tyro.conf.OmitArgPrefixes]
+            yield f"{task.name.replace('-', '_')}_task", shown, field(default_factory=group)
+        taken |= names
+        seen.add(own)
+
+
+def _count(text: str) -> int:
+    """A whole number; k and M are thousands and millions."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kM])", text):
+        number = float(match[1]) * {"k": 1e3, "M": 1e6}[match[2]]
+        if number.is_integer():
+            return int(number)
+    return int(text)
+
+
+_COUNT: Any = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=lambda texts: _count(texts[0]),
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+
+
+def _docstrings(options: type) -> dict[str, str]:
+    """What stands under each field of a dataclass and of those that it is made of, as one line."""
+    told: dict[str, str] = {}
+    for part in reversed(options.__mro__):
+        if not is_dataclass(part):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        except OSError:  # made without a source
+            continue
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for before, after in zip(body, body[1:], strict=False):
+            if (
+                isinstance(before, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(before.target, ast.Name)
+            ):
+                text = getattr(after.value, "value", None)
+                if isinstance(text, str):
+                    told[before.target.id] = " ".join(text.split())
+    return told
+
+
+def _default(each: Field[Any]) -> Any:
+    if each.default_factory is not MISSING:
+        return field(default_factory=each.default_factory)
+    return field() if each.default is MISSING else field(default=each.default)
+
+
+def _has_default(entry: Field[Any]) -> bool:
+    return entry.default is not MISSING or entry.default_factory is not MISSING
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,49 @@
+"""Options and settings are of the types that their dataclass says, wherever they come from."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal
+
+from kinformer.core.errors import KinformerError, flag_of
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def require_types(options: Any, declared: type) -> None:
+    """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type."""
+    for name, kind in _plain_types(declared).items():
+        value = getattr(options, name)
+        if not any(_is_one(value, each) for each in kind):
+            raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_told, kind))}.")
+
+
+@cache
+def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
+    """What each field may be, of those that hold plain values."""
+    hints = typing.get_type_hints(declared)
+    known = {}
+    for field in fields(declared):
+        hint = hints[field.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if union else (hint,)
+        if all(kind in (*_NAMES, type(None)) or typing.get_origin(kind) is Literal for kind in kinds):
+            known[field.name] = kinds
+    return known
+
+
+def _is_one(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return any(value == each and type(value) is type(each) for each in typing.get_args(kind))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _told(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    return "left out" if kind is type(None) else _NAMES[kind]

@@ -1,0 +1,51 @@
+"""What a training is going to do, in two lines that are told before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kinformer.runs.run import Run
+from kinformer.training.distributed import Group
+from kinformer.training.settings import Settings
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def announcement(run: Run, settings: Settings, parameters: int, group: Group) -> str:
+    """Member, recipe, parameters and task; the data with its size, the device, the precision and tokens a step."""
+    rows, length = settings.batch_size, settings.length
+    work = f"{rows} x {length} = {rows * length:,} tokens a step"
+    return (
+        f"kinformer: {run.member} ({run.recipe}), {parameters:,} parameters, task {run.task.name}\n"
+        f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
+    )
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    """The data's name, and how much of it there is to learn from."""
+    identity = data.get("identity") or {}
+    name = str(identity.get("name") or data.get("spec"))
+    if train := identity.get("bytes", {}).get("train"):
+        return f"{name}, {_bytes(train)} to train on"
+    if train := identity.get("examples", {}).get("train"):
+        return f"{name}, {train:,} examples to train on"
+    return name
+
+
+def _bytes(count: int) -> str:
+    for least, unit in _UNITS:
+        if count >= least:
+            return f"{count / least:.3g} {unit}"
+    return f"{count} bytes"
+
+
+def _device(group: Group) -> str:
+    threads = f" ({_counted(torch.get_num_threads(), 'thread')})" if group.device.type == "cpu" else ""
+    return f"{group.device}{threads}" if group.world == 1 else f"{group.world} x {group.device.type}{threads}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

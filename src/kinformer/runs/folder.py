@@ -1,0 +1,63 @@
+"""Who may write in a run's folder: one process at a time, which owns nothing there but what it made itself.
+
+While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a killed
+creation leaves behind is told from a user's own files, and goes when the folder is locked next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import partial_of, remove_partials
+from kinformer.core.lock import locked
+from kinformer.data.files import SPOOLED
+from kinformer.runs.run import CONFIG, TOKENIZER
+from kinformer.training.best import WEIGHTS
+from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.logging import METRICS
+
+CHECKPOINTS = "checkpoints"
+_MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
+"""What creating or importing a run may write before its config."""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Keep a run's folder for this process; what dead ones left half-written there is removed."""
+    with locked(folder):
+        _remove_leftovers(folder)
+        yield
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[None]:
+    """Let a run be made in ``folder``, which this process keeps; where that fails, nothing of it is left behind."""
+    require_empty(folder)
+    try:
+        with partial_of(folder / CONFIG).open("xb"):
+            pass
+        yield
+    except BaseException:
+        _remove_leftovers(folder)
+        raise
+
+
+def require_empty(folder: Path) -> None:
+    """Refuse a folder that holds anything."""
+    if (folder / CONFIG).exists():
+        raise KinformerError(
+            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
+        )
+    if any(folder.iterdir()):
+        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    if partial_of(folder / CONFIG).exists() and not (folder / CONFIG).exists():
+        for name in _MADE_FIRST:
+            (folder / name).unlink(missing_ok=True)
+    remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
+    Checkpoints(folder / CHECKPOINTS, 1).clean()

@@ -1,0 +1,82 @@
+"""Second derivatives and forward mode: numerically right, or an error; a kernel of one's own easily drops them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kinformer.core.errors import KinformerError
+from kinformer.testing.errors import require
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+_STEP = 1e-5
+_CLOSE = 1e-4
+"""Allowed error of a derivative along a direction, relative to its norm, by central differences in float64."""
+_MISSING = (RuntimeError, KinformerError)
+"""What stands for a derivative that there is not."""
+
+
+def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) -> None:
+    """The derivatives of ``function`` at ``points`` (float64 leaves) along a random direction."""
+    generator = torch.Generator().manual_seed(81)
+
+    def like(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    direction = [like(point) for point in points]
+    upstream = [like(each) for each in function(*points)]
+
+    def gradient(at: Sequence[Tensor], further: bool = False) -> tuple[Tensor, ...]:
+        loss = sum(((y * u).sum() for y, u in zip(function(*at), upstream, strict=True)), torch.zeros(()))
+        found = torch.autograd.grad(loss, list(at), create_graph=further, allow_unused=True, materialize_grads=True)
+        return tuple(each.to_dense() if each.is_sparse else each for each in found)
+
+    def curvature() -> tuple[Tensor, ...]:
+        slopes = gradient(points, further=True)
+        along = sum(((g * u).sum() for g, u in zip(slopes, direction, strict=True)), torch.zeros(()))
+        if not along.requires_grad:
+            return tuple(torch.zeros_like(point) for point in points)
+        return torch.autograd.grad(along, list(points), allow_unused=True, materialize_grads=True)
+
+    def with_tangents() -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(p.detach(), u) for p, u in zip(points, direction, strict=True)]
+            pairs = [forward_ad.unpack_dual(each) for each in function(*duals)]
+            return tuple(torch.zeros_like(y) if tangent is None else tangent for y, tangent in pairs)
+
+    def by_func() -> tuple[Tensor, ...]:
+        plain = tuple(point.detach() for point in points)
+        return torch.func.jvp(function, plain, tuple(direction))[1]
+
+    slopes = _difference(lambda *at: gradient([each.requires_grad_() for each in at]), points, direction)
+    _agree(f"{place}, the second derivative", curvature, slopes)
+    rates = _difference(function, points, direction)
+    for name, forward in (("torch.autograd.forward_ad", with_tangents), ("torch.func.jvp", by_func)):
+        _agree(f"{place}, forward mode ({name})", forward, rates)
+
+
+def _difference(function: Function, points: Sequence[Tensor], direction: Sequence[Tensor]) -> list[Tensor]:
+    """The derivative along ``direction`` by central differences."""
+    ahead, behind = (
+        function(*(p.detach() + step * u for p, u in zip(points, direction, strict=True))) for step in (_STEP, -_STEP)
+    )
+    return [((a - b) / (2 * _STEP)).detach() for a, b in zip(ahead, behind, strict=True)]
+
+
+def _agree(place: str, derivative: Callable[[], tuple[Tensor, ...]], want: Sequence[Tensor]) -> None:
+    try:
+        got = derivative()
+    except _MISSING:
+        return
+    gap, size = (
+        float(torch.stack([x.square().sum() for x in each]).sum().sqrt())
+        for each in ([g.detach() - w for g, w in zip(got, want, strict=True)], want)
+    )
+    require(
+        gap <= _CLOSE * max(1.0, size),
+        f"{place} is off by {gap:.3g} where its norm is {size:.3g}; it must be right or raise (see core.derivatives).",
+    )

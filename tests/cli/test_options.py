@@ -1,0 +1,157 @@
+"""Options: in groups, with an example; counts; a file of them; what other tools call them; completion."""
+
+import re
+import subprocess
+from importlib import import_module
+
+import pytest
+
+from kinformer.cli import main as command_line
+from kinformer.cli.form import flags, form_of
+from kinformer.cli.parsing import parse
+
+
+def forms(name):
+    module = import_module(command_line.COMMANDS[name].module)
+    return module.Options, getattr(module, "TASK_OPTIONS", None)
+
+
+def parsed(name, *arguments):
+    options, kind = forms(name)
+    return parse(options, kind, arguments, prog=f"kinformer {name}", description="")
+
+
+def test_help_begins_with_what_is_needed_and_ends_with_an_example(cli):
+    out = cli("train", "--help")[1]
+    titles = re.findall(r"^\W*?((?:[\w-]+ )?(?:options|arguments))(?: \W*)?$", out, re.MULTILINE)
+    assert titles[:2] == ["positional arguments", "options"] and titles[-2:] == ["machine options", "general options"]
+    assert "optimisation options" in titles and "next-token options" in titles
+    assert re.findall(r"^\W*?(--[a-z][\w-]*)", out, re.MULTILINE)[:4] == ["--data", "--out", "--minutes", "--steps"]
+    assert "(default: None)" not in out
+    assert out.endswith("example:\n  kinformer train gpt --data book.txt --out runs/book --minutes 5\n")
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_every_option_has_help_and_the_example_is_one_of_the_command(cli, name):
+    out = cli(name, "--help")[1]
+    example = out.splitlines()[-1]
+    assert f"kinformer {name}" in example
+    known = flags(form_of(*forms(name)))
+    assert all(f"--{flag}" in out or "Positional" in str(hint) for flag, hint in known.items())
+    assert all(flag in known for flag in re.findall(r"--([\w-]+)", example))
+
+
+@pytest.mark.parametrize(("text", "steps"), [("12", 12), ("1k", 1000), ("1.5k", 1500), ("2M", 2_000_000)])
+def test_counts_may_be_thousands_and_millions(text, steps):
+    assert parsed("train", "gpt", "--out", "x", "--steps", text).steps == steps
+    assert parsed("evaluate", "x", "--max-bytes", text).max_bytes == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            "train gpt --out x --dim 128",
+            "train: --dim 128: is not an option but part of the model; give --set dim=128.",
+        ),
+        ("train gpt --out x --dropout=0.1", "--dropout 0.1: is not an option but part of the model; give --set drop"),
+        ("train gpt --out x --n-layers 3", "give --set layers=3."),
+        ("train gpt --out x --vocab-size 99", "give --set input.vocab_size=99."),
+        ("train gpt --out x --epochs 3", "train: --epochs 3: there are no epochs; give --steps N or --minutes N."),
+        ("train gpt --out x --learning-rate 1", "train: --learning-rate 1: did you mean --lr?"),
+        ("train gpt --out x --batch 4", "train: --batch 4: did you mean --batch-size?"),
+        ("train gpt --epochs 3", "there are no epochs"),
+        ("generate x --max_tokens 3", "did you mean --max-new-tokens?"),
+        ("list --dim 3", "list: Unrecognized options: --dim, 3; see kinformer list --help."),
+        (
+            "train gpt --out x --steps 1.2345k",
+            "Error parsing --steps: invalid literal for int() with base 10: '1.2345k'",
+        ),
+        ("train gpt --out x --steps 3G", "invalid literal for int() with base 10: '3G'"),
+    ],
+)
+def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
+    code, out, err = cli(*arguments.split())
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        (
+            "mps",
+            "--device mps: has no float64, in which angles of positions and figures are computed; use cpu or auto.",
+        ),
+        ("cuda", "--device cuda: there is no GPU that PyTorch can use here; use cpu or auto."),
+        ("cuda:1", "--device cuda:1: there is no GPU that PyTorch can use here; use cpu or auto."),
+        ("gpu", "--device gpu: cannot be used here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_sentence(cli, gpt_run, tmp_path, monkeypatch, device, told):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in (("train", "gpt", "--out", tmp_path / "run"), ("generate", gpt_run, "--prompt", "a")):
+        code, out, err = cli(*command, "--device", device)
+        assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_synonym_is_one_of_something():
+    from kinformer.cli.synonyms import MODEL, OPTIONS, SENTENCES
+
+    known = set().union(*(flags(form_of(*forms(name))) for name in command_line.COMMANDS))
+    assert set(OPTIONS.values()) | {option for option, _ in SENTENCES.values()} <= known and set(MODEL)
+
+
+def test_a_file_of_options(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'member = "gpt"\nout = "here"\nbatch_size = 16\nlr = 1e-2\nresume = true\ncompile = false\nsteps = "2k"\n'
+        'set = {dim = 256, "layers.*.mixer.pattern" = {kind = "local", window = 4}}\nsegments = true\n'
+    )
+    options = parsed("train", "--config", str(path), "--lr", "0.5", "--set", "dim=8")
+    assert (options.member, options.out, options.batch_size, options.lr) == ("gpt", "here", 16, 0.5)
+    assert (options.resume, options.compile, options.steps, dict(options.own)) == (
+        True,
+        False,
+        2000,
+        {"segments": True},
+    )
+    assert options.set == ("dim=256", 'layers.*.mixer.pattern={"kind": "local", "window": 4}', "dim=8")
+    assert parsed("train", "linear-transformer", f"--config={path}").member == "linear-transformer"
+    path.write_text('folders = ["a", "b"]\nmax-bytes = 9\nstop_ = 1\n'.replace("stop_ = 1\n", ""))
+    options = parsed("evaluate", "--config", str(path))
+    assert (options.folders, options.max_bytes) == (("a", "b"), 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("batchsize = 3", "'batchsize' is not an option; did you mean 'batch-size'"),
+        ("steps = [", "is not TOML"),
+        ('resume = "yes"', "resume is 'yes' but must be true or false."),
+        ("steps = true", "steps is True but must be a text or a number."),
+        ('steps = "x"', "Error parsing --steps: invalid literal"),
+        ('config = "x"', "'config' is not an option"),
+    ],
+)
+def test_a_file_of_options_that_is_wrong_is_one_sentence(cli, tmp_path, text, told):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    code, out, err = cli("train", "gpt", "--out", tmp_path / "run", "--config", path)
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+    assert "cannot be read" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("kinformer tr", "train"), ("kinformer train big", "big-bird"), ("kinformer train gpt --warm", "--warmup")],
+)
+def test_bash_completes_commands_members_and_options(cli, typed, offered):
+    script = cli("completion", "bash")[1]
+    words = typed.split()
+    code = f'{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _kinformer; echo "${{COMPREPLY[*]}}"'
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [offered] and not done.stderr
+    assert cli("completion", "zsh")[1].endswith(script) and "bashcompinit" in cli("completion", "zsh")[1]

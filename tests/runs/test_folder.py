@@ -1,0 +1,150 @@
+"""A run's folder has one writer, who loses nothing of anybody's; what dead writers left there goes."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import partial_of, save_tensors, write_json
+from kinformer.core.lock import locked
+from kinformer.runs.folder import writing
+from kinformer.runs.generate import generate
+from kinformer.runs.options import GenerateOptions
+from kinformer.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.training.loop import Trainer
+
+SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from kinformer.core.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text_file):
+    return kinformer.train("gpt", data=text_file, out=tmp_path_factory.mktemp("runs") / "run", **SMALL)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "new")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(KinformerError, match="new: another process is writing there"), locked(tmp_path / "new"):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    with locked(tmp_path / "new"):
+        pass
+
+
+def test_a_folder_that_stays_empty_goes(tmp_path):
+    with locked(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "own").mkdir()
+    with locked(tmp_path / "own"):
+        pass
+    assert (tmp_path / "own").is_dir()
+    with locked(tmp_path / "full"):
+        (tmp_path / "full" / "file").touch()
+    assert (tmp_path / "full" / "file").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(KinformerError, match="is a file; give a folder"), locked(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_training_touches_nothing_of_the_first(run, text_file, tmp_path, resume):
+    before = contents(run.folder)
+    options = {"resume": True} if resume else {"data": text_file, **SMALL}
+    with locked(run.folder):
+        with pytest.raises(KinformerError, match="another process is writing there"):
+            kinformer.train("gpt", out=run.folder, **options)
+        assert contents(run.folder) == before
+        assert kinformer.evaluate(run.folder, max_bytes=300).figures
+        assert generate(run.folder, "a", GenerateOptions(max_new_tokens=2, device="cpu")) is not None
+
+
+def test_a_creation_that_fails_removes_only_what_it_made(tmp_path, text_file, monkeypatch):
+    out = tmp_path / "run"
+
+    def fail(*_):
+        (out / "mine.txt").write_text("dear")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kinformer.runs.create.rows_of", fail)
+    with pytest.raises(KeyboardInterrupt):
+        kinformer.train("gpt", data=text_file, out=out, **SMALL)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def test_what_dead_writers_left_goes_and_nothing_else(run, tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    for name in ("tokenizer.json", "standard-input", ".standard-input.0a.partial", ".config.json.partial", "mine"):
+        (new / name).touch()
+    with writing(new):
+        assert [path.name for path in new.iterdir()] == ["mine"]
+    partial_of(run.folder / "config.json").touch()
+    (run.folder / "checkpoints" / ".step-00000001.old.partial").mkdir()
+    before = contents(run.folder)
+    with writing(run.folder):
+        assert set(before) - set(contents(run.folder)) == {partial_of(run.folder / "config.json")}
+        assert not list((run.folder / "checkpoints").glob(".*"))
+
+
+def test_a_half_removed_checkpoint_is_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1)
+    for step in (1, 2):
+        checkpoints.save(Checkpoint(step, {"model": {"weight": torch.zeros(1)}}, {}))
+    child = os.fork()
+    if not child:
+        os.environ["KINFORMER_PAUSE"] = "before-removal"
+        checkpoints.save(Checkpoint(3, {"model": {"weight": torch.zeros(1)}}, {}))
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert checkpoints.steps() == [3] and len(list(tmp_path.iterdir())) == 2
+    checkpoints.clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_tensors(tmp_path / "tensors", {"a": torch.zeros(1)})
+        write_json(tmp_path / "json", {})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_folder_that_is_moved_away_ends_the_training(tmp_path, text_file, monkeypatch):
+    out, away = tmp_path / "run", tmp_path / "away"
+    steps = Trainer._steps
+
+    def moving(self, *arguments):
+        out.rename(away)
+        steps(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_steps", moving)
+    with pytest.raises(KinformerError, match=r"run: was moved or removed .* --resume"):
+        kinformer.train("gpt", data=text_file, out=out, **SMALL)
+    assert not out.exists() and (away / "config.json").exists()

@@ -1,0 +1,85 @@
+"""What ends the one who watches does not end the run: closed terminals, pipes without readers, signals."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kinformer.core.progress import Tolerant, tolerant
+from kinformer.data import Corpus
+from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.interrupt import SIGNALS, Interrupt
+from tests.training.tiny import trainer
+
+COMMAND = [sys.executable, "-m", "kinformer", "train", "gpt", "--recipe", "tiny", "--length", "16", "--batch-size", "4"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_end_the_run_after_the_step_with_a_checkpoint(
+    corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    run = trainer(corpus, tmp_path, checkpoint_every=0, steps=50)
+    update = run.update
+
+    def hit(step: int, rate: float, progress: float) -> object:
+        if step == 4:
+            os.kill(os.getpid(), number)
+            assert "finishing this step, then saving" in capfd.readouterr().err
+        return update(step, rate, progress)
+
+    hit.optimiser, hit.carried = update.optimiser, update.carried  # type: ignore[attr-defined]
+    run.update = hit  # type: ignore[assignment]
+    result = run.run()
+    assert (result.steps, result.signal) == (5, number)
+    assert Checkpoints(tmp_path / "checkpoints", 2).steps() == [5]
+
+
+def test_a_closing_terminal_may_say_so_twice_and_nohup_keeps_the_run() -> None:
+    with Interrupt() as interrupt:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupt.signal == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupt.signal == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stream_without_a_reader_goes_nowhere() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        told = tolerant(stream)
+        assert isinstance(told, Tolerant)
+        print("a", file=told, flush=True)
+        print("b", file=told, flush=True)
+    closed = io.StringIO()
+    closed.close()
+    print("c", file=tolerant(closed), flush=True)
+    print("d", file=tolerant(None), flush=True)
+
+
+@pytest.mark.parametrize("closed", ["pipe", "never open"])
+def test_training_goes_on_without_anybody_who_listens(text: Path, tmp_path: Path, closed: str) -> None:
+    options = ["--steps", "6", "--threads", "1", "--data", str(text), "--out", str(tmp_path / "run")]
+    if closed == "pipe":
+        started = subprocess.Popen(
+            [*COMMAND, *options, "--validate-every", "1"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        assert started.stderr is not None
+        started.stderr.close()
+        code = started.wait(timeout=120)
+    else:
+        shell = " ".join(["exec", *COMMAND, *options, "0<&-", "1>&-", "2>&-"])
+        code = subprocess.run(["sh", "-c", shell], timeout=120, check=False).returncode
+    assert code == 0
+    assert Checkpoints(tmp_path / "run" / "checkpoints", 2).steps()[-1] == 6

@@ -1,0 +1,51 @@
+"""What a training tells on standard error: what it is going to do, and how fast it is."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from kinformer.cli.main import main
+from kinformer.training import logging
+from kinformer.training.logging import Progress
+
+TINY = [
+    "--recipe",
+    "tiny",
+    "--length",
+    "16",
+    "--batch-size",
+    "4",
+    "--steps",
+    "2",
+    "--validation-tokens",
+    "256",
+    "--threads",
+    "1",
+    "--device",
+    "cpu",
+]
+
+
+def test_it_says_what_it_trains_before_it_begins(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "gpt", *TINY, "--data", str(text), "--out", str(tmp_path / "run")]) == 0
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "kinformer: gpt (tiny), 37,760 parameters, task next-token"
+    assert second.startswith(f"kinformer: data {text.name}, ") and " to train on; cpu (1 thread), fp32, " in second
+    assert second.endswith("4 x 16 = 64 tokens a step")
+
+
+def test_the_speed_is_that_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = [0.0], io.StringIO()
+    monkeypatch.setattr(logging.time, "monotonic", lambda: clock[0])
+    progress = Progress(total=40, done=0, stream=stream)
+    for done, now, tokens, seconds in ((10, 6, 100, 5.0), (20, 12, 1100, 10.0), (30, 18, 1200, 15.0)):
+        clock[0] = now
+        progress.update(done, "1.000 bits per byte", tokens, seconds)
+    clock[0] = 24
+    progress.update(40, "1.000 bits per byte", 2110, 20.0)
+    assert [line.split("  ")[2] for line in stream.getvalue().splitlines()] == ["110 tokens/s", "101 tokens/s"]
