@@ -51,6 +51,9 @@ class EncoderMixer(nn.Module):
     even_costs: bool = True
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
 
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""
+
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         """x [batch, time, dim] -> y [batch, time, dim]."""
         raise NotImplementedError

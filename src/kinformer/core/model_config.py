@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
@@ -59,8 +59,23 @@ class HeadConfig(Config):
     slot = "head"
     per_position: ClassVar[bool] = True
 
+    def check(self, dim: int, input: Input) -> None:
+        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, where it is tied, cannot read."""
+
     def build(self, dim: int, input: Input) -> nn.Module:
         raise NotImplementedError
+
+
+def check_table(head: HeadConfig, dim: int, input: Input) -> None:
+    """Refuse an ``input`` whose table is no output matrix [vocab_size, dim] for the tied ``head``."""
+    want, table = [vocab_size_of(input, head), dim], input.table
+    found = list(table.shape) if isinstance(table, Tensor) else None
+    if found != want:
+        has = f"is {found}" if found else "is none" if table is None else "is in clusters"
+        raise KinformerError(
+            f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {want} but "
+            f"{has}; give the head a matrix of its own (tied = false), or the input another embedding."
+        )
 
 
 def vocab_size_of(input: Input, head: HeadConfig) -> int:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax
 
 from kinformer.core.clusters import Clusters, Tables, check_clusters
+from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
-from kinformer.core.model_config import HeadConfig, vocab_size_of
+from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 STD, PROJECTION_STD = 0.02, 0.01
 """Of the weights' first values, as the authors'."""
@@ -41,15 +42,34 @@ class AdaptiveSoftmax(nn.Module):
         def __post_init__(self) -> None:
             check_clusters(self.cutoffs, self.divisor, self.width)
 
+        def check(self, dim: int, input: Input) -> None:
+            table, clusters = input.table, self.clusters(dim, vocab_size_of(input, self))
+            if not self.tied:
+                return
+            if isinstance(table, Tensor) and self.plain(dim):
+                check_table(self, dim, input)
+            elif not isinstance(table, Tables) or not _fit(table, clusters, dim):
+                raise KinformerError(
+                    f"the head {self.kind!r} is tied to an embedding of clusters of {list(clusters.sizes)} tokens and "
+                    f"widths {list(clusters.widths)}, which the input of this model has not; give it the embedding "
+                    "adaptive with the same cutoffs, divisor and width, or the head tied = false."
+                )
+
+        def plain(self, dim: int) -> bool:
+            """Are all clusters of the model's width, so that nothing is projected?"""
+            return self.divisor == 1 and self.width in (None, dim)
+
+        def clusters(self, dim: int, vocab_size: int) -> Clusters:
+            return Clusters(self.cutoffs, vocab_size, self.width or dim, self.divisor)
+
         def build(self, dim: int, input: Input) -> AdaptiveSoftmax:
             return AdaptiveSoftmax(self, dim, vocab_size_of(input, self))
 
     def __init__(self, config: Config, dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.clusters = Clusters(config.cutoffs, vocab_size, config.width or dim, config.divisor)
+        self.clusters = config.clusters(dim, vocab_size)
         widths = self.clusters.widths
-        plain = config.divisor == 1 and widths[0] == dim
-        own = 0 if plain else 1 if config.tied else len(widths)
+        own = 0 if config.plain(dim) else 1 if config.tied else len(widths)
         self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:own])
         shapes = () if config.tied else zip(self.clusters.sizes, widths, strict=True)
         self.tables = nn.ParameterList(torch.randn(size, width) * STD for size, width in shapes)
@@ -78,3 +98,13 @@ class AdaptiveSoftmax(nn.Module):
         if isinstance(embedding, Tensor):
             return list(embedding.split(list(self.clusters.sizes))), [None] * len(self.clusters.sizes)
         return list(embedding.tables), [*own, *embedding.projections[len(own) :]]
+
+
+def _fit(embedding: Tables, clusters: Clusters, dim: int) -> bool:
+    """Has the ``embedding`` these clusters, each of the model's width or projected to it?"""
+    shapes = [tuple(table.shape) for table in embedding.tables]
+    widths = [None if projection is None else tuple(projection.shape) for projection in embedding.projections]
+    return shapes == list(zip(clusters.sizes, clusters.widths, strict=True)) and all(
+        found == (dim, width) or (found is None and width == dim)
+        for found, width in zip(widths, clusters.widths, strict=True)
+    )

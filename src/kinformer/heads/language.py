@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.input import Input
-from kinformer.core.model_config import HeadConfig, vocab_size_of
+from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 
 class LanguageModelHead(nn.Module):
@@ -23,6 +23,10 @@ class LanguageModelHead(nn.Module):
         kind = "language"
         tied: bool = True
         bias: bool = False
+
+        def check(self, dim: int, input: Input) -> None:
+            if self.tied:
+                check_table(self, dim, input)
 
         def build(self, dim: int, input: Input) -> LanguageModelHead:
             return LanguageModelHead(self, dim, vocab_size_of(input, self))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.input import Input
-from kinformer.core.model_config import HeadConfig, vocab_size_of
+from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 
 class MaskedLanguageHead(nn.Module):
@@ -21,6 +21,10 @@ class MaskedLanguageHead(nn.Module):
         tied: bool = True
         eps: float = 1e-5
         tanh_gelu: bool = False
+
+        def check(self, dim: int, input: Input) -> None:
+            if self.tied:
+                check_table(self, dim, input)
 
         def build(self, dim: int, input: Input) -> MaskedLanguageHead:
             return MaskedLanguageHead(self, dim, vocab_size_of(input, self))

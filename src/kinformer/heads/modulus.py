@@ -26,6 +26,9 @@ class ModulusHead(nn.Module):
         inner: HeadConfig = LanguageModelHead.Config()
         divisor: float = 1.5  # of the authors' language model
 
+        def check(self, dim: int, input: Input) -> None:
+            self.inner.check(dim // 2, input)
+
         def build(self, dim: int, input: Input) -> ModulusHead:
             if dim % 2:
                 raise KinformerError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding as rows_of
 
 from kinformer.core.input import Input
-from kinformer.core.model_config import HeadConfig
+from kinformer.core.model_config import HeadConfig, check_table
 from kinformer.heads.language import LanguageModelHead
 
 
@@ -34,6 +34,9 @@ class SpalmHead(nn.Module):
         kind = "spalm"
         elementwise: bool = False
         bias: bool = False
+
+        def check(self, dim: int, input: Input) -> None:
+            check_table(self, dim, input)
 
         def build(self, dim: int, input: Input) -> SpalmHead:
             return SpalmHead(self, dim, input)

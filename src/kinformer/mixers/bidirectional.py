@@ -99,6 +99,10 @@ class BidirectionalAttention(EncoderMixer):
         self.dropout, self.impl = config.dropout, config.impl
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
 
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout, lse=global_tokens or global_input)
+        check_impl(self.impl, needs._replace(pairs=global_tokens), "bidirectional")
+
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.projection(x)

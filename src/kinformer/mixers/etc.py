@@ -88,12 +88,15 @@ class EtcAttention(EncoderMixer):
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
         self.global_out = None if config.shared_output else ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
-        if text.global_positions is not None:
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        if global_tokens:
             raise KinformerError(
                 "this mixer (etc) has its global tokens in a global input, but tokens of the long input were marked as "
                 "global; leave their kinds out, or give the sentences that the global input stands for."
             )
+
+    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
         pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
         if not text.num_global:
             return select_valid(self.out(merge_heads(self._l2l(pieces, text).out)), text.valid)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, choose
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.dpfp import Dpfp
 from kinformer.kernels.delta import delta_rule
-from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.kernels.linear import IMPLS, LinearState, linear_attention
 
 
 class FastWeightState(NamedTuple):
@@ -52,6 +52,7 @@ class FastWeight(CausalMixer):
         impl: str = "auto"
 
         def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of fast_weight")
             if self.rule == "delta" and self.denominator:
                 raise KinformerError(
                     "denominator = True does nothing with rule = 'delta', whose keys are overwritten and not summed; "

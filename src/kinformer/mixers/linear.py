@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
+from kinformer.core.errors import choose
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
-from kinformer.kernels.linear import LinearState, linear_attention
+from kinformer.kernels.linear import IMPLS, LinearState, linear_attention
 
 
 class LinearAttention(CausalMixer):
@@ -32,6 +33,9 @@ class LinearAttention(CausalMixer):
         eps: float = 1e-6
         bias: bool = True
         impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of linear")
 
         def build(self, dim: int) -> LinearAttention:
             return LinearAttention(self, dim)

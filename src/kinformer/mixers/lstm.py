@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.kernels.lstm import Weights, lstm
+from kinformer.core.errors import choose
+from kinformer.kernels.lstm import IMPLS, Weights, lstm
 
 
 class LSTMState(NamedTuple):
@@ -33,6 +34,9 @@ class LSTM(CausalMixer):
     class Config(MixerConfig):
         kind = "lstm"
         impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of lstm")
 
         def build(self, dim: int) -> LSTM:
             return LSTM(self, dim)

@@ -48,6 +48,7 @@ class CommonModel(nn.Module):
         self._build_entrance(config)
         self.stack = config.stack.build([layer.build(config.dim) for layer in config.layers])
         self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
+        config.head.check(config.dim, self.input)
         self.head = config.head.build(config.dim, self.input)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         config.initialisation.apply(self)

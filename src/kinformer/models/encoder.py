@@ -14,7 +14,7 @@ from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import Text, global_positions
+from kinformer.core.encoder import EncoderMixer, Text, global_positions
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import WholeModel
 from kinformer.models.base import CommonConfig, CommonModel
@@ -56,6 +56,12 @@ class Encoder(CommonModel):
 
         def build(self) -> Encoder:
             return Encoder(self)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        for mixer in self.modules():
+            if isinstance(mixer, EncoderMixer):
+                mixer.check(config.global_tokens > 0, config.global_input is not None)
 
     def _build_entrance(self, config: Any) -> None:
         self.global_tokens = config.global_tokens
