@@ -1,4 +1,4 @@
-"""How well does each encoder find hidden bytes after the same time? Beside what counting finds of the same bytes.
+"""How well does each encoder predict masked bytes after the same time? Beside what counting finds of the same bytes.
 
 Every member is trained with every seed by `kinformer train` for --minutes and measured by `kinformer evaluate` on the
 test split: bits per masked byte, with the bits of the very same bytes by their frequency (unigram) and by their

@@ -1,4 +1,4 @@
-"""Encoders on the command line: hidden tokens, classes of examples, ListOps."""
+"""Encoders on the command line: masked tokens, classes of examples, ListOps."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def films(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def masked_run(tmp_path_factory, text_file):
-    """A run of bert on hidden bytes."""
+    """A run of bert on masked bytes."""
     from kinformer.cli.main import main
 
     out = tmp_path_factory.mktemp("runs") / "masked"

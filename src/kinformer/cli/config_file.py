@@ -21,14 +21,14 @@ from kinformer.core.errors import KinformerError, nearest
 def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The positional arguments by name, and the options as arguments. ``known`` are all with their types."""
     try:
-        told = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
     positional: dict[str, Any] = {}
     arguments: list[str] = []
-    for name, value in told.items():
+    for name, value in given.items():
         flag = name.replace("_", "-")
         if flag not in known or flag == "config":
             raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(known) - {'config'})}")

@@ -104,21 +104,21 @@ def bare(hint: Any) -> Any:
 
 def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
     """Of every option its name, its type with what the parser is to know, and its default."""
-    hints, told = get_type_hints(options, include_extras=True), _docstrings(options)
+    hints, docs = get_type_hints(options, include_extras=True), _docstrings(options)
     entries = {}
     for each in fields(options):
         hint = hints[each.name]
         if tyro.conf.Suppress in getattr(hint, "__metadata__", ()):
             continue
         kept: Any = field(default=defaults[each.name]) if each.name in defaults else _default(each)
-        entries[each.name] = (each.name, _parsed(hint, told.get(each.name, ""), kept), kept)
+        entries[each.name] = (each.name, _parsed(hint, docs.get(each.name, ""), kept), kept)
     return entries
 
 
-def _parsed(hint: Any, told: str, default: Field[Any]) -> Any:
+def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
     """``hint`` with its help, a word for its value, and how a count is read."""
     inner = bare(hint)
-    known: dict[str, Any] = {"help": told}
+    known: dict[str, Any] = {"help": docs}
     if default.default is None:
         known["help_behavior_hint"] = ""
     if inner in _PLACEHOLDERS and not _named(hint):
@@ -174,7 +174,7 @@ _COUNT: Any = PrimitiveConstructorSpec(
 
 def _docstrings(options: type) -> dict[str, str]:
     """What stands under each field of a dataclass and of those that it is made of, as one line."""
-    told: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for part in reversed(options.__mro__):
         if not is_dataclass(part):
             continue
@@ -191,8 +191,8 @@ def _docstrings(options: type) -> dict[str, str]:
             ):
                 text = getattr(after.value, "value", None)
                 if isinstance(text, str):
-                    told[before.target.id] = " ".join(text.split())
-    return told
+                    docs[before.target.id] = " ".join(text.split())
+    return docs
 
 
 def _default(each: Field[Any]) -> Any:

@@ -24,7 +24,7 @@ O = TypeVar("O")
 
 @dataclass(frozen=True, kw_only=True)
 class Printing:
-    """What is told, and how."""
+    """What is printed, and how."""
 
     json: bool = False
     """Print one JSON object instead of text."""

@@ -64,7 +64,7 @@ class CausalMixer(nn.Module):
     reads_source: bool = False
     """``initial_state`` also takes ``source`` and ``source_valid``, the sequence that all queries look at."""
     remembers_inputs: bool = False
-    """The state holds inputs of the layer, to be made keys and values anew. Then ``forward`` also takes ``norm``, what
+    """The state holds inputs of the layer, to be projected again. Then ``forward`` also takes ``norm``, what
     the layer makes of its inputs before they are mixed: the chunk and the state hold inputs as they enter the layer,
     and the norm is applied to both, so that it is always that of the present weights and learns from either."""
 

@@ -2,7 +2,7 @@
 
 Tensors are kept as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
 file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
-Whatever goes wrong in reading a file is told as one sentence that names the file.
+Whatever goes wrong in reading a file is reported in one sentence that names the file.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep ``folder`` for this process, so that no other writes there; readers may read.
 
     A folder that is not there is made, and is gone again at the end if nothing was put into it. The lock is one of the
-    folder itself (flock), so it leaves no file behind. A file system without locks guards nobody.
+    folder itself (flock), so it leaves no file behind. A file system without locks gives no protection.
     """
     made = _make(folder)
     handle = os.open(folder, os.O_RDONLY)

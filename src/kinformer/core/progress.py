@@ -22,7 +22,7 @@ def note(text: str) -> None:
 
 
 class Tolerant:
-    """A stream of text that nobody need be left to read: once it cannot be written to, all that follows goes nowhere.
+    """A stream of text that may have no reader left: once it cannot be written to, all that follows goes nowhere.
 
     So a terminal that is closed, or ``2>&1 | head -1``, ends no training.
     """

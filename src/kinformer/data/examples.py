@@ -83,7 +83,7 @@ def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]
     folder = folder.with_name(f"{folder.name}.v{SCHEMA}")
     if not (folder / _ABOUT).is_file():
         _fill(folder, *make())
-    with reading(folder, remedy="delete this folder, it will be written anew"):
+    with reading(folder, remedy="delete this folder, it will be written again"):
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         for file, expected in _checksums(folder).items():
             if about["files"][file] != expected:

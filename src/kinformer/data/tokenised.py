@@ -52,7 +52,7 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
     """The first ``count`` bytes of ``split`` as a text of its own, less what is left of a character at its end.
 
-    Of tokenizer ids, the bytes behind the last mark before ``count`` are encoded anew, unless that is a share too small
+    Of tokenizer ids, the bytes behind the last mark before ``count`` are encoded, unless that is a share too small
     to matter of ids that are too many for the memory.
     """
     if split.marks is None or split.encoded_from is None or count >= split.bytes:
@@ -84,9 +84,9 @@ def _whole_characters(text: bytes) -> bytes:
 def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray | None:
     try:
         with np.load(index_path, allow_pickle=False) as index:
-            marks, told = index["marks"], str(index["checksum"])
-        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize and checksum(ids_path) == told
-    except Exception:  # whatever is wrong with it: it is written anew
+            marks, recorded = index["marks"], str(index["checksum"])
+        whole = ids_path.stat().st_size == marks[-1, 0] * dtype.itemsize and checksum(ids_path) == recorded
+    except Exception:  # whatever is wrong with it: it is written again
         return None
     return marks if whole else None
 

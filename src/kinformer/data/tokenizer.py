@@ -163,7 +163,7 @@ class FileTokenizer:
 
 
 def file_fingerprint(source: bytes) -> str:
-    """What a tokenizer.json that holds ``source`` is told by."""
+    """What identifies a tokenizer.json that holds ``source``."""
     return "sha256:" + sha256(source).hexdigest()
 
 

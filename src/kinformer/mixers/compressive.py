@@ -166,7 +166,7 @@ class Compressive(CausalMixer):
     @torch.no_grad()
     def attention_by_slot(self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE) -> Tensor:
         """[compressed + memory + segment] float32 or better: the mean probability, over rows, heads and queries of the
-        chunk, with which each slot was looked at, oldest first, the own segment by place; sums to 1."""
+        chunk, with which each slot was looked at, oldest first, the own segment by position; sums to 1."""
         watch = state.aux.new_zeros(self.config.compressed + self.memory + self.segment)
         self._absorb(chunk, state, norm, watch)
         return watch / watch.sum()
@@ -181,7 +181,7 @@ class Compressive(CausalMixer):
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
     def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """``x`` [rows, time, dim] of sequences at one place, piece by piece: until a segment or a sequence ends."""
+        """``x`` [rows, time, dim] of sequences at one position, piece by piece: until a segment or a sequence ends."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
         while at < x.shape[1]:
@@ -229,14 +229,14 @@ class Compressive(CausalMixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Outputs, and [batch, slots] the probability, mean over heads, with which the queries together looked at each
-        slot, where somebody asks (else 0). The last of the slots k, v are the queries' own."""
+        slot, where it is asked for (else 0). The last of the slots k, v are the queries' own."""
         batch, slots, time = k.shape[0], k.shape[2], q.shape[2]
-        places = torch.arange(slots, device=k.device).expand(batch, -1)
-        q, _ = self.position.rotate(q, k[:, :, -time:], places[:, -time:])
-        k = self.position.rotate_keys(k, places)
+        slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
+        q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
+        k = self.position.rotate_keys(k, slot_positions)
         dropout = Dropout.drawn(self.config.dropout, self.training)
         relative = None if call.relative is None else call.relative.below(slots)
-        visibility = Visibility(self.pattern, places[:, -time:], whole=True)
+        visibility = Visibility(self.pattern, slot_positions[:, -time:], whole=True)
         scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl
         y = attention(q, k, v, visibility, scoring, impl=impl).out
         if call.watch is None and not self.compression.counts:

@@ -94,7 +94,7 @@ class TransformerXL(Position):
     def _project(self, lowest: int, highest: int) -> Tensor:
         """Keys [heads, n, head_dim] of the distances ``lowest .. highest``.
 
-        With a clamp they are told relative to the farthest: a constant per query, which softmax does not see.
+        With a clamp they are given relative to the farthest: a constant per query, which softmax does not see.
         """
         weight, (heads, head_dim) = self.projection.weight, self.shape
         distance = torch.arange(lowest, highest + 1, device=weight.device)
@@ -124,9 +124,9 @@ class _Rows(NamedTuple):
 
 
 def _stamp(weight: Tensor) -> tuple[object, ...]:
-    """What tells a weight apart, also from one that was written through ``.data``, which no version counts."""
-    told = (weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight))
-    return (*told, autocast_dtype(weight.device))
+    """What identifies a weight's values, also where they were written through ``.data``, which no version counts."""
+    known = (weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight))
+    return (*known, autocast_dtype(weight.device))
 
 
 def _sum_of_bits(weight: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What a training is going to do, in two lines that are told before it begins."""
+"""What a training is going to do, in two lines before it begins."""
 
 from __future__ import annotations
 

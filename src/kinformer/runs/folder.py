@@ -1,7 +1,7 @@
 """Who may write in a run's folder: one process at a time, which owns nothing there but what it made itself.
 
 While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a killed
-creation leaves behind is told from a user's own files, and goes when the folder is locked next.
+creation leaves behind is distinguished from a user's own files, and goes when the folder is locked next.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Run:
         began with) and ``retrieval`` (its datastore).
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
-    tokenizer_fingerprint: what that file is told by; None until there is one.
+    tokenizer_fingerprint: what identifies that file; None until there is one.
     """
 
     folder: Path

@@ -95,7 +95,7 @@ class Progress:
 
     def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
         """``done`` steps are done, the last with ``figures``, and so many ``tokens`` in ``seconds`` so far; the speed
-        that is told is that since it was last told."""
+        shown is that since it was last shown."""
         self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:

@@ -16,7 +16,7 @@ from kinformer.kernels.softmax.scores import mixed, moved, products
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over all keys that the masks leave, without a pattern; what distances do is told pair by pair."""
+    """Over all keys that the masks leave, without a pattern; what distances do is added pair by pair."""
     heads = q.shape[1] // k.shape[1]
     if heads > 1:
         k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
