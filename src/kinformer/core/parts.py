@@ -35,8 +35,9 @@ class Relative(NamedTuple):
 
     def below(self, distance: int) -> Relative:
         """The same without what ``distance`` and more do."""
-        count, tables = max(0, distance - self.lowest), self[1:-1]
-        return Relative(self.lowest, *(None if table is None else table[:, :count] for table in tables), self.shift)
+        count, tables = max(0, distance - self.lowest), ("bias", "factor", "keys", "values")
+        given = {name: table for name in tables if (table := getattr(self, name)) is not None}
+        return self._replace(**{name: table[:, :count] for name, table in given.items()})
 
 
 class Position(nn.Module):

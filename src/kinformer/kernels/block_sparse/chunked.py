@@ -125,7 +125,7 @@ LEARNED = ("vector", *TABLES)
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Over the pairs of any pattern, with gradients of output and log-sum-exp."""
     call = _call(q, k, v, visibility, scoring)
-    check_reverse("chunked attention", *call[:_TENSORS])
+    check_reverse("chunked attention", call.q, call.k, call.v, call.vector, *call.tables.values())
     return Attended(*_forward(*call))
 
 
