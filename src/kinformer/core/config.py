@@ -110,6 +110,13 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
     return _checked(lambda: node.replace(**{key: new}), path)
 
 
+def check_unused(config: Config, why: str, *names: str) -> None:
+    """Refuse fields that were given another value than their default although they do nothing, ``why`` says when."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        if field.name in names and (value := getattr(config, field.name)) != field.default:
+            raise KinformerError(f"{field.name} = {value!r} does nothing {why}; leave it out, or change the latter.")
+
+
 def parts_in(value: Any) -> Iterator[Config]:
     """A config and all configs inside it, in order."""
     if isinstance(value, Config):

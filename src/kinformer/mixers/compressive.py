@@ -25,14 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import (
-    AS_THEY_ARE,
-    CausalMixer,
-    Chunk,
-    MixerConfig,
-    activation_dtype,
-    state_dtype,
-)
+from kinformer.core.config import check_unused
+from kinformer.core.contract import AS_THEY_ARE, CausalMixer, Chunk, MixerConfig, activation_dtype, state_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.core.rows import RowGroup, by_position, last_slots
@@ -122,6 +116,9 @@ class Compressive(CausalMixer):
         check_forgetful(self.projection, config.projection)
         self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
         self.compression = config.compression.build(dim)
+        if not self.compression.learns:
+            why = f"with the compression {config.compression.kind!r}, which has no weights"
+            check_unused(config, why, "loss", "loss_weight")
         autoencodes = self.compression.learns and config.loss == "auto-encoding"
         self.expansion = Expansion(self.compression.rate, dim) if autoencodes else None
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.config import check_unused
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
 from kinformer.core.errors import KinformerError, choose
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
@@ -53,6 +54,8 @@ class FastWeight(CausalMixer):
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of fast_weight")
+            if not self.normalise:
+                check_unused(self, "with normalise = False", "eps")
             if self.rule == "delta" and self.denominator:
                 raise KinformerError(
                     "denominator = True does nothing with rule = 'delta', whose keys are overwritten and not summed; "

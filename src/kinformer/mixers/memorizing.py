@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.config import check_unused
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -100,6 +101,8 @@ class Memorizing(CausalMixer):
                 )
             if self.search == "inverted":
                 self._check_lists()
+            else:
+                check_unused(self, f"with search = {self.search!r}", "lists", "probes")
 
         def _check_lists(self) -> None:
             if self.probes > self.lists:

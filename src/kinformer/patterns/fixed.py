@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kinformer.core.config import check_unused
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
@@ -36,7 +37,9 @@ class Fixed(PatternConfig):
                 f"{self.slices} slices of {self.summary} summary tokens do not fit into a segment of {self.segment}; "
                 "each must be 1 or more, and their product at most segment."
             )
-        if self.slices > 1 and self.num_heads is None:
+        if self.slices == 1:
+            check_unused(self, "with slices = 1, where all heads see the same", "num_heads")
+        elif self.num_heads is None:
             raise KinformerError(
                 f"slices = {self.slices} gives the heads different summaries; say how many heads with num_heads."
             )

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.config import check_unused
 from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import EmbeddingConfig
 
@@ -38,6 +39,8 @@ class ComplexOrder(nn.Embedding):
         def __post_init__(self) -> None:
             if not self.base > 1:
                 raise KinformerError(f"base must be above 1, but is {self.base:g}.")
+            if self.sharing == "features":
+                check_unused(self, "with sharing = 'features', whose only frequency is the first, 1", "base")
 
         def build(self, vocab_size: int, dim: int) -> ComplexOrder:
             if dim % 2:

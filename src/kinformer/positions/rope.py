@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kinformer.core.config import check_unused
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.positions.slots import InAttention
@@ -128,5 +129,7 @@ def _check(config: Rope.Config, dim: int, width: int) -> None:
         )
     if config.scaling == "ntk" and width < 4:
         raise KinformerError(f"rope's scaling 'ntk' needs 4 or more features that turn, but there are {width}.")
-    if config.scaling == "yarn" and config.original_length is None:
+    if config.scaling != "yarn":
+        check_unused(config, f"with scaling = {config.scaling!r}", "original_length", "beta_fast", "beta_slow")
+    elif config.original_length is None:
         raise KinformerError("rope's scaling 'yarn' needs original_length, the length that the model was trained at.")

@@ -1,0 +1,197 @@
+"""Combinations of position, pattern, score, projection, head and embedding keep their laws, or are refused when built.
+
+    python benchmarks/combinations.py                     # all of them, in a random order: hours
+    python benchmarks/combinations.py --count 500         # the first so many of that order
+
+Positions, patterns, scores and projections are crossed; heads, embeddings and numbers of heads are drawn along, mostly
+such as fit each other. It prints what is refused, with the reasons, and what fails, with its law; and ends with 1 if
+anything does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from kinformer.blocks.encoder_layer import EncoderLayer
+from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.core.config import Config
+from kinformer.core.encoder import GLOBAL
+from kinformer.core.errors import KinformerError
+from kinformer.family.kinds import kinds
+from kinformer.inputs.tokens import Tokens
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.models.decoder import Decoder
+from kinformer.models.encoder import Encoder
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.combined import Intersection
+from kinformer.patterns.full import Full
+from kinformer.patterns.local import Local
+from kinformer.positions.none import NoPosition
+from kinformer.positions.slots import AtTokens
+from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, ContractError, EncoderModelSubject, ModelSubject
+from kinformer.testing.errors import agree
+
+DIM, VOCAB, TIME = 16, 19, 15
+SMALL = {
+    "window": 4, "stride": 3, "block": 4, "segment": 6, "memory": 5, "summary": 2, "random": 1, "length": 64,
+    "height": 4, "width": 4, "block_height": 2, "block_width": 2, "flange_height": 1, "flange_width": 1,
+    "max_distance": 9, "num_buckets": 8, "num_kv_heads": 2, "cutoffs": (4, 9), "divisor": 2, "classes": 3, "count": 2,
+}  # fmt: skip
+"""Sizes that a text of ``TIME`` tokens crosses more than once, by the names of fields."""
+OWN_SIZES = {"convolved": {"width": 3}, "adaptive": {"width": None}, "random_blocks": {"count": 1}}
+NEEDED = {
+    "documents": {"starts": (7,)},
+    "per_head": {"patterns": (Causal.Config(), Local.Config(window=3)) * 2},
+    "union": {"patterns": (Local.Config(window=2), Local.Config(window=4))},
+    "intersection": {"patterns": (Causal.Config(), Local.Config(window=4))},
+    "complement": {"pattern": Local.Config(window=2)},
+}
+LAWS = ("causality", "partition", "padding", "reset")
+FITTING = 0.9
+"""The share of heads and embeddings that are drawn to fit."""
+SLOTS = ("position", "pattern", "score", "projection")
+ALONG = ("head", "embedding")
+
+
+class Combination(NamedTuple):
+    """Parts by slot, the number of heads, and of which kind the model is."""
+
+    model: str
+    num_heads: int
+    parts: dict[str, Config]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{slot} {part.kind}" for slot, part in self.parts.items())
+        return f"{self.model} of {self.num_heads} heads: {told}"
+
+    def config(self) -> Any:
+        """The model's, of one layer."""
+        parts = self.parts
+        at_tokens = isinstance(parts["position"], AtTokens)
+        encoder = self.model == "encoder"
+        pattern = parts["pattern"]
+        if not encoder and pattern.build().ahead != 0:
+            pattern = Intersection(patterns=(Causal.Config(), pattern))
+        settings = {slot: parts[slot] for slot in ("score", "projection")} | {"pattern": pattern}
+        settings["position"] = NoPosition.Config() if at_tokens else parts["position"]
+        mixer = (BidirectionalAttention if encoder else SoftmaxAttention).Config(num_heads=self.num_heads, **settings)
+        layer = EncoderLayer if encoder else DecoderLayer
+        return (Encoder if encoder else Decoder).Config(
+            input=Tokens.Config(vocab_size=VOCAB, embedding=parts["embedding"]),
+            dim=DIM,
+            layers=(layer.Config(mixer=mixer, feed_forward=MLP.Config(hidden_dim=DIM)),),
+            position=parts["position"] if at_tokens else NoPosition.Config(),
+            head=parts["head"],
+        )
+
+
+def smallest(config: type[Config]) -> Config:
+    """The kind of part in the sizes of these tests."""
+    given = dict(NEEDED.get(config.kind, {}))
+    own = SMALL | OWN_SIZES.get(config.kind, {})
+    for field in fields(config):
+        if field.name in own and field.name not in given:
+            given[field.name] = own[field.name]
+        elif field.name not in given and field.default is MISSING and field.default_factory is MISSING:
+            raise KeyError(f"{config.slot} {config.kind} needs {field.name}: say one in benchmarks/combinations.py")
+    return config(**given)
+
+
+def combinations(seed: int = 0) -> Iterator[Combination]:
+    """All, in a random order."""
+    table, draw = kinds(), random.Random(seed)
+    parts = {slot: [smallest(table[slot][kind]) for kind in table[slot]] for slot in (*SLOTS, *ALONG)}
+    crossed = list(itertools.product(("decoder", "encoder"), *(parts[slot] for slot in SLOTS)))
+    draw.shuffle(crossed)
+    pairs = list(itertools.product(*(parts[slot] for slot in ALONG)))
+    fitting = {model: [pair for pair in pairs if _fit(model, *pair)] for model in ("decoder", "encoder")}
+    for model, *chosen in crossed:
+        pair = draw.choice(fitting[model] if draw.random() < FITTING else pairs)
+        found = dict(zip((*SLOTS, *ALONG), (*chosen, *pair), strict=True))
+        yield Combination(model, draw.choice((2, 4)), found)
+
+
+def _fit(model: str, head: Any, embedding: Any) -> bool:
+    try:
+        head.check(DIM, Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM))
+    except KinformerError:
+        return False
+    return model == "encoder" or head.per_position
+
+
+def verdict(combination: Combination, skip: tuple[str, ...] = ()) -> tuple[str, str]:
+    """``kept``, ``refused`` with the reason, or ``failed`` with the law; ``skip``: decoders' laws that are left out."""
+    try:
+        config = combination.config()
+        config.build()
+    except KinformerError as error:
+        return "refused", str(error)
+    laws = _laws_of_encoders(config, combination) if combination.model == "encoder" else _laws_of_decoders(config, skip)
+    for law in laws:
+        try:
+            law()
+        except (ContractError, AssertionError) as error:
+            return "failed", str(error)
+    return "kept", ""
+
+
+def _laws_of_decoders(config: Any, skip: tuple[str, ...]) -> Iterator[Callable[[], None]]:
+    subject = ModelSubject(config.build, VOCAB, batch=2, time=TIME)
+    for name in LAWS:
+        if name not in skip:
+            yield lambda name=name: MODEL_CHECKS[name](subject)  # type: ignore[misc]
+
+
+def _laws_of_encoders(config: Any, combination: Combination) -> Iterator[Callable[[], None]]:
+    subject = EncoderModelSubject(config.build, VOCAB, batch=2, time=TIME)
+    for name in ("rows", "padding"):
+        yield lambda name=name: ENCODER_MODEL_CHECKS[name](subject)  # type: ignore[misc]
+    if isinstance(combination.parts["pattern"], Full.Config) and combination.parts["projection"].kind == "multi_head":
+        yield lambda: _marking_changes_nothing(subject)
+
+
+def _marking_changes_nothing(subject: EncoderModelSubject) -> None:
+    """Where all see all, global tokens are as all others."""
+    model = subject.build()
+    with torch.no_grad():
+        plain = next(subject.cases())
+        kinds = torch.where(torch.arange(TIME) % 7 == 2, GLOBAL, 0).expand(len(plain.inputs), -1)
+        marked = subject.run(model, plain._replace(text={"kinds": kinds}))
+        agree("outputs when tokens are marked global in a full pattern", marked, subject.run(model, plain), 1e-9)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--count", type=int, default=None, help="the first so many only")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, and of what is drawn along")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for combination in itertools.islice(combinations(given.seed), given.count):
+        outcome, why = verdict(combination)
+        counts[outcome] += 1
+        if outcome == "refused":
+            reasons[why] += 1
+        elif outcome == "failed":
+            print(f"FAILED  {combination}\n        {why}", flush=True)
+    for why, count in reasons.most_common():
+        print(f"refused {count:5d} x  {why}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

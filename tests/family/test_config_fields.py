@@ -1,0 +1,331 @@
+"""Changing a field of a config changes something (weights, outputs, state, gradients), or is an error.
+
+From the smallest config of every kind, and from each that differs from it in one choice (a flag, a word), every field
+is set to other values. Those that build must compute something else.
+"""
+
+import typing
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from kinformer.blocks.encoder_layer import EncoderLayer
+from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.global_input import ExtraTokens
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.core import state as states
+from kinformer.core.config import Config
+from kinformer.core.contract import Chunk
+from kinformer.core.encoder import Text
+from kinformer.core.errors import KinformerError
+from kinformer.family.kinds import kinds
+from kinformer.heads.language import LanguageModelHead
+from kinformer.inputs.adaptive import AdaptiveEmbedding
+from kinformer.inputs.lookup import Lookup
+from kinformer.inputs.tokens import Tokens
+from kinformer.memory.compression import Convolution, Pool
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.etc import EtcAttention
+from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.single_head import SingleHead
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.models.decoder import Decoder
+from kinformer.models.encoder import Encoder
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.local import Local
+from kinformer.patterns.window import Window
+from kinformer.positions.none import NoPosition
+from kinformer.positions.slots import AtTokens
+from kinformer.projections.multi_head_global import MultiHeadGlobal
+
+DIM, VOCAB, TIME, PLACES = 16, 23, 26, 40
+MIXER = SoftmaxAttention.Config()
+TWO_SIDED = BidirectionalAttention.Config(pattern=Window(window=2))
+SMALL = {
+    "window": 4, "stride": 3, "block": 4, "segment": 6, "memory": 6, "summary": 2, "random": 1, "max_distance": 9,
+    "num_buckets": 8, "max_length": 32, "height": 6, "width": 6, "block_height": 2, "block_width": 2,
+    "flange_height": 1, "flange_width": 1, "compressed": 3, "rate": 2, "topk": 4, "memory_size": 12,
+    "num_keys": 4, "key_dim": 8, "cutoffs": (5, 11), "divisor": 2, "classes": 3, "vocab_size": VOCAB,
+    "dim": DIM, "starts": (7,), "hidden_dim": 32, "pattern": Local.Config(window=3),
+    "patterns": (Local.Config(window=2), Local.Config(window=5)) * 2, "position": NoPosition.Config(),
+    "input": Tokens.Config(vocab_size=VOCAB), "feed_forward": MLP.Config(hidden_dim=8),
+    "head": LanguageModelHead.Config(),
+}  # fmt: skip
+"""Sizes that ``TIME`` tokens cross more than once, and parts, by the names of fields."""
+OWN = {
+    ("mixer", "softmax"): {"pattern": Causal.Config()},
+    ("mixer", "memorizing"): {"topk": 2},
+    ("mixer", "compressive"): {"segment": 8, "memory": 8, "compression": Convolution.Config(rate=2)},
+    ("feed_forward", "boom"): {"hidden_dim": 32},
+    ("projection", "convolved"): {"width": 3},
+    ("embedding", "adaptive"): {"width": None},
+    ("head", "adaptive"): {"width": None},
+    ("head", "modulus"): {"inner": LanguageModelHead.Config(tied=False)},
+    ("pattern", "random_blocks"): {"count": 1},
+    ("global_input", "sentences"): {"length": 4},
+    ("global_input", "extra"): {"count": 3},
+    ("layer", None): {"mixer": MIXER},
+    ("encoder_layer", None): {"mixer": BidirectionalAttention.Config()},
+    ("model", "decoder"): {"layers": (DecoderLayer.Config(mixer=MIXER),)},
+    ("model", "encoder"): {"layers": (EncoderLayer.Config(mixer=TWO_SIDED),)},
+}
+OTHER = {
+    "cutoffs": [(4, 9)],
+    "starts": [(9,), (3, 7)],
+    "dilations": [(1, 2, 1, 3), (1, 1, 1, 1)],
+    "permutations": [((1, 0),), ((0, 1), (1, 0))],
+    "patterns": [(Local.Config(window=4), Local.Config(window=6)) * 2],
+    "further_mixers": [(MIXER,)],
+    "head_dim": [2, 8],
+    "seed": [1, 2],
+    "eps": [0.1],
+    "base": [100.0, 30.0],
+    "beta_fast": [8.0],
+    "beta_slow": [4.0],
+    "original_length": [30, 100],
+    "fraction": [0.5],
+}
+"""Other values of fields whose type does not say them."""
+BASES = {
+    ("position", "rope"): [
+        {"scaling": "yarn", "factor": 2.0, "original_length": 1000, "base": 100.0},
+        {"scaling": "linear", "factor": 2.0},
+        {"scaling": "ntk", "factor": 2.0},
+    ],
+    ("position", "t5"): [{"bidirectional": True, "num_buckets": 8}],
+    ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
+    ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
+    ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
+    ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
+    ("model", "encoder"): [{"global_tokens": 2}, {"global_input": ExtraTokens.Config(count=2)}],
+}
+"""Further configs to begin from: fields that differ from the smallest."""
+UNSEEN = {
+    (
+        "fixed",
+        "local",
+    ): "the parts of one pattern are told by one config, and the local one is the segment",
+    "impl": "implementations give the same",
+    "checkpoint": "what is kept between forward and backward, not what is computed",
+    "mask_token": "data is prepared with it, and the model treats it as any other token",
+    "bos_token": "the same",
+    "eos_token": "the same",
+    "share_biases": "seen where layers share: below",
+    "shared": "seen where layers share: below",
+}
+"""Fields that change nothing here, and why."""
+
+
+def smallest(config: type[Config]) -> Config:
+    sizes = SMALL | OWN.get((config.slot, None), {}) | OWN.get((config.slot, config.kind), {})
+    return config(**{field.name: sizes[field.name] for field in fields(config) if field.name in sizes})
+
+
+def others(config: Config, name: str) -> list:
+    """Other values of a field."""
+    value, hint = getattr(config, name), typing.get_type_hints(type(config)).get(name)
+    if name == "initialisation":
+        return [value.replace(**{field.name: each}) for field in fields(value) for each in others(value, field.name)]
+    if name == "layers":
+        return [value * 2]
+    if name in OTHER:
+        return [each for each in OTHER[name] if each != value]
+    if isinstance(value, bool):
+        return [not value]
+    literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal]
+    choices = [each for part in literals for each in typing.get_args(part)]
+    if choices:
+        return [each for each in choices if each != value]
+    if isinstance(value, Config) or (isinstance(hint, type) and issubclass(hint, Config)):
+        slot = hint.slot if isinstance(hint, type) else value.slot
+        return [each for kind in kinds()[slot] if (each := smallest(kinds()[slot][kind])) != value]
+    parts = [part for part in typing.get_args(hint) if isinstance(part, type) and issubclass(part, Config)]
+    if value is None and parts:
+        return [smallest(kinds()[parts[0].slot][kind]) for kind in kinds()[parts[0].slot]]
+    if isinstance(value, float):
+        return [2 * value + 0.3, 0.5 * value + 0.1]
+    if value is None:
+        return [2, 4, 8]
+    return [each for each in (value + 1, 2 * value + 2, value // 2) if each != value] if isinstance(value, int) else []
+
+
+def variants(config: Config) -> list[Config]:
+    """``config``, and those that differ from it in one choice."""
+    found = [config, *(config.replace(**changes) for changes in BASES.get((config.slot, config.kind), ()))]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in UNSEEN and isinstance(value, (bool, str)):
+            found += [each for other in others(config, field.name) if (each := changed(config, field.name, other))]
+    return found
+
+
+def changed(config: Config, name: str, value: object) -> Config | None:
+    """``config`` with another value that it takes and builds with, or None."""
+    try:
+        other = config.replace(**{name: value})
+        seen(other)
+    except KinformerError:
+        return None
+    return other
+
+
+# What a config computes: shapes of weights, outputs, states and gradients, in training mode and in float64.
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def found(module, *run) -> tuple:
+    """Of ``run``: functions of a module that give tensors."""
+    module = module.double().train()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    torch.manual_seed(2)
+    outputs = [each for function in run for each in function(module)]
+    weights = dict(module.named_parameters())
+    parts = [y for y in outputs if y.is_floating_point()]
+    loss = sum(((y * torch.arange(y.numel()).cos().view(y.shape)).sum() for y in parts), torch.zeros(()))
+    known = list(weights.values()) if loss.requires_grad else []
+    slopes = torch.autograd.grad(loss, known, allow_unused=True, materialize_grads=True) if known else ()
+    slopes = [each.to_dense() if each.is_sparse else each for each in slopes]
+    return [(name, tuple(weight.shape)) for name, weight in weights.items()], [*outputs, *slopes]
+
+
+def absorbed(mixer) -> list[Tensor]:
+    given = {"source": numbers(2, 5, DIM, seed=4)} if getattr(mixer, "reads_source", False) else {}
+    state, outputs = mixer.initial_state(2, dtype=torch.float64, **given), []
+    for x in numbers(2, TIME, DIM).split([15, TIME - 15], 1):
+        y, state = mixer(Chunk(x), state)
+        outputs.append(y)
+    return [*outputs, *states.tensors(state)]
+
+
+def read(mixer) -> list[Tensor]:
+    own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
+    sentences = torch.cat([torch.arange(3), own]).expand(2, -1)
+    with_global = mixer(numbers(2, 3 + TIME, DIM), Text(None, None, sentences, 3))
+    if isinstance(mixer, EtcAttention):
+        return [with_global]
+    return [with_global, mixer(numbers(2, TIME, DIM), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0))]
+
+
+def mapped(module) -> list[Tensor]:
+    return [module(numbers(2, TIME, DIM))]
+
+
+def called(model) -> list[Tensor]:
+    tokens = torch.randint(VOCAB, (2, TIME), generator=torch.Generator().manual_seed(5))
+    logits = model(tokens)
+    return [logits] if isinstance(logits, Tensor) else [logits[0], *states.tensors(logits[1])]
+
+
+def predicted(config: Config) -> tuple:
+    same = {name: getattr(config, name) for name in ("cutoffs", "divisor", "width") if hasattr(config, name)}
+    embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
+    input = Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM).double()
+    config.check(DIM, input)
+    more = {"neighbours": torch.tensor([[3, 5, -1]]).expand(2, TIME, -1)} if config.kind == "spalm" else {}
+    return found(config.build(DIM, input), lambda head: [head(numbers(2, TIME, DIM), input, None, **more)])
+
+
+def told(config: Config) -> tuple:
+    """Who sees whom."""
+    pattern = config.build().sized(PLACES)
+    places = torch.arange(PLACES)
+    return [], [pattern.at(head).allowed(places[:, None], places[None]) for head in range(pattern.num_heads or 1)] + [
+        torch.tensor(pattern.num_heads or 0)
+    ]
+
+
+def placed(config: Config) -> tuple:
+    if not isinstance(config, AtTokens):
+        return seen(MIXER.replace(position=config, num_heads=2))
+    positions = torch.arange(TIME).expand(2, -1)
+
+    def hooks(position):
+        every = [position.embed(positions), *(position.layer_input(positions, layer) for layer in range(2))]
+        return [torch.tensor(position.max_length or 0), *(each for each in every if each is not None)]
+
+    return found(config.build_model(DIM, 2), hooks)
+
+
+def encoder(**settings) -> Config:
+    return smallest(Encoder.Config).replace(**settings)
+
+
+MEASURES = {
+    "mixer": lambda config: found(config.build(DIM), absorbed),
+    "layer": lambda config: found(config.build(DIM), absorbed),
+    "encoder_mixer": lambda config: found(config.build(DIM), read),
+    "encoder_layer": lambda config: found(config.build(DIM), lambda layer: [layer(numbers(2, TIME, DIM), Text())]),
+    "feed_forward": lambda config: found(config.build(DIM), mapped),
+    "norm": lambda config: found(config.build(DIM), mapped),
+    "residual": lambda config: seen(DecoderLayer.Config(mixer=MIXER, residual=config)),
+    "position": placed,
+    "pattern": told,
+    "score": lambda config: seen(MIXER.replace(score=config)),
+    "projection": lambda config: seen(
+        BidirectionalAttention.Config(projection=config)
+        if isinstance(config, MultiHeadGlobal.Config)
+        else MIXER.replace(projection=config)
+    ),
+    "feature_map": lambda config: seen(LinearAttention.Config(feature_map=config)),
+    "compression": lambda config: seen(smallest(Compressive.Config).replace(compression=config)),
+    "head": predicted,
+    "embedding": lambda config: seen(Tokens.Config(vocab_size=VOCAB, embedding=config)),
+    "input": lambda config: found(
+        config.build(DIM),
+        lambda input: [input(torch.arange(10).view(2, 5), torch.arange(5).expand(2, -1))],
+    ),
+    "global_input": lambda config: seen(encoder(global_input=config)),
+    "stack": lambda config: seen(smallest(Decoder.Config).replace(stack=config)),
+    "model": lambda config: found(config.build(), called),
+}
+_SEEN: dict[Config, tuple] = {}
+
+
+def seen(config: Config) -> tuple:
+    """What ``config`` computes, once."""
+    if config not in _SEEN:
+        torch.manual_seed(0)
+        _SEEN[config] = MEASURES[config.slot](config)
+    return _SEEN[config]
+
+
+def alike(one: tuple, two: tuple) -> bool:
+    if one[0] != two[0] or len(one[1]) != len(two[1]):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+
+
+ALL = [(slot, kind) for slot, table in kinds().items() for kind in table]
+
+
+@pytest.mark.parametrize(("slot", "kind"), ALL, ids=["-".join(each) for each in ALL])
+def test_every_field_changes_something_or_is_refused(slot, kind):
+    idle = []
+    for config in variants(smallest(kinds()[slot][kind])):
+        for field in fields(config):
+            if field.name in UNSEEN or ((kind, getattr(config, "part", None)) in UNSEEN and field.name != "segment"):
+                continue
+            for value in others(config, field.name):
+                other = changed(config, field.name, value)
+                if other is not None and alike(seen(config), seen(other)):
+                    idle.append(f"{field.name} = {value!r} of {config}")
+    assert not idle, "\n".join(idle)
+
+
+@pytest.mark.parametrize(("kind", "field"), [("xl", "share_biases"), ("t5", "shared")])
+def test_sharing_is_seen_in_two_layers(kind, field):
+    def weights(shares):
+        position = smallest(kinds()["position"][kind]).replace(**{field: shares})
+        layer = DecoderLayer.Config(mixer=MIXER.replace(position=position))
+        return [name for name, _ in smallest(Decoder.Config).replace(layers=(layer,) * 2).build().named_parameters()]
+
+    assert len(weights(True)) < len(weights(False))
