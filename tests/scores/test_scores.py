@@ -17,6 +17,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.distance_aware import DistanceAware
+from kinformer.positions.none import NoPosition
 from kinformer.positions.shaw import Shaw
 from kinformer.positions.t5 import T5
 from kinformer.positions.xl import TransformerXL, sinusoids
@@ -205,6 +206,21 @@ def test_scores_and_distances_are_one_in_all_kernels_or_refused(score, position)
         subject = MixerSubject(make("auto", pattern), dim=DIM, batch=2, time=TIME, impls=impls)
         for check in ("implementations", "partition"):
             CHECKS[check](subject)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("position", ["none", "t5", "alibi"])
+@pytest.mark.parametrize("score", ["scaled_dot", "dot", "bilinear"])
+def test_kernels_of_torch_say_the_same_where_they_are_allowed(score, position):
+    places = BY_DISTANCE | {"none": NoPosition.Config()}
+    want = outputs(attention(SCORES[score], position=places[position], impl="reference"))
+    for impl in ("sdpa", "flex"):
+        if impl == "sdpa" and position != "none":
+            with pytest.raises(KinformerError, match="knows no tables by distance"):
+                attention(SCORES[score], position=places[position], impl=impl)
+            continue
+        got = outputs(attention(SCORES[score], position=places[position], impl=impl))
+        assert (got - want).abs().max() < 1e-12
 
 
 def test_keys_by_distance_are_refused_by_the_kernels_too():
