@@ -30,10 +30,11 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     Errors: ``KinformerError`` for options or data other than it was begun with.
     """
     run = open_run(Path(options.out))
-    if run.member != options.member:
+    if run.member.lower() != options.member.lower():
         raise KinformerError(
             f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another --out."
         )
+    options = replace(options, member=run.member)
     settings = _merged(run, options)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)

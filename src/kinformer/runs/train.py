@@ -103,7 +103,8 @@ def train(options: TrainOptions, quiet: bool = False) -> Summary:
 
 def prepare(options: TrainOptions, quiet: bool = False) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
-    options = replace(options, member=member(options.member).name)
+    if not options.resume:
+        options = replace(options, member=member(options.member).name)
     if options.compile:
         _require_compiler()
     device = options.usable_device().type
@@ -127,7 +128,7 @@ def work(job: Job, group: Group) -> Summary:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     objective = run.task.objective(settings.objective, model, data)
     if group.first and not job.quiet:
-        print(announcement(run, settings, parameters, group), file=sys.stderr, flush=True)
+        print(announcement(run, settings, parameters, group), file=tolerant(sys.stderr), flush=True)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
