@@ -74,7 +74,7 @@ def train(
     *,
     out: str | Path,
     data: str | Path | None = None,
-    recipe: str = "small",
+    recipe: str | None = None,
     task: str | None = None,
     set: Mapping[str, Any] | None = None,
     **options: Any,
@@ -82,10 +82,11 @@ def train(
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
 
     data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
-    recipe, set: the model, with overrides such as ``{"layers.*.mixer.num_heads": 8}``.
+    recipe, set: the model ("small" if not given), with overrides such as ``{"layers.*.mixer.num_heads": 8}``.
     task: one of :func:`tasks` by name; if not given, the member's usual one.
-    options: by the names of the command's flags. Settings: ``steps`` or ``minutes``, ``length``, ``batch_size``,
-        ``lr``, ``optimizer``, ``seed``, ... (see ``training.settings.Settings``). Further ones: ``init``,
+    options: by the names of the command's flags. With ``minutes`` alone, width, ``length``, ``batch_size``, optimiser
+        and tokenizer are chosen so that the time is well spent. Settings: ``steps`` or ``minutes``, ``length``,
+        ``batch_size``, ``lr``, ``seed``, ... (see ``training.settings.Settings``). Further ones: ``init``,
         ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``runs.options.TrainOptions``). The
         task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from kinformer.data import Corpus
-from kinformer.training.loop import Trainer
-from kinformer.training.pace import PROBES, seconds_per_step
-from tests.training.tiny import trainer
+from kinformer.training.loop import Result
+from kinformer.training.pace import PROBES, Course, seconds_per_step
+from kinformer.training.update import Done
+from tests.training.tiny import train, trainer
 
 
 class Clock:
@@ -50,44 +51,81 @@ def test_no_step_begins_after_the_limit(limit: float, steps: int) -> None:
     assert len(clock.steps) == steps
 
 
-def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: Path, every: int | None) -> Trainer:
-    """A run of ten minutes by ``clock``, whose steps count themselves in a buffer."""
+class Life(NamedTuple):
+    """What came of a run by a clock."""
+
+    result: Result
+    rates: list[float]
+    ended: float
+
+
+def live(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: Path, **changes: Any) -> Life:
+    """A run of ten minutes in which nothing but steps (by ``clock``) and validations (20 s) takes time."""
     monkeypatch.setattr("kinformer.training.loop.time", clock)
-    run = trainer(corpus, folder, steps=None, minutes=10.0, validate_every=every)
-    run.model.register_buffer("made", torch.zeros(()))
-    update = run.update
+    monkeypatch.setattr("kinformer.training.update.time", clock)
+    run = trainer(corpus, folder, steps=None, minutes=10.0, **{"checkpoint_every": 0, "validate_every": 0} | changes)
+    update, validation, rates = run.update, run.validation, list[float]()
+    done = Done(torch.tensor(1.0), torch.tensor(1.0), torch.ones(1), 64)
 
     class Timed:
-        forget = update.forget
+        forget, optimiser, carried = update.forget, update.optimiser, update.carried
 
-        def __call__(self, step: int, rate: float, progress: float) -> Any:
+        def seconds_per_step(self, limit: float) -> float:
+            return seconds_per_step(clock.step, limit, clock.monotonic)
+
+        def __call__(self, step: int, rate: float, progress: float) -> Done:
             clock.step(step)
-            run.model.made += 1
-            return update(step, rate, progress)
+            rates.append(rate)
+            return done
 
-    run.update = Timed()  # type: ignore[assignment]
-    return run
+    def validate(engine: Any) -> dict[str, float]:
+        clock.now += 20
+        return {"nats": 1.0}
 
-
-def test_minutes_buy_steps_of_the_later_pace(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(30.0, 6.0, 3.0, 1.0)
-    run = timed(clock, monkeypatch, corpus, tmp_path, 0)
-    probing = 600 * 0.03
-    assert run._affordable_steps() == int(0.97 * (600 - 30 - probing))
-    assert clock.now == 1000 + 30 + probing
-    assert not run.model.made, "steps that are forgotten leave nothing in a buffer"
+    assert validation.data.validations
+    run.update, run.validation = Timed(), validate  # type: ignore[assignment]
+    return Life(run.run(), rates, clock.now - 1000)
 
 
-@pytest.mark.parametrize("cost", [1.0, 45.0])
-def test_validations_are_paid_for_as_often_as_they_come(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: float
+@pytest.mark.parametrize(
+    "paces",
+    [(1.0,), (30.0, 6.0, 3.0, 1.0), (*[2.0] * 150, 1.0), (*[1.0] * 300, 2.5), (*[3.0, 1.0, 1.0] * 150, 2.0)],
+    ids=["even", "slow-start", "faster", "slower", "uneven"],
+)
+def test_minutes_are_kept_and_the_rate_gets_down(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paces: tuple[float, ...]
 ) -> None:
-    clock = Clock(cost)
-    run = timed(clock, monkeypatch, corpus, tmp_path, None)
-    steps, validation = run._affordable_steps(), 0.4 * cost * run.data.validations
-    left = 0.97 * (600 - (clock.now - 1000))
+    life = live(Clock(*paces), monkeypatch, corpus, tmp_path, min_lr_ratio=0.0, lr=1.0)
+    assert 0.97 * 600 <= life.ended <= 1.01 * 600
+    assert life.result.steps == life.result.total == len(life.rates)
+    assert life.rates[-1] < 0.01
+    top = life.rates.index(max(life.rates))
+    assert life.rates[top:] == sorted(life.rates[top:], reverse=True)
 
-    def seconds(number: int) -> float:
-        return number * cost + min(number, 10) * validation
 
-    assert seconds(steps) <= left < seconds(steps + 1)
+def test_validations_are_paid_for(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = live(Clock(1.0), monkeypatch, corpus, tmp_path, validate_every=50)
+    assert 0.97 * 600 <= life.ended <= 1.01 * 600
+    assert 380 < life.result.steps < 450
+
+
+def test_a_short_run_validates_seldom(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations of the usual number would take longer than the training; they take 5 % of it, or one is made."""
+    life = live(Clock(60.0), monkeypatch, corpus, tmp_path, validate_every=None)
+    assert life.result.best_step == life.result.steps
+
+
+def test_steps_given_at_once_are_taken_as_they_come() -> None:
+    course = Course(100)
+    assert [course.at(step) for step in range(100)] == list(range(100))
+    course.turn(50, 200)
+    assert course.at(50) == 100 and course.at(200) == 200 and 100 < course.at(51) < 101
+
+
+def test_a_run_of_minutes_goes_on(corpus: Corpus, tmp_path: Path) -> None:
+    options = {"steps": None, "minutes": 0.03, "checkpoint_every": None}
+    result = train(corpus, tmp_path, **options)
+    assert result.seconds < 10
+    again = trainer(corpus, tmp_path, **options)
+    assert again.total == result.total and again.course.share > 0
+    assert trainer(corpus, tmp_path, steps=again.step + 5).total == again.step + 5

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
-from kinformer.cli.output import printing_notes
+from kinformer.cli.output import BEGUN, age_of_process, printing_notes
 from kinformer.core.errors import KinformerError, nearest
 from kinformer.core.progress import abandon, tolerant
 
@@ -85,6 +86,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
     _open_standard_streams()
     _tolerate(sys.stdout)

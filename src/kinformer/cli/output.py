@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from kinformer.core.progress import LOGGER, tolerant
 from kinformer.tasks.task import Table
+
+BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
+"""When the command was given, by ``time.monotonic()``."""
+
+
+def age_of_process() -> float:
+    """Seconds since this process was started, where the system tells (Linux); else 0."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def print_json(data: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, asked
-from kinformer.cli.output import print_json
+from kinformer.cli.output import BEGUN, print_json
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import TrainOptions
 
@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
     first = not started_by_torchrun() or os.environ["RANK"] == "0"
     try:
-        summary = train(asked(TrainOptions, options), options.quiet)
+        summary = train(asked(TrainOptions, options), options.quiet, BEGUN.get())
     except KinformerError:
         if first:
             raise

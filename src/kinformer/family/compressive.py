@@ -63,6 +63,7 @@ MEMBER = Member(
         "recipe small: feed-forwards of 768, because the compression has weights too",
     ),
     exact_limit="segment >= length: exact attention with relative positions; compressed = 0: Transformer-XL",
+    needs={"segments": True},
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16, 8, 4), rate=2),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=768), (256, 256, 256), rate=2),

@@ -51,6 +51,7 @@ MEMBER = Member(
         "no dropout outside of the recipes paper",
     ),
     exact_limit="is exact attention; with tables of zeros it is attention without positions",
+    needs={"tokenizer": "bytes"},
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
@@ -21,7 +21,8 @@ class Member:
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
     ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
     recipe's own) that gives a model config; it imports what it assembles when called. ``objective``: what training it
-    minimises unless set otherwise (see ``training.settings``).
+    minimises unless set otherwise (see ``training.settings``). ``needs``: options of training without which it is not
+    itself, such as ``{"segments": True}``; a budget of minutes chooses the others (see ``runs.minutes``).
     """
 
     name: str
@@ -35,3 +36,4 @@ class Member:
     exact_limit: str
     recipes: Mapping[str, Recipe]
     objective: Literal["next-token", "deep-supervision"] = "next-token"
+    needs: Mapping[str, Any] = field(default_factory=dict)

@@ -57,6 +57,7 @@ MEMBER = Member(
         "no dropout unless asked for, but in the recipe paper",
     ),
     exact_limit="memory >= length: attention over everything; without attention a stack of LSTMs",
+    needs={"segments": True},
     recipes={
         "tiny": _recipe(32, 2, memory=8),
         "small": _recipe(256, 4, memory=1024),

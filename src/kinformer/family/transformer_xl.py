@@ -81,6 +81,7 @@ MEMBER = Member(
     ),
     exact_limit="segment >= length: exact attention with relative positions; memory >= length: its values, with "
     "gradients that end at segments",
+    needs={"segments": True},
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),

@@ -14,6 +14,7 @@ import torch
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
+from kinformer.core.progress import tolerant
 from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
@@ -23,6 +24,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.extend import check_extension, extended_config
 from kinformer.runs.folder import creating, require_empty
+from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
@@ -35,9 +37,9 @@ from kinformer.training.settings import DEFAULT_STEPS, Settings
 FIELD = "texts"
 
 
-def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run, Settings]:
+def create(options: TrainOptions, device: str, begun: float, quiet: bool = True) -> tuple[Run, Settings]:
     """A run in a new folder, which the caller keeps and which holds its config then, and its settings; ``device`` is
-    the type of one.
+    the type of one, ``begun`` the time since which its minutes count.
 
     Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
     """
@@ -45,16 +47,27 @@ def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run,
     require_empty(folder)
     base = base_of(options)
     task = task_for(options.task, recipe_config(options, base, None), options.member)
-    settings, own = _settings(options, task), training_options(task, options.own)
+    own = training_options(task, options.own)
     check_source(options, task)
     plan_config(options, base, task, None)
     with creating(folder):
-        spec = named_data(options, task, folder)
+        spec, asked = named_data(options, task, folder), options
+        if budgeted := decides(options, task):
+            train = open_corpus(spec, holdout=options.holdout).splits["train"]
+            options = with_vocabulary(asked, task, train.bytes)
         tokenizer = _tokenizer(options, spec, base) if task.tokenizes else None
         data = task.open(Source(spec, options.holdout, tokenizer), own)
-        config = plan_config(options, base, task, data)
-        retrieval = choose_retrieval(options, config)
-        plan = TrainingPlan(config, data, settings, own, tokenizer)
+
+        def plan_of(options: TrainOptions) -> TrainingPlan:
+            config = plan_config(options, base, task, data)
+            own = training_options(task, options.own)
+            return TrainingPlan(config, data, _settings(options, task), own, tokenizer)
+
+        if budgeted:
+            chooser = Chooser(asked, options, task, plan_of, _open_recipe(options, base), device, begun)
+            options = _completed(chooser, quiet)
+        plan = plan_of(options)
+        retrieval = choose_retrieval(options, plan.config)
         _check_model(plan, task, _group(options, device))
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
@@ -62,17 +75,17 @@ def create(options: TrainOptions, device: str, quiet: bool = True) -> tuple[Run,
         run = Run(
             folder=folder,
             member=options.member,
-            recipe=options.recipe if base is None or base.member != options.member else base.recipe,
-            config=config,
+            recipe=options.recipe or "small" if base is None or base.member != options.member else base.recipe,
+            config=plan.config,
             task=task,
-            options=own,
+            options=plan.options,
             data={"spec": spec, "holdout": options.holdout, "identity": data.identity} | retrieval | init,
-            training=vars(settings),
+            training=vars(plan.settings),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
         )
         rows_of(run, plan, device, quiet)
         run.save()
-    return run, settings
+    return run, plan.settings
 
 
 def base_of(options: TrainOptions) -> Run | None:
@@ -84,7 +97,7 @@ def base_of(options: TrainOptions) -> Run | None:
         raise KinformerError(
             f"--init {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
         )
-    for name, given in (("tokenizer", options.tokenizer != BYTES), ("train_tokenizer", options.train_tokenizer)):
+    for name, given in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
         if given:
             flag = flag_of(name)
             raise KinformerError(f"{flag}: --init {options.init} brings its own tokenizer; leave {flag} out.")
@@ -94,10 +107,10 @@ def base_of(options: TrainOptions) -> Run | None:
 def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
     """The recipe's config for so many ids (None: as many as it likes), or that of the run to begin with."""
     if base is None:
-        return configure(options.member, options.recipe, vocab_size)
+        return configure(options.member, options.recipe or "small", vocab_size)
     if base.member == options.member:
         return base.config
-    recipe = configure(options.member, options.recipe)
+    recipe = configure(options.member, options.recipe or "small")
     return extended_config(base.config, recipe, base.folder)
 
 
@@ -147,8 +160,8 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
     if options.train_tokenizer is None:
-        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
-    if options.tokenizer != BYTES:
+        return ByteTokenizer() if options.tokenizer in (None, BYTES) else _file_tokenizer(options.tokenizer)
+    if options.tokenizer is not None:
         raise KinformerError(
             f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
         )
@@ -164,6 +177,20 @@ def _file_tokenizer(path: str) -> FileTokenizer:
             "--train-tokenizer holds one, or leave it out and train on bytes."
         )
     return FileTokenizer(path)
+
+
+def _completed(chooser: Chooser, quiet: bool) -> TrainOptions:
+    """What the minutes are spent on, told unless ``quiet``."""
+    chosen = chooser.choose()
+    if not quiet:
+        print(chosen.text, file=tolerant(sys.stderr), flush=True)
+    return chosen.options
+
+
+def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
+    """The config whose width the minutes decide; None where a recipe, a width or a model to begin with was given."""
+    sized = any(path == "dim" or path == "layers" or path.endswith("hidden_dim") for path in options.set)
+    return None if base is not None or sized or options.recipe is not None else recipe_config(options, base, None)
 
 
 def _settings(options: TrainOptions, task: Task) -> Settings:

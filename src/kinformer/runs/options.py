@@ -67,8 +67,24 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Settings, Machine):
-    """Train a member. To resume, what is not given is as it was when the run began."""
+    """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
+    it is chosen so that the time is well spent (see ``runs.minutes``); else the defaults of :class:`Settings` hold."""
 
+    length: int | None = None  # type: ignore[assignment]
+    """Tokens that each row of a batch predicts (512, or what suits --minutes)."""
+    batch_size: int | None = None  # type: ignore[assignment]
+    """Rows per step, over all processes and all accumulated parts (8, or what suits --minutes)."""
+    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] | None = None  # type: ignore[assignment]
+    """Muon takes the layers' matrices and AdamW the rest; sgd has momentum 0.9 (adamw, or what suits --minutes)."""
+    lr: float | None = None  # type: ignore[assignment]
+    """Highest learning rate (0.001, or what suits --minutes)."""
+    min_lr_ratio: float | None = None  # type: ignore[assignment]
+    """Learning rate at the end, as a share of the highest; the way there is a cosine (0.1, or what suits --minutes)."""
+    weight_decay: float | None = None  # type: ignore[assignment]
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits --minutes)."""
+    precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
+    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
+    --minutes what is faster)."""
     member: str
     """A member of the family (see: kinformer list)."""
     out: str
@@ -81,12 +97,12 @@ class TrainOptions(Settings, Machine):
     """Of data in JSON lines: the field with the text, which is written into the run folder."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
-    recipe: str = "small"
-    """Which of the member's recipes (see: kinformer show MEMBER)."""
+    recipe: str | None = None
+    """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits --minutes)."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
-    tokenizer: str = "bytes"
-    """bytes, or a tokenizer.json."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes one that is trained)."""
     train_tokenizer: int | None = None
     """Train a byte-level tokenizer of so many tokens on the training data first."""
     holdout: float | None = None
@@ -111,9 +127,13 @@ class TrainOptions(Settings, Machine):
     own: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
+    def __post_init__(self) -> None:
+        self.settings()
+
     def settings(self) -> Settings:
-        """What of it decides the weights."""
-        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
+        """What of it decides the weights, and the defaults where nothing is given."""
+        values = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        return Settings(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

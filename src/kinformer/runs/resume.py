@@ -56,8 +56,10 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 def _merged(run: Run, options: TrainOptions) -> Settings:
     """The run's own settings, with those that were given and may change."""
     stored = dict(run.training)
-    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
-    given = {field.name: given[field.name] for field in fields(Settings) if given[field.name] != field.default}
+    known = {field.name for field in fields(Settings)}
+    given = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in known}
+    defaults = {field.name: field.default for field in fields(TrainOptions)}
+    given = {name: value for name, value in given.items() if value != defaults[name]}
     for name, value in given.items():
         if name not in MAY_CHANGE and value != stored.get(name):
             flag = flag_of(name)
@@ -81,9 +83,9 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         if value != own[name]:
             raise _otherwise(run, f"{flag_of(name)} {value}")
     check_source(options, run.task)
-    if options.recipe not in ("small", run.recipe):
+    if options.recipe not in (None, "small", run.recipe):
         raise _otherwise(run, f"--recipe {options.recipe}")
-    if options.tokenizer != BYTES and (
+    if options.tokenizer not in (None, BYTES) and (
         run.tokenizer is None or FileTokenizer(options.tokenizer).fingerprint != run.tokenizer.fingerprint
     ):
         raise _otherwise(run, f"--tokenizer {options.tokenizer}")

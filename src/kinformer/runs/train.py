@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ HEAD = "head."
 
 @dataclass(frozen=True)
 class Job:
-    """A run folder that is ready, and how to train in it. Plain enough to be sent to other processes."""
+    """A run folder that is ready, and how to train in it. Plain enough to be sent to other processes. ``begun``: since
+    when its minutes count."""
 
     run: Run
     settings: Settings
@@ -47,6 +49,7 @@ class Job:
     strategy: Literal["ddp", "fsdp"]
     threads: int | None
     quiet: bool
+    begun: float
 
     def model(self) -> Any:
         """The model as the run begins: new, or with the weights of the run that it was given to begin with."""
@@ -85,23 +88,24 @@ class Summary:
         return f"best validation {words} (step {self.result.best_step})"
 
 
-def train(options: TrainOptions, quiet: bool = False) -> Summary:
-    """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile.
+def train(options: TrainOptions, quiet: bool = False, begun: float | None = None) -> Summary:
+    """Train as ``options`` say. With ``quiet`` nothing is reported meanwhile; minutes count since ``begun``, a time of
+    ``time.monotonic()``, or from now on.
 
     Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
     """
+    begun = time.monotonic() if begun is None else begun
     require("--devices", options.devices, 1)
     if distributed.started_by_torchrun():
-        return _under_torchrun(options, quiet)
-    options.rows(options.devices)
+        return _under_torchrun(options, quiet, begun)
     with writing(Path(options.out)):
-        job = prepare(options, quiet)
+        job = prepare(options, quiet, begun)
         if options.devices > 1:
             return distributed.launch(_join_and_work, (job,), options.devices)
         return work(job, Group(options.prepare(job.settings.seed)))
 
 
-def prepare(options: TrainOptions, quiet: bool = False) -> Job:
+def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
     if not options.resume:
         options = replace(options, member=member(options.member).name)
@@ -112,8 +116,8 @@ def prepare(options: TrainOptions, quiet: bool = False) -> Job:
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
         )
-    run, settings = resume(options) if options.resume else create(options, device, quiet)
-    return Job(run, settings, device, options.strategy, options.threads, quiet)
+    run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
+    return Job(run, settings, device, options.strategy, options.threads, quiet, begun)
 
 
 def work(job: Job, group: Group) -> Summary:
@@ -129,7 +133,7 @@ def work(job: Job, group: Group) -> Summary:
     objective = run.task.objective(settings.objective, model, data)
     if group.first and not job.quiet:
         print(announcement(run, settings, parameters, group), file=tolerant(sys.stderr), flush=True)
-    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet).run()
+    result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.begun).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
@@ -145,7 +149,7 @@ def _join_and_work(job: Job) -> Summary:
     return summary
 
 
-def _under_torchrun(options: TrainOptions, quiet: bool) -> Summary:
+def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
         raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
@@ -153,7 +157,7 @@ def _under_torchrun(options: TrainOptions, quiet: bool) -> Summary:
 
         def prepared() -> Job:
             held.enter_context(writing(Path(options.out)))
-            return prepare(options, quiet)
+            return prepare(options, quiet, begun)
 
         return work(group.on_first(prepared), group)
 

@@ -57,6 +57,7 @@ class MaskedLanguageModelling(Task):
     Options = MlmOptions
     default_data = "stdlib"
     tokenizes = True
+    budgeted = True
     generates_nothing = READS_WHOLE_TEXTS
 
     def fits(self, config: Any) -> bool:

@@ -50,6 +50,7 @@ class NextToken(Task):
     MeasuringOptions = NextTokenMeasuring
     default_data = "stdlib"
     tokenizes = True
+    budgeted = True
 
     def open(self, source: Source, options: NextTokenOptions, cache: Path | None = None) -> Corpus:
         from kinformer.data import open_corpus

@@ -174,8 +174,9 @@ class Task:
     usual one first, each made for a model. ``figures``: what it is measured by; the first decides which weights are the
     best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training and for measuring.
     ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
-    text by a tokenizer. ``refused``: general options that mean nothing to it, with the reason. ``does`` says in two
-    words what its models do.
+    text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
+    running text of which a row may be any part. ``refused``: general options that mean nothing to it, with the
+    reason. ``does`` says in two words what its models do.
     """
 
     name: ClassVar[str]
@@ -189,6 +190,7 @@ class Task:
     MeasuringOptions: ClassVar[type] = NoOptions
     default_data: ClassVar[str | None] = None
     tokenizes: ClassVar[bool] = False
+    budgeted: ClassVar[bool] = False
     needs: ClassVar[str] = "needs data; give --data PATH."
     refused: ClassVar[Mapping[str, str]] = {}
     generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."

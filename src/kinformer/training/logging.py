@@ -105,6 +105,12 @@ class Progress:
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
             self.say(f"step {done}/{self.total}  {figures}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
+    def expect(self, total: int) -> None:
+        """So many steps are foreseen from now on."""
+        self.total = total
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, total=total)
+
     def _speed(self, tokens: int, seconds: float) -> str:
         (told_tokens, told_seconds), self._told = self._told, (tokens, seconds)
         return f"{(tokens - told_tokens) / max(seconds - told_seconds, 1e-9):,.0f} tokens/s"

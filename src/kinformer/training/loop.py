@@ -27,14 +27,14 @@ from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Progress, Silence
 from kinformer.training.objective import Objective, Step
 from kinformer.training.optimiser import Optimiser, finite, gather
-from kinformer.training.pace import seconds_per_step
+from kinformer.training.pace import Course, Pace
 from kinformer.training.schedule import Schedule
-from kinformer.training.settings import PARTS_OF_A_RUN, Settings, cadence
+from kinformer.training.settings import PARTS_OF_A_RUN, Settings
 from kinformer.training.update import Updater, Window
 from kinformer.training.validation import Validation
 
-PROBE_SHARE = 0.03
-FORWARD_SHARE, RESERVE = 0.4, 0.97
+PROBE_SHARE = 0.01
+FORWARD_SHARE, VALIDATION_SHARE = 0.4, 0.05
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Trainer:
 
     ``model`` is any module that the objective can ask; where the data carries, one with ``initial_state(batch)``. It is
     changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
+    ``begun``: since when its minutes count, by ``time.monotonic()``; now if not given.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Trainer:
         folder: Path,
         group: Group,
         quiet: bool = False,
+        begun: float | None = None,
     ) -> None:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
@@ -98,17 +100,25 @@ class Trainer:
         self.validation = Validation(data, group)
         self.best = Best(folder, data.figures)
         self.home = folder.stat() if folder.exists() else None
-        self._restore(saved)
+        self._restore(saved, begun)
 
     def _place(self, saved: Checkpoint) -> str:
         return str(self.checkpoints.path(saved.step))
 
-    def _restore(self, saved: Checkpoint | None) -> None:
+    def _restore(self, saved: Checkpoint | None, begun: float | None) -> None:
         numbers = saved.numbers if saved else {}
         self.step = self.first_step = saved.step if saved else 0
         self.spent: float = numbers.get("seconds", 0.0)
-        self.saved_at = self.begun = time.monotonic()
-        self.total: int = self.settings.steps or numbers.get("total") or 0
+        self.saved_at = time.monotonic()
+        self.begun = self.saved_at if begun is None else begun
+        self.course = Course(numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
+        if self.settings.steps:
+            self.course = Course(self.settings.steps)
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run, as far as they can be foreseen."""
+        return self.course.total
 
     @property
     def seconds(self) -> float:
@@ -117,10 +127,8 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the end, or until the time is over or a signal comes."""
-        if not self.total:
-            self.total = self._affordable_steps()
+        pace = self._pace() if self.settings.minutes else None
         self.window = Window(self.group)
-        schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
@@ -128,7 +136,7 @@ class Trainer:
         ):
             self.progress = progress
             try:
-                self._steps(schedule, interrupt)
+                self._steps(pace, interrupt)
             finally:
                 if self.log:
                     self.log.close()
@@ -142,34 +150,54 @@ class Trainer:
             signal=interrupt.signal,
         )
 
-    def _steps(self, schedule: Schedule, interrupt: Interrupt) -> None:
-        validate_every = cadence(self.settings.validate_every, self.total)
-        checkpoint_every = cadence(self.settings.checkpoint_every, self.total)
+    def _steps(self, pace: Pace | None, interrupt: Interrupt) -> None:
+        validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total)
+        look = self.step + 1
         while self.step < self.total:
-            rate = schedule(self.step)
-            self.window.add(self.update(self.step, rate, self.step / self.total))
+            rate = self._rate()
+            self.window.add(self.update(self.step, rate, self.course.at(self.step) / self.total))
             self.step += 1
-            stopped, over, old = self._agree(interrupt)
-            last = over or self.step == self.total
+            if pace and self.step >= look:
+                look = self._look(pace)
+            stopped, over, old = self._agree(interrupt, pace.end if pace else 0.0)
+            last = over or self.step >= self.total
             validates = validate_every and (last or self.step % validate_every == 0)
             saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
+            marks = [time.monotonic()]
             if validates:
                 self._validate()
+            marks.append(time.monotonic())
             if saves:
                 self._save()
             if validates or saves:
+                marks.append(time.monotonic())
                 self.window.restart()
-            if stopped or over:
+                if pace:
+                    pace.spent(validates and marks[1] - marks[0], saves and marks[2] - marks[1])
+            if stopped or last:
                 interrupt.signal = stopped
                 break
 
-    def _agree(self, interrupt: Interrupt) -> tuple[int, bool, bool]:
+    def _rate(self) -> float:
+        """The learning rate of the next update."""
+        schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
+        return schedule(self.course.at(self.step))
+
+    def _look(self, pace: Pace) -> int:
+        """Foresee again how many steps the minutes buy; returns the step after which to do so the next time."""
+        pace.look(self.step, time.monotonic())
+        total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
+        self.course.turn(self.step, max(self.step, total))
+        self.progress.expect(self.total)
+        return pace.next_look(self.step, self.total)
+
+    def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """The signal that came, whether the time is over, whether the newest checkpoint is old: the same everywhere."""
         if self.group.world > 1 and self.step % self.settings.log_every:
             return 0, False, False
-        limit = 60 * (self.settings.minutes or math.inf)
+        limit = 60 * (self.settings.minutes or math.inf) - end
         age = 60 * (self.settings.checkpoint_minutes or math.inf)
         signal, over, old = self.group.most(
             interrupt.signal, self.seconds >= limit, time.monotonic() - self.saved_at >= age
@@ -223,7 +251,7 @@ class Trainer:
             files["objective"] = gather(extras.items(), self.group.first)
         if carried := self.update.carried.tensors(self.group):
             files["carried"] = carried
-        numbers = {"total": self.total, "seconds": self.seconds}
+        numbers = vars(self.course) | {"seconds": self.seconds}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 
@@ -247,25 +275,20 @@ class Trainer:
         if self.best.step is None:
             self.best.write(checkpoint.files["model"], checkpoint.step)
 
-    def _affordable_steps(self) -> int:
-        """How many steps fit into the time, by the speed of some with learning rate 0 that are then forgotten."""
-        budget = (self.settings.minutes or 0) * 60
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        each = seconds_per_step(
-            lambda step: float(self.update(step, 0.0, 0.0).loss),
-            PROBE_SHARE * budget,
-            lambda: self.group.most(time.monotonic())[0],
-        )
-        self.update.forget()
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        validation = FORWARD_SHARE * each * self.data.validations
-        every, left = self.settings.validate_every, RESERVE * (budget - self.seconds)
-        if every is None:  # as many validations as parts, but no more than steps
-            count = max((left - PARTS_OF_A_RUN * validation) / each, left / (each + validation))
-        else:
-            count = left / (each + (validation / every if every else 0.0))
-        return self.group.on_first(lambda: max(1, int(count)))
+    def _pace(self) -> Pace:
+        """How many steps the minutes buy, and how often to validate and to save meanwhile."""
+        budget = 60 * (self.settings.minutes or 0)
+        found = self.spent / self.step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        each = self.group.on_first(lambda: found)
+        pace = Pace(each, FORWARD_SHARE * each * self.data.validations)
+        if not self.total:
+            self.course = Course(self.group.on_first(lambda: max(1, pace.steps(budget - self.seconds))))
+        validate_every, checkpoint_every = self.settings.cadences(self.total)
+        if self.settings.validate_every is None:  # as many as parts of a run, where they take little of its time
+            parts = min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * budget / max(pace.validation, 1e-9))))
+            validate_every = -(-self.total // parts)
+        pace.every = (validate_every, checkpoint_every)
+        return pace
 
 
 def _compile(model: nn.Module, by_layer: bool) -> None:

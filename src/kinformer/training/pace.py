@@ -1,10 +1,15 @@
-"""How long a step takes once nothing is done for the first time: plans, compiled code and buffers are there."""
+"""How many steps a time buys: foreseen from a few that change nothing, then again and again from those that count."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 PROBES = 20
+LOOKS = 100
+EXIT = 0.8
+"""Seconds that a process takes to end."""
 
 
 def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
@@ -23,3 +28,69 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
         marks.append(clock())
     later = marks[(len(marks) - 1) // 2 :]
     return (later[-1] - later[0]) / (len(later) - 1)
+
+
+@dataclass
+class Course:
+    """How many steps a run has in all, and how far it is.
+
+    Where the ``total`` is foreseen anew, the learning rate goes on from where it is, and the rest of its way is spread
+    over the steps that are left: ``since`` is the step at which that was done last, ``share`` how far the run was then.
+    """
+
+    total: int
+    since: int = 0
+    share: float = 0.0
+
+    def at(self, step: int) -> float:
+        """Where in a run of ``total`` steps, all foreseen at once, update number ``step`` stands: ``step`` itself, if
+        they were."""
+        left = max(1, self.total - self.since)
+        return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
+
+    def turn(self, step: int, total: int) -> None:
+        """Foresee ``total`` steps from number ``step`` on."""
+        self.share, self.since, self.total = self.at(step) / self.total, step, total
+
+
+@dataclass
+class Pace:
+    """What takes how long in a run of limited time.
+
+    each: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next, and
+    from one checkpoint to the next; 0 where there is none but the last. aside: seconds that were no steps.
+    """
+
+    each: float
+    validation: float = 0.0
+    checkpoint: float = 0.0
+    every: tuple[int, int] = (0, 0)
+    aside: float = 0.0
+    _mark: tuple[int, float] | None = field(default=None, repr=False)
+
+    @property
+    def end(self) -> float:
+        """Seconds from the last step to the end of the process."""
+        return self.validation + self.checkpoint + EXIT
+
+    def steps(self, seconds: float) -> int:
+        """How many steps can be made in ``seconds``, with the validations and checkpoints between them and the end."""
+        costs = zip((self.validation, self.checkpoint), self.every, strict=True)
+        each = self.each + sum(cost / every for cost, every in costs if every)
+        return max(0, math.floor((seconds - self.end) / each))
+
+    def spent(self, validation: float, checkpoint: float) -> None:
+        """Note what a validation and a checkpoint took between two steps; 0 for one that was not made."""
+        self.aside += validation + checkpoint
+        self.validation, self.checkpoint = validation or self.validation, checkpoint or self.checkpoint
+
+    def look(self, step: int, now: float) -> None:
+        """Learn from the steps since the last look how long one takes."""
+        if self._mark and step > self._mark[0]:
+            recent = (now - self.aside - self._mark[1]) / (step - self._mark[0])
+            self.each = (self.each + recent) / 2
+        self._mark = (step, now - self.aside)
+
+    def next_look(self, step: int, total: int) -> int:
+        """The step after which to look again: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
+        return step + max(1, (total - step) // 10, total // LOOKS)

@@ -15,7 +15,7 @@ class Schedule:
     warmup: float
     steps: int
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: float) -> float:
         """Learning rate of update number ``step``, counted from 0."""
         rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
         if step < rise:

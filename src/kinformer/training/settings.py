@@ -88,7 +88,9 @@ class Settings:
             )
         return self.batch_size // (world * self.accumulate)
 
-
-def cadence(every: int | None, total: int) -> int:
-    """Steps between two events of a run of ``total`` steps: as given, or a tenth of the run."""
-    return max(1, -(-total // PARTS_OF_A_RUN)) if every is None else every
+    def cadences(self, total: int) -> tuple[int, int]:
+        """Steps from one validation to the next and from one checkpoint to the next, in a run of ``total``: as given,
+        or a tenth of the run."""
+        tenth = max(1, -(-total // PARTS_OF_A_RUN))
+        every = (self.validate_every, self.checkpoint_every)
+        return tuple(tenth if given is None else given for given in every)  # type: ignore[return-value]

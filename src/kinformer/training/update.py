@@ -14,6 +14,7 @@ from kinformer.training.carried import Carried
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.optimiser import Optimiser
+from kinformer.training.pace import seconds_per_step
 from kinformer.training.settings import Settings
 
 
@@ -47,6 +48,17 @@ class Updater:
         """Let go of the optimiser's state and the carried states, as before the first step."""
         self.optimiser.forget()
         self.carried.clear()
+
+    def seconds_per_step(self, limit: float) -> float:
+        """How long an update takes, by some with learning rate 0 that are then forgotten, in some ``limit`` seconds."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
+        each = seconds_per_step(
+            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.most(time.monotonic())[0]
+        )
+        self.forget()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return each
 
     def __call__(self, step: int, rate: float, progress: float) -> Done:
         """What came of this process's rows, still on the device."""

@@ -1,0 +1,238 @@
+"""What minutes are spent on: ``train MEMBER --minutes M`` without sizes gets those that learn most in the time.
+
+A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps, one
+too small has learnt what it can. How fast a step is here is measured; how many steps a size needs before the next one
+is better is the table below, fitted to sweeps (``benchmarks/minutes.py``). What was given is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError, flag_of
+from kinformer.core.model_config import ModelConfig
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.runs.options import TrainOptions
+from kinformer.tasks.task import Task, TrainingPlan
+from kinformer.training.distributed import Group
+from kinformer.training.loop import Trainer
+
+
+class Size(NamedTuple):
+    """A model's width, the rows of a step, the tokens of a row; how many steps it needs to be better than the size
+    before; what a step costs, that of the first size being 1."""
+
+    dim: int
+    rows: int
+    length: int
+    steps: int
+    cost: float
+
+
+SIZES = (
+    Size(128, 4, 128, 0, 1.0),
+    Size(128, 8, 128, 900, 1.5),
+    Size(192, 8, 128, 3000, 2.2),
+    Size(256, 8, 256, 5000, 5.5),
+    Size(384, 16, 256, 8000, 20.0),
+    Size(512, 16, 512, 20000, 70.0),
+)
+RECIPE: Mapping[str, Any] = {"optimizer": "muon", "lr": 5e-3, "min_lr_ratio": 0.0, "weight_decay": 0.1}
+"""Of every size."""
+HEAD_DIM = 64
+VOCABULARIES = ((100_000, 512), (400_000, 1024), (4_000_000, 2048), (40_000_000, 4096))
+"""From so many bytes of text on, so many tokens."""
+PASSES, DROPOUT = 6.0, 0.1
+"""Text that is read more often than that is learnt by heart; dropout then."""
+PROBED, PROBE_SHARE = 1, 0.01
+"""Which of the sizes is measured first, and the share of the time that measuring takes."""
+TASK_OPTIONS = ("segments",)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options with everything chosen, and what to tell of it."""
+
+    options: TrainOptions
+    flags: tuple[str, ...]
+    steps: int
+    tokens: int
+    seconds: float
+    passes: float
+
+    @property
+    def text(self) -> str:
+        """Two lines: what the time is worth here, and the flags that choose the same."""
+        speed = self.steps * self.tokens / max(self.seconds, 1e-9)
+        return (
+            f"kinformer: in {self.options.minutes:g} minutes {self.steps:,} steps can be made ({speed:,.0f} tokens/s), "
+            f"{self.passes:.2g} times the data; chosen for that:\n"
+            f"kinformer: {' '.join(self.flags)}"
+        )
+
+
+def decides(options: TrainOptions, task: Task) -> bool:
+    """Whether the minutes decide what was not given: for tasks of running text, unless neighbours are looked up."""
+    return options.minutes is not None and task.budgeted and options.datastore is None
+
+
+def with_vocabulary(options: TrainOptions, task: Task, train_bytes: int) -> TrainOptions:
+    """``options`` with as many tokens as so many bytes of text are worth, where nothing was said and the tokenizer's
+    library is installed: a token of several bytes saves the model their computation."""
+    record = member(options.member)
+    given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
+    if given or not task.tokenizes or "tokenizer" in record.needs or not record.causal:
+        return options
+    if importlib.util.find_spec("tokenizers") is None:
+        return options
+    fitting = [count for least, count in VOCABULARIES if train_bytes >= least]
+    return replace(options, train_tokenizer=fitting[-1]) if fitting else options
+
+
+@cache
+def fastest_precision(device: str) -> str:
+    """bf16-mixed where this machine multiplies bfloat16 matrices faster than float32 ones, else fp32."""
+    if device == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "fp32"
+
+    def seconds(dtype: torch.dtype) -> float:
+        x = torch.randn(512, 512).to(dtype)
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return "bf16-mixed" if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else "fp32"
+
+
+def resized(config: ModelConfig, dim: int) -> dict[str, Any]:
+    """The changes that make a model of ``config`` so wide, its feed-forwards in proportion and its heads of 64; as many
+    heads as it has where they differ from each other; none where its width cannot be changed."""
+    for scaled in ("num_heads", "hidden_dim"), ("hidden_dim",):
+        changes = _changes(config, dim, scaled)
+        with suppress(KinformerError), torch.device("meta"):
+            override(config, changes, kinds()).build()
+            return changes
+    return {}
+
+
+def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {"dim": dim}
+    found: dict[str, dict[int, int]] = {}
+    for index, layer in enumerate(config.layers):
+        for path, value in _sizes(layer, config.dim, dim):
+            if path.endswith(tuple(scaled)):
+                found.setdefault(path, {})[index] = value
+    for path, values in found.items():
+        if len(values) == len(config.layers) and len(set(values.values())) == 1:
+            changes[f"layers.*.{path}"] = values[0]
+        else:
+            changes |= {f"layers.{index}.{path}": value for index, value in values.items()}
+    return changes
+
+
+def _sizes(layer: Any, before: int, dim: int) -> Iterator[tuple[str, int]]:
+    for part in ("mixer", "feed_forward"):
+        config = getattr(layer, part, None)
+        if (hidden := getattr(config, "hidden_dim", None)) is not None:
+            yield f"{part}.hidden_dim", hidden * dim // before
+        if getattr(config, "num_heads", None) is not None and getattr(config, "head_dim", None) is None:
+            yield f"{part}.num_heads", max(1, dim // HEAD_DIM)
+
+
+@dataclass
+class Chooser:
+    """Chooses what ``options`` leave open: those ``asked`` for, with a vocabulary.
+
+    plan: gives the training plan of complete options, or refuses them. recipe: the config whose width is open; None
+    where the model is given. begun: since when the minutes count.
+    """
+
+    asked: TrainOptions
+    options: TrainOptions
+    task: Task
+    plan: Callable[[TrainOptions], TrainingPlan]
+    recipe: ModelConfig | None
+    device: str
+    begun: float
+
+    def choose(self) -> Choice:
+        """The largest size that makes its steps in the time."""
+        budget = 60 * (self.options.minutes or 0)
+        base = SIZES[PROBED]
+        each = self._seconds_per_step(base, PROBE_SHARE * budget)
+        left = max(0.0, budget - (time.monotonic() - self.begun))
+        size = [each_size for each_size in SIZES if left >= each_size.steps * each * each_size.cost / base.cost][-1]
+        exact = each * size.cost / base.cost
+        if size.cost > base.cost:  # far from what was measured: measured itself
+            exact = self._seconds_per_step(size, PROBE_SHARE * budget)
+            left = budget - (time.monotonic() - self.begun)
+            if left < size.steps * exact:
+                smaller = SIZES[SIZES.index(size) - 1]
+                size, exact = smaller, exact * smaller.cost / size.cost
+        return self._told(size, max(1, int(left / exact)), left)
+
+    def _told(self, size: Size, steps: int, seconds: float) -> Choice:
+        options = self._complete(size)
+        plan = self.plan(options)
+        tokens = plan.settings.batch_size * plan.settings.length
+        passes = steps * tokens / max(1, len(plan.data.splits["train"]))
+        if passes > PASSES and self.recipe is not None and not any("dropout" in path for path in self.options.set):
+            dropout = replace(options, set={**options.set, "layers.*.dropout": DROPOUT})
+            with suppress(KinformerError):
+                self.plan(dropout)
+                options = dropout
+        return Choice(options, tuple(_flags(self.asked, options)), steps, tokens, seconds, passes)
+
+    def _complete(self, size: Size) -> TrainOptions:
+        """The options with what ``size`` gives to those that are open."""
+        needs = dict(member(self.options.member).needs)
+        own = {name: needs.pop(name) for name in list(needs) if name in TASK_OPTIONS}
+        share = self.options.devices * self.options.accumulate
+        rows = -(-size.rows // share) * share
+        sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
+        known = {**RECIPE, **sizes, **needs}
+        chosen = {name: value for name, value in known.items() if getattr(self.options, name) is None}
+        changes = {} if self.recipe is None else resized(self.recipe, size.dim)
+        return replace(self.options, **chosen, own={**own, **self.options.own}, set={**changes, **self.options.set})
+
+    def _seconds_per_step(self, size: Size, limit: float) -> float:
+        plan = self.plan(self._complete(size))
+        torch.manual_seed(plan.settings.seed)
+        model = plan.config.build()
+        data = self.task.data_module(plan)
+        objective = self.task.objective(plan.settings.objective, model, data)
+        with tempfile.TemporaryDirectory() as folder:
+            group = Group(torch.device(self.device))
+            trainer = Trainer(model, data, objective, plan.settings, Path(folder), group, quiet=True)
+            return trainer.update.seconds_per_step(limit)
+
+
+def _flags(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
+    """What differs, as it is written on the command line."""
+    for each in fields(TrainOptions):
+        old, new = getattr(before, each.name), getattr(after, each.name)
+        if isinstance(new, Mapping):
+            for name, value in new.items():
+                if name in old:
+                    continue
+                if each.name == "set":
+                    yield f"--set '{name}={value}'" if "*" in name else f"--set {name}={value}"
+                else:
+                    yield flag_of(name) if value is True else f"{flag_of(name)} {value}"
+        elif new != old:
+            yield f"{flag_of(each.name)} {new}"

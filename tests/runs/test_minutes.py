@@ -1,0 +1,146 @@
+"""What a budget of minutes chooses: what was given is kept, what was not suits the machine, the data and the member."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import FAMILY
+from kinformer.runs import minutes
+from kinformer.runs.minutes import SIZES, resized
+from kinformer.runs.run import open_run
+from kinformer.training.settings import Settings
+from kinformer.training.update import Updater
+
+TEXT = ("It was the best of times, it was the worst of times; " * 40 + "and so on to the end of the page.\n") * 60
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def steps_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes every step of the first size take so many seconds, others in proportion to their cost."""
+
+    def seconds(each: float) -> None:
+        def measured(self: Updater, limit: float) -> float:
+            dim = next(iter(self.engine.parameters())).shape[-1]
+            rows = self.settings.batch_size
+            return each * next((size.cost for size in SIZES if (size.dim, size.rows) == (dim, rows)), 1.0)
+
+        monkeypatch.setattr(Updater, "seconds_per_step", measured)
+
+    return seconds
+
+
+class StopError(Exception):
+    pass
+
+
+def stop(job: Any, group: Any) -> None:
+    raise StopError
+
+
+def chosen(book: Path, **given: Any) -> Any:
+    """The run that ``given`` options begin; it is stopped before its first step."""
+    options = {"data": str(book), "out": str(book.parent / "run"), "minutes": 10} | given
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kinformer.runs.train.work", stop)
+        with pytest.raises(StopError):
+            kinformer.train(options.pop("member", "gpt"), quiet=True, **options)
+    return open_run(options["out"])
+
+
+def test_a_faster_machine_gets_a_larger_model(book: Path, steps_of: Any, tmp_path: Path) -> None:
+    widths = []
+    for number, each in enumerate((10.0, 0.1, 0.01, 0.001)):
+        steps_of(each)
+        widths.append(chosen(book, out=str(tmp_path / str(number))).config.dim)
+    assert widths == sorted(widths) and widths[0] == SIZES[0].dim and len(set(widths)) > 2
+
+
+def test_what_is_given_is_kept(book: Path, steps_of: Any) -> None:
+    steps_of(0.01)
+    given = {"length": 24, "batch_size": 3, "lr": 7e-4, "optimizer": "adamw", "precision": "fp32", "weight_decay": 0.2}
+    run = chosen(book, **given, tokenizer="bytes", set={"dim": 48, "layers.*.mixer.num_heads": 3})
+    assert {name: run.training[name] for name in given} == given
+    assert run.config.dim == 48 and run.config.layers[0].mixer.num_heads == 3 and run.vocabulary == "bytes"
+    assert run.config.layers[0].feed_forward.hidden_dim == configure("gpt").layers[0].feed_forward.hidden_dim
+
+
+def test_the_flags_that_are_told_choose_the_same(book: Path, steps_of: Any, capsys: Any, tmp_path: Path) -> None:
+    steps_of(0.05)
+    told, again = tmp_path / "told", tmp_path / "again"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kinformer.runs.train.work", stop)
+        common = ["train", "gpt", "--data", str(book), "--minutes", "10"]
+        with pytest.raises(StopError):
+            main([*common, "--out", str(told)])
+        lines = capsys.readouterr().err.splitlines()
+        flags = shlex.split(next(line for line in lines if "--length" in line).partition("kinformer: ")[2])
+        with pytest.raises(StopError):
+            main([*common, "--out", str(again), *flags])
+    first, second = open_run(told), open_run(again)
+    assert first.config == second.config and first.training == second.training
+    assert first.options == second.options and first.tokenizer.fingerprint == second.tokenizer.fingerprint
+
+
+def test_steps_alone_keep_the_defaults(book: Path) -> None:
+    run = chosen(book, minutes=None, steps=1)
+    defaults = {each.name: each.default for each in fields(Settings)}
+    assert {name: value for name, value in run.training.items() if value != defaults[name]} == {
+        "steps": 1, "objective": "next-token",
+    }  # fmt: skip
+    assert run.config == configure("gpt", "small", 256) and run.vocabulary == "bytes"
+
+
+def test_a_given_recipe_keeps_its_model(book: Path, steps_of: Any) -> None:
+    steps_of(1.0)
+    assert chosen(book, recipe="tiny", tokenizer="bytes").config == configure("gpt", "tiny", 256)
+
+
+def test_text_that_is_learnt_by_heart_gets_dropout(book: Path, steps_of: Any, tmp_path: Path) -> None:
+    steps_of(0.001)
+    assert chosen(book).config.layers[0].dropout == minutes.DROPOUT
+    assert chosen(book, minutes=1e-4, out=str(tmp_path / "short")).config.layers[0].dropout == 0
+    kept = {"layers.*.dropout": 0.3}
+    assert chosen(book, out=str(tmp_path / "kept"), set=kept).config.layers[0].dropout == 0.3
+
+
+def test_a_member_has_what_it_needs(book: Path, steps_of: Any) -> None:
+    steps_of(0.05)
+    assert chosen(book, member="transformer-xl").options.segments
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_every_member_can_be_resized(name: str) -> None:
+    recipe = configure(name)
+    resized_config = override(recipe, resized(recipe, 128), kinds())
+    with torch.device("meta"):
+        small, usual = resized_config.build(), recipe.build()
+    assert resized_config.dim == 128 and parameters(small) < parameters(usual)
+
+
+def parameters(model: Any) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def test_too_little_data_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(KinformerError, match="short.txt|tokens"):
+        kinformer.train("gpt", data=str(tmp_path / "short.txt"), out=str(tmp_path / "run"), minutes=0.01, quiet=True)
