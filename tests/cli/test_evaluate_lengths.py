@@ -100,3 +100,29 @@ def test_unlike_tokenizers_are_no_group(cli, gpt_run, tokenized_run, tmp_path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, _, err = cli("evaluate", gpt_run, tokenized_run, "--recl")
     assert code == 2 and "have different tokenizers; measure them separately" in err
+
+
+@pytest.mark.parametrize(
+    ("member", "changes", "told"),
+    [
+        ("gpt", {}, True),
+        ("linear-transformer", {}, True),
+        ("rope", {}, True),
+        ("alibi", {}, False),
+        ("t5", {}, False),
+        ("rope", {"layers.*.mixer.pattern": {"kind": "local", "window": 8}}, False),
+    ],
+)
+def test_positions_that_were_never_trained_are_told(cli, make_run, member, changes, told):
+    """The runs say that they were trained on rows of 32."""
+    run = make_run(member, **changes)
+
+    def tells(*words):
+        code, _, err = cli(*words)
+        assert code == 0, err
+        return "never trained" in err
+
+    assert tells("evaluate", run, "--context", 64, "--max-bytes", 200) == told
+    assert tells("generate", run, "--prompt", "a", "--max-new-tokens", 40) == told
+    assert not tells("evaluate", run, "--context", 32, "--max-bytes", 200)
+    assert not tells("generate", run, "--prompt", "a", "--max-new-tokens", 32)

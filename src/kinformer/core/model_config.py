@@ -16,10 +16,11 @@ from kinformer.core.stack import StackConfig
 class EmbeddingConfig(Config):
     """``build(vocab_size, dim)``: a table (tokens, positions), both [batch, time] int64, -> [batch, time, dim].
 
-    A tied head reads its ``weight`` [vocab_size, ...].
+    A tied head reads its ``weight`` [vocab_size, ...]. ``bounded_by_training``: as of positions (``core.parts``).
     """
 
     slot = "embedding"
+    bounded_by_training: ClassVar[bool] = False
 
     def build(self, vocab_size: int, dim: int) -> nn.Embedding:
         raise NotImplementedError

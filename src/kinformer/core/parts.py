@@ -6,7 +6,7 @@ Kernel attention = feature map x update rule. Every part has a :class:`Config` o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -77,9 +77,13 @@ class Position(nn.Module):
 
 
 class PositionConfig(Config):
-    """Builds an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer."""
+    """Builds an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer.
+
+    ``bounded_by_training``: whether positions, or distances, beyond those of training are new to a trained model.
+    """
 
     slot = "position"
+    bounded_by_training: ClassVar[bool] = False
 
     def build(self, dim: int) -> Position:
         """``dim`` is the width of what is encoded."""

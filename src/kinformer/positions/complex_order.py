@@ -32,6 +32,7 @@ class ComplexOrder(nn.Embedding):
     @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "complex_order"
+        bounded_by_training = True
         sharing: Literal["none", "features", "tokens"] = "none"
         phase: bool = False  # learn a first phase too, shared as the frequencies are; it begins at 0
         base: float = 10000.0

@@ -39,6 +39,7 @@ class Rope(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(InAttention):
         kind = "rope"
+        bounded_by_training = True
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
         fraction: float = 1.0

@@ -13,6 +13,8 @@ from kinformer.core.parts import Position, PositionConfig
 class AtTokens(PositionConfig):
     """Of an encoding that is added to token embeddings; a mixer refuses it."""
 
+    bounded_by_training = True
+
     def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
         raise KinformerError(
             f"{describe(self)} is added to token embeddings, but was given to a mixer; set it as the model's position, "

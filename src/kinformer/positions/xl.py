@@ -39,6 +39,7 @@ class TransformerXL(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(InAttention):
         kind = "xl"
+        bounded_by_training = True
         clamp: int | None = None
         share_biases: bool = True
         base: float = 10000.0

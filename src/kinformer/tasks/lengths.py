@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note
 
 if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
     from kinformer.tasks.task import TrainedRun
 
 
@@ -48,6 +50,27 @@ def trained_at(run: TrainedRun) -> int | None:
     """The training length of a run, where it says so."""
     length = run.training.get("length")
     return length if isinstance(length, int) else None
+
+
+def tell_untrained(run: TrainedRun, tokens: int) -> None:
+    """Say so where a text of so many ``tokens`` reaches positions at which the model was never trained."""
+    trained = trained_at(run)
+    if trained is None or tokens <= trained or getattr(run.options, "segments", False) or not _bounded(run.config):
+        return
+    note(
+        f"note: {run.folder}: positions beyond {trained}, its training length, were never trained, and up to {tokens} "
+        f"are asked for; expect worse predictions there, stay within {trained}, or train with --length {tokens}."
+    )
+
+
+def _bounded(config: ModelConfig) -> bool:
+    """Whether a model has positions, or distances that no pattern limits, which only training makes known."""
+    parts = [getattr(config, "position", None), getattr(config.input, "embedding", None)]
+    for layer in config.layers:
+        mixer = getattr(layer, "mixer", None)
+        if getattr(getattr(mixer, "pattern", None), "kind", "causal") == "causal":
+            parts.append(getattr(mixer, "position", None))
+    return any(getattr(part, "bounded_by_training", False) for part in parts)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

@@ -14,6 +14,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.data import Tokenizer
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StopText
+from kinformer.tasks.lengths import tell_untrained
 from kinformer.tasks.task import LoadedRun
 
 MOST_NEW = 256
@@ -57,6 +58,7 @@ def continue_text(
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
     session, new = _session(subject.model, options, len(tokens))
+    tell_untrained(subject.run, len(tokens) + new - 1)
     writers = [_Writer(tokenizer, options.stop, None) for _ in range(options.samples)]
     if options.samples == 1:
         writers[0].write = write

@@ -15,7 +15,7 @@ from kinformer.data import NgramModel
 from kinformer.evaluation.bits import Measurement, measure
 from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
-from kinformer.tasks.lengths import Length, parse_lengths, short_names, trained_at
+from kinformer.tasks.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
 from kinformer.tasks.options import NextTokenMeasuring
 from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
 from kinformer.tasks.text import HeldOut, check_positions, heading, held_out, main_windows
@@ -79,6 +79,7 @@ def _measure(
     beyond = [Windows(context=length, overlap=own.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
         check_positions(model, windows)
+    tell_untrained(run, (main.context if main else None) or 0)
     held = held_out(run, measuring, own.holdout)
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
