@@ -52,8 +52,10 @@ SIZES = (
 RECIPE: Mapping[str, Any] = {"optimizer": "muon", "lr": 5e-3, "min_lr_ratio": 0.0, "weight_decay": 0.1}
 """Of every size."""
 HEAD_DIM = 64
-VOCABULARIES = ((100_000, 512), (400_000, 1024), (4_000_000, 2048), (40_000_000, 4096))
+VOCABULARIES = ((100_000, 512), (300_000, 2048), (1_000_000, 4096))
 """From so many bytes of text on, so many tokens."""
+ENCODED_A_MINUTE = 7_000_000
+"""Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; of more text than that, bytes are learnt."""
 PASSES, DROPOUT = 6.0, 0.1
 """Text that is read more often than that is learnt by heart; dropout then."""
 PROBED, PROBE_SHARE = 1, 0.01
@@ -95,7 +97,7 @@ def with_vocabulary(options: TrainOptions, task: Task, train_bytes: int) -> Trai
     given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
     if given or not task.tokenizes or "tokenizer" in record.needs or not record.causal:
         return options
-    if importlib.util.find_spec("tokenizers") is None:
+    if importlib.util.find_spec("tokenizers") is None or train_bytes > ENCODED_A_MINUTE * (options.minutes or 0):
         return options
     fitting = [count for least, count in VOCABULARIES if train_bytes >= least]
     return replace(options, train_tokenizer=fitting[-1]) if fitting else options

@@ -1,0 +1,109 @@
+"""What should so many minutes be spent on? Settings of `kinformer train` against each other at one budget of time.
+
+Every setting is a line of flags; the first one is what `--minutes` chooses by itself. How fast a step of each is, is
+measured first, in turns; then each makes the steps that fit into the budget at that speed. So the result is that of a
+quiet machine, whatever else it does later, and the settings can be trained one after the other.
+
+    python benchmarks/minutes.py --data book.txt --minutes 1
+    python benchmarks/minutes.py --data book.txt --minutes 4 --member local --settings my-settings.txt
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import arguments, prepare, save, show
+
+RECIPE = "--optimizer muon --lr 5e-3 --min-lr-ratio 0 --precision bf16-mixed --length 128 --batch-size 8"
+
+
+def width(dim: int) -> str:
+    """The flags of a model so wide, with heads of 64."""
+    return (
+        f"--set dim={dim} --set layers.*.mixer.num_heads={dim // 64} --set layers.*.feed_forward.hidden_dim={4 * dim}"
+    )
+
+
+USUAL = f"{RECIPE} {width(128)} --train-tokenizer 4096"
+SETTINGS = {
+    "usual": USUAL,
+    "bytes": f"{RECIPE} {width(128)}",
+    "1,024 tokens": f"{RECIPE} {width(128)} --train-tokenizer 1024",
+    "2,048 tokens": f"{RECIPE} {width(128)} --train-tokenizer 2048",
+    "dim 64": f"{RECIPE} {width(64)} --train-tokenizer 4096",
+    "dim 192": f"{RECIPE} {width(192)} --train-tokenizer 4096",
+    "4 rows": f"{USUAL} --batch-size 4",
+    "16 rows": f"{USUAL} --batch-size 16",
+    "length 64": f"{USUAL} --length 64",
+    "lr 1e-2": f"{USUAL} --lr 1e-2",
+    "2 layers": f"{USUAL} --set layers=2",
+    "rope": f"{USUAL} --set position=none --set layers.*.mixer.position=rope",
+    "squared ReLU": f"{USUAL} --set layers.*.feed_forward.activation=squared_relu",
+    "untied": f"{USUAL} --set head.tied=false",
+    "adamw": f"{USUAL} --optimizer adamw --lr 3e-3",
+    "dropout": f"{USUAL} --set layers.*.dropout=0.1",
+    "nanoGPT's CPU recipe": "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --length 64 --batch-size 12 "
+    "--optimizer adamw --lr 1e-3 --beta2 0.99",
+}
+PROBE_STEPS = 24
+
+
+def kinformer(*words: Any) -> dict[str, Any]:
+    """The JSON object that a command prints."""
+    command = [sys.executable, "-m", "kinformer", *map(str, words), "--json", "--quiet"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
+    return json.loads(done.stdout)
+
+
+def trained(options: Any, flags: str, steps: int, *further: Any) -> tuple[dict[str, Any], float]:
+    """Train so many steps; what the command says, and the held-out bits per byte."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", options.member, "--data", options.data, "--out", f"{folder}/run", "--steps", steps, *further]
+        told = kinformer(*words, "--holdout", 0.1, *shlex.split(flags))
+        if "--validate-every" in further:
+            return told, 0.0
+        return told, kinformer("evaluate", f"{folder}/run", "--holdout", 0.1)["bits_per_byte"]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--data", required=True, help="the text")
+    parser.add_argument("--minutes", type=float, default=1.0, help="the budget of every setting")
+    parser.add_argument("--member", default="gpt", help="a causal member")
+    parser.add_argument("--settings", type=Path, help="lines of NAME: FLAGS, instead of those of this file")
+    parser.add_argument("--only", nargs="*", help="only the settings of these names")
+    options = prepare(parser)
+    settings = dict(SETTINGS)
+    if options.settings:
+        settings = dict(line.split(": ", 1) for line in options.settings.read_text().splitlines() if line.strip())
+    settings = {name: flags for name, flags in settings.items() if not options.only or name in options.only}
+    speeds: dict[str, float] = {}
+    for _ in range(1 if options.quick else options.rounds or 3):
+        for name, flags in settings.items():
+            told, _ = trained(options, flags, PROBE_STEPS, "--validate-every", 0)
+            speeds[name] = max(speeds.get(name, 0.0), told["tokens_per_second"])
+    rows, result = [], {}
+    for name, flags in settings.items():
+        words = shlex.split(flags)
+        last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
+        tokens = int(last["--length"]) * int(last["--batch-size"])
+        steps = 10 if options.quick else int(60 * options.minutes * speeds[name] / tokens)
+        _, bits = trained(options, flags, steps)
+        result[name] = {"flags": flags, "tokens_per_second": speeds[name], "steps": steps, "bits_per_byte": bits}
+        rows.append([name, steps, speeds[name], bits])
+        print(f"{name}: {steps} steps, {bits:.4f} bits per byte", flush=True)
+    facts = {"member": options.member, "data": Path(options.data).name, "minutes": options.minutes, "settings": result}
+    show(f"{options.member}, {options.minutes:g} minutes", ["setting", "steps", "tokens/s", "bits per byte"], rows)
+    save(options, "minutes", facts)
+
+
+if __name__ == "__main__":
+    main()
