@@ -5,6 +5,9 @@ by block as in Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Trans
 Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, head_dim]:
 
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
+
+With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the Kimi
+team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
+from kinformer.kernels.linear import check_decay
 
 IMPLS = ("auto", "reference", "chunked")
 
@@ -25,6 +29,7 @@ def delta_rule(
     beta: Tensor,
     state: Tensor,
     *,
+    log_decay: Tensor | None = None,
     reset: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -35,14 +40,17 @@ def delta_rule(
     v: [batch, heads, time, head_dim].
     beta: [batch, heads, time], the write strength, 0 at invalid tokens.
     state: W [batch, heads, features, head_dim], in float32 or wider (the accumulators of the inputs' dtype).
+    log_decay: log a_t, not above 0 and finite, [batch, heads, time] or, per feature, [batch, heads, time, features]; 0
+        at invalid tokens. None: nothing decays.
     reset: [batch, time] bool; a marked token begins a new sequence: W is zero before it is absorbed.
     impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
 
     Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
     """
     _validate(q, k, v, beta, state, reset)
+    check_decay("delta_rule", q, log_decay)
     kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
-    return kernel(q, k, v, beta, state, reset)
+    return kernel(q, k, v, beta, state, log_decay, reset)
 
 
 def choose_impl(q: Tensor, impl: str = "auto") -> str:

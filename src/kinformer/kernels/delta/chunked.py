@@ -10,11 +10,12 @@ In the backward, with dW the gradient of W after the block and dO that of the ou
     G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - K^T diag(beta) G
 
 runs from the last block to the first; the rest are products inside blocks. Kept for it: the inputs and one W per block.
+A decay puts its factors to Q, K, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464, section 3.3).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,31 +35,37 @@ from kinformer.kernels.linear.blocks import (
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
     cast = operand_dtype(q)
     if cast is not None:
         with no_autocast(q.device):
-            out, state = chunked(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), state, reset)
+            out, state = chunked(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), state, log_decay, reset)
             return out.to(v.dtype), state
     if q.shape[2] == 1:
-        return _step(q, k, v, beta, state, reset)
+        return _step((q, k, v, beta), state, log_decay, reset)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v)
     operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1)
-    out, state = _Chunked.apply(*operands, state.to(accumulator), reset)
+    log_decay = None if log_decay is None else log_decay.to(accumulator)
+    out, state = _Chunked.apply(*operands, state.to(accumulator), log_decay, reset)
     return out.to(v.dtype), state
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token, in the dtype of the state."""
+def _step(
+    token: tuple[Tensor, Tensor, Tensor, Tensor], w: Tensor, log_decay: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token (its q, k, v and beta), in the dtype of the state."""
+    q, k, v, beta = token
     dtype = v.dtype
     if any(x.dtype != w.dtype for x in (q, k, v, beta)):
         accumulator = accumulator_dtype(q, k, v)
         q, k, v, beta, w = (x.to(accumulator) for x in (q, k, v, beta, w))
     if reset is not None:
         w = w.masked_fill(reset[:, :, None, None], 0)
+    if log_decay is not None:
+        w = w * log_decay.to(w.dtype).exp().view(*w.shape[:2], -1, 1)
     w = torch.addcmul(w, k.mT, (v - k @ w) * beta.unsqueeze(-1))
     return (q @ w).to(dtype), w
 
@@ -68,78 +75,107 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, last = torch.empty_like(v), w.clone()
+        tokens = _Tokens(q, k, v, beta, *rest)
         states = []
         for batch, time in tiles(q, v):
-            at = batch, slice(None), time
-            flags = None if reset is None else reset[batch, time]
-            out[at], before, last[batch] = _absorb(q[at], k[at], v[at], beta[at], last[batch], flags)
+            out[batch, :, time], before, last[batch] = _absorb(tokens.part(batch, time), last[batch])
             states.append(before)
-        ctx.save_for_backward(q, k, v, beta, reset, *states)
+        ctx.save_for_backward(*tokens, *states)
         return out, last
 
     @staticmethod
     @first_order("the chunked delta rule")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, reset, *states = saved
-        dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, beta))
+        tokens, states = _Tokens(*saved[:6]), list(saved[6:])
+        gradients = [None if x is None else torch.empty_like(x) for x in tokens[:5]]
         dw = grad_w.clone()
-        for batch, time in reversed(tiles(q, v)):
+        for batch, time in reversed(tiles(tokens.q, tokens.v)):
             at = batch, slice(None), time
-            flags = None if reset is None else reset[batch, time]
-            dq[at], dk[at], dv[at], db[at], dw[batch] = _gradients(
-                (q[at], k[at], v[at], beta[at], states.pop(), flags), grad_out[at], dw[batch]
-            )
-        return dq, dk, dv, db, dw, None
+            found, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch])
+            for gradient, each in zip(gradients, found, strict=True):
+                if gradient is not None:
+                    gradient[at] = each
+        dq, dk, dv, db, dg = gradients
+        return dq, dk, dv, db, dw, dg, None
 
 
-def _absorb(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Tokens(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor | None
+    reset: Tensor | None
+
+    def part(self, batch: slice, time: slice) -> _Tokens:
+        at = batch, slice(None), time
+        decay = None if self.log_decay is None else self.log_decay[at]
+        reset = None if self.reset is None else self.reset[batch, time]
+        return _Tokens(self.q[at], self.k[at], self.v[at], self.beta[at], decay, reset)
+
+
+def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
-    blocks = cut(q, reset)
+    q, k, v, beta, log_decay, reset = tokens
+    blocks = cut(q, reset, log_decay)
     Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
     _, inverse = _inverse(blocks, K, B)
     scaled = inverse * B.mT
     U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter))
     W, last = _write(blocks, U, X, gate(K, blocks.leave), w)
-    P = blocks.hide_(torch.bmm(Q, K.mT))
+    P = blocks.scores(Q, K)
     out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
     return blocks.join(out), W, last.view(w.shape)
 
 
-def _gradients(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], grad_out: Tensor, grad_w: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta and of W before the tile, from those of the outputs and of W after it."""
-    q, k, v, beta, W, reset = inputs
-    blocks = cut(q, reset)
+def _gradients(tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+    """Gradients of q, k, v, beta and log_decay, and of W before the tile, from those of outputs and of W after it."""
+    q, k, v, beta, log_decay, reset = tokens
+    blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
-    K_enter = gate(K, blocks.enter)
+    K_enter, K_leave = gate(K, blocks.enter), gate(K, blocks.leave)
     A, inverse = _inverse(blocks, K, B)
     error = torch.baddbmm(V, K_enter, W, alpha=-1)
     U = torch.bmm(inverse * B.mT, error)
-    P = blocks.hide_(torch.bmm(Q, K.mT))
-    G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, gate(K, blocks.leave))
+    P = blocks.scores(Q, K)
+    G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, K_leave)
     local = torch.bmm(gate(Q, blocks.enter).mT, Y)
     dW, first = _read_back(blocks, G, X, local, K_enter * B, grad_w)
     dP = blocks.hide_(torch.bmm(Y, U.mT))
-    dQ = gate(torch.bmm(Y, W.mT), blocks.enter).baddbmm_(dP, K)
-    dA = blocks.hide_(torch.bmm(G, U.mT), diagonal=-1)
+    dQ = blocks.add_to_rows_(gate(torch.bmm(Y, W.mT), blocks.enter), dP, K)
+    dA = torch.bmm(G, U.mT)
     dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
     dV = G.mul_(B)
-    dA.mul_(B)
-    dK = gate(torch.bmm(U, dW.mT), blocks.leave).sub_(gate(torch.bmm(dV, W.mT), blocks.enter))
-    dK.baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
-    dq, dk, dv, db = (blocks.join(x) for x in (dQ, dK, dV, dB))
-    return dq, dk, dv, db, first.view(grad_w.shape)
+    dA = blocks.hide_(dA, diagonal=-1).mul_(B)
+    written = gate(torch.bmm(U, dW.mT), blocks.leave)
+    read = gate(torch.bmm(dV, W.mT), blocks.enter)
+    dG = None
+    if log_decay is None:
+        dK = written.sub_(read).baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
+    else:
+        read = blocks.add_to_rows_(read, dA, K)
+        written = blocks.add_to_columns_(blocks.add_to_columns_(written, dP, Q), -dA, K)
+        dK = written - read
+        wide = grad_w.dtype
+        change = Q.to(wide) * dQ - K.to(wide) * (written + read)
+        ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
+        dG = blocks.decay_gradient(change, ended)
+        dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
+    return (*(blocks.join(x) for x in (dQ, dK, dV, dB)), dG), first.view(grad_w.shape)
+
+
+def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
+    """W after each block, from those before it."""
+    kept = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
+    return torch.baddbmm(kept, K.mT, U)
 
 
 def _inverse(blocks: SequenceBlocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
-    A = blocks.hide_(torch.bmm(K, K.mT), diagonal=-1)
+    A = blocks.scores(K, K, diagonal=-1)
     return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
 
 

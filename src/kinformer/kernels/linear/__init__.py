@@ -1,9 +1,12 @@
-"""Causal linear attention: the sum rule over feature-mapped keys.
+"""Causal linear attention: sums over feature-mapped keys, which may decay.
 
 Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs: Fast Autoregressive Transformers with Linear
 Attention", eq. 9-15. With phi(q_t) = ``q``, phi(k_t) = ``k``:
 
     S_t = S_{t-1} + k_t v_t^T,    z_t = z_{t-1} + k_t,    out_t = q_t^T S_t / (q_t . z_t + eps)
+
+With a decay a_t in (0, 1], of all features (Sun et al. 2023, RetNet; Peng et al. 2021, RFA's gate) or of each (Yang et
+al. 2024, GLA), S_{t-1} and z_{t-1} are multiplied by a_t first.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.reference import recurrence
+from kinformer.kernels.linear.sequence import Sequence
 
 IMPLS = ("auto", "reference", "chunked")
 
@@ -35,6 +39,7 @@ def linear_attention(
     v: Tensor,
     state: LinearState,
     *,
+    log_decay: Tensor | None = None,
     eps: float | None = 1e-6,
     reset: Tensor | None = None,
     impl: str = "auto",
@@ -43,6 +48,8 @@ def linear_attention(
 
     q, k: [batch, heads, time, features], already feature-mapped, k zero at invalid tokens.
     v: [batch, heads, time, head_dim].
+    log_decay: log a_t, not above 0 and finite, [batch, heads, time] or, per feature, [batch, heads, time, features]; 0
+        at invalid tokens. None: nothing decays.
     eps: added to the normaliser q . z; None leaves the normaliser out: out_t = q_t^T S_t (z is still carried).
     reset: [batch, time] bool; a marked token begins a new sequence: S and z are zero before it is absorbed.
     impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
@@ -50,8 +57,9 @@ def linear_attention(
     Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
     """
     _validate(q, k, v, state, reset)
+    check_decay("linear_attention", q, log_decay)
     kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
-    out, s, z = kernel(q, k, v, state.s, state.z, eps, reset)
+    out, s, z = kernel(Sequence(q, k, v, log_decay, eps, reset), state.s, state.z)
     return out, LinearState(s, z)
 
 
@@ -60,6 +68,15 @@ def choose_impl(q: Tensor, impl: str = "auto") -> str:
     if impl not in IMPLS:
         raise KinformerError(f"linear_attention: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     return "chunked" if impl == "auto" else impl
+
+
+def check_decay(name: str, q: Tensor, log_decay: Tensor | None) -> None:
+    """Refuse a decay whose shape does not fit the queries of the function called ``name``."""
+    if log_decay is not None and log_decay.shape not in (q.shape[:3], q.shape):
+        raise KinformerError(
+            f"{name}: log_decay {tuple(log_decay.shape)} does not fit; pass [batch, heads, time] = "
+            f"{tuple(q.shape[:3])}, or {tuple(q.shape)} with one decay per feature."
+        )
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, state: LinearState, reset: Tensor | None) -> None:

@@ -1,11 +1,14 @@
-"""How the chunkwise kernels cut a sequence into blocks, and what a ``reset`` inside a block hides.
+"""How the chunkwise kernels cut a sequence into blocks, what a ``reset`` inside a block hides, and what has decayed.
 
-A block is a tile of the computation, without meaning to the caller: results do not depend on its size.
+A block is a tile of the computation, without meaning to the caller: results do not depend on its size. With a decay
+(Sun et al. 2023, RetNet; Yang et al. 2024, GLA and Gated DeltaNet) and G_t its logarithms summed from the block's first
+token to t, the state that the block began with counts exp(G_t) at t, token s counts exp(G_t - G_s) at t, and
+exp(G_last - G_s) in the state after the block. None of these exponents is positive.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch.nn import functional as F
 
 import kinformer.core.flops  # noqa: F401 (products in place are counted)
 from kinformer.core.autocast import autocast_dtype
+from kinformer.kernels.linear.channels import Channels
 
 SIZES = (8, 16, 32, 64)
 TILE_ELEMENTS = 2**18
@@ -67,7 +71,10 @@ class SequenceBlocks:
     ``enter``, ``leave`` [batch * heads * count, size, 1], ``keep`` [batch * heads, count, 1, 1] and
     ``same`` [batch, 1, count, size, size] are masks (1 or 0) for sequences with resets, otherwise None: the token
     sees what came before its block; what comes after the block sees the token; the state lives through the block;
-    the first token (row) sees the second (column).
+    the first token (row) sees the second (column). ``sequence`` [batch, count, size] numbers a block's sequences.
+
+    A decay makes the masks factors between 0 and 1; with one per channel, ``enter`` and ``leave`` are [.., size,
+    features], ``keep`` is [.., features, 1], and ``channels`` says what is left between two tokens of a block.
     """
 
     batch: int
@@ -79,6 +86,8 @@ class SequenceBlocks:
     leave: Tensor | None = None
     keep: Tensor | None = None
     same: Tensor | None = None
+    sequence: Tensor | None = None
+    channels: Channels | None = None
 
     @property
     def rows(self) -> int:
@@ -107,28 +116,87 @@ class SequenceBlocks:
             scores.view(self.batch, self.heads, self.count, self.size, self.size).mul_(self.same)
         return scores
 
+    def scores(self, Q: Tensor, K: Tensor, diagonal: int = 0) -> Tensor:
+        """Q K^T [rows * count, size, size] of what is seen, as far as it has not decayed."""
+        if self.channels is None:
+            return self.hide_(torch.bmm(Q, K.mT), diagonal)
+        return self.hide_(self.channels.scores(Q, K), diagonal)
 
-def cut(x: Tensor, reset: Tensor | None, largest: int = SIZES[-1]) -> SequenceBlocks:
-    """The blocks for ``x`` [batch, heads, time, n], with the masks of ``reset`` [batch, time] in the dtype of ``x``."""
+    def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
+        """total + P K in place, for P (hidden) the gradient of :meth:`scores`: that of Q."""
+        return total.baddbmm_(P, K) if self.channels is None else self.channels.add_to_rows_(total, P, K)
+
+    def add_to_columns_(self, total: Tensor, P: Tensor, Q: Tensor) -> Tensor:
+        """total + P^T Q in place: the gradient of K."""
+        return total.baddbmm_(P.mT, Q) if self.channels is None else self.channels.add_to_columns_(total, P, Q)
+
+    def decay_gradient(self, change: Tensor, states: Tensor) -> Tensor:
+        """The gradient of the logarithms of the decay, [batch, heads, time] or [.., features].
+
+        ``change`` [rows * count, size, features] is that of their sums G: q dq - k dk for a token that is read by its q
+        and written by its k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block.
+        A token's decay acts on all later ones of its sequence in the block, and on the state after it.
+        """
+        if self.channels is None:
+            change, states = change.sum(-1, keepdim=True), states.sum(-1, keepdim=True)
+        if self.sequence is None:
+            return self.join(change.flip(1).cumsum_(1).flip(1).add_(states.unsqueeze(1)))
+        within = torch.ones(self.size, self.size, dtype=change.dtype, device=change.device).triu_()
+        same = (self.sequence.unsqueeze(-1) == self.sequence.unsqueeze(-2)).to(change.dtype)
+        within = (within * same).unsqueeze(1).expand(-1, self.heads, -1, -1, -1).reshape(-1, self.size, self.size)
+        stays = (self.sequence == self.sequence[..., -1:]).to(change.dtype)
+        stays = stays.unsqueeze(1).expand(-1, self.heads, -1, -1).reshape(-1, self.size, 1)
+        return self.join(torch.bmm(within, change) + stays * states.unsqueeze(1))
+
+
+def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, largest: int = SIZES[-1]) -> SequenceBlocks:
+    """The blocks for ``x`` [batch, heads, time, n], with the masks of ``reset`` [batch, time] in the dtype of ``x``.
+
+    log_decay: [batch, heads, time] or [batch, heads, time, n], not above 0, in the dtype of the accumulators.
+    """
     batch, heads, time, _ = x.shape
     size = next((size for size in SIZES if size >= min(time, largest)), largest)
     count = (time + size - 1) // size
-    if reset is None:
-        return SequenceBlocks(batch, heads, time, count, size)
+    blocks = SequenceBlocks(batch, heads, time, count, size)
+    if reset is not None:
+        blocks = _with_resets(blocks, reset, x.dtype)
+    return blocks if log_decay is None else _with_decay(blocks, log_decay, x.dtype)
+
+
+def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> SequenceBlocks:
+    batch, heads, time, count, size = blocks.batch, blocks.heads, blocks.time, blocks.count, blocks.size
     flags = F.pad(reset.long(), (0, count * size - time)).view(batch, count, size)
     sequence = flags.cumsum(-1)
     last = sequence[..., -1:]
 
     def per_row(mask: Tensor) -> Tensor:
-        return mask.to(x.dtype).unsqueeze(1).expand(batch, heads, count, mask.shape[-1])
+        return mask.to(dtype).unsqueeze(1).expand(batch, heads, count, mask.shape[-1])
 
-    return SequenceBlocks(
-        *(batch, heads, time, count, size),
+    return replace(
+        blocks,
+        sequence=sequence,
         enter=per_row(sequence == 0).reshape(-1, size, 1),
         leave=per_row(sequence == last).reshape(-1, size, 1),
         keep=per_row(last == 0).reshape(batch * heads, count, 1, 1),
-        same=(sequence.unsqueeze(-1) == sequence.unsqueeze(-2)).to(x.dtype).unsqueeze(1),
+        same=(sequence.unsqueeze(-1) == sequence.unsqueeze(-2)).to(dtype).unsqueeze(1),
     )
+
+
+def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -> SequenceBlocks:
+    per_channel = log_decay.dim() == 4
+    sums = blocks.split(log_decay if per_channel else log_decay.unsqueeze(-1)).cumsum(1)
+    last = sums[:, -1:]
+    decayed = replace(
+        blocks,
+        enter=gate(sums.exp().to(dtype), blocks.enter),
+        leave=gate((last - sums).exp_().to(dtype), blocks.leave),
+        keep=gate(blocks.by_row(last.exp().mT), blocks.keep),
+    )
+    if per_channel:
+        return replace(decayed, channels=Channels(sums, dtype))
+    between = (sums - sums.mT).clamp_(max=0).exp_().to(dtype)
+    between = between.view(blocks.batch, blocks.heads, blocks.count, blocks.size, blocks.size)
+    return replace(decayed, same=gate(between, blocks.same))
 
 
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,7 +207,7 @@ def gate(x: Tensor, mask: Tensor | None) -> Tensor:
 def scan(local: Tensor, initial: Tensor, keep: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """The state before every block and after the last: state_{j+1} = keep_j * state_j + local_j.
 
-    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep: [rows, count, 1, 1] or None.
+    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep: [rows, count, m or 1, 1] or None.
     ``reverse`` runs from the last block to the first (gradients of states: the one after every block, and the
     one before the first). Returns ([rows, count, m, n], [rows, m, n]), both in the dtype of ``initial``.
     """

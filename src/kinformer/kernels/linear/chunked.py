@@ -10,7 +10,7 @@ Y the gradient of the numerator and g that of the denominator, the gradients of 
     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
 
 and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before every
-tile are kept for it.
+tile are kept for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from kinformer.kernels.linear.blocks import (
     scan,
     tiles,
 )
+from kinformer.kernels.linear.sequence import Sequence
 
 
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def chunked(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    q, k, v, log_decay, eps, reset = sequence
     cast = operand_dtype(q)
     if cast is not None:
         with no_autocast(q.device):
-            out, s, z = chunked(q.to(cast), k.to(cast), v.to(cast), s, z, eps, reset)
+            out, s, z = chunked(sequence._replace(q=q.to(cast), k=k.to(cast), v=v.to(cast)), s, z)
             return out.to(v.dtype), s, z
     if q.shape[2] == 1:
-        return _step(q, k, v, s, z, eps, reset)
+        return _step(sequence, s, z)
     dtype = product_dtype(q, k, v)
     accumulator = accumulator_dtype(q, k, v)
-    out, s, z = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), s.to(accumulator), z.to(accumulator), eps, reset)
+    log_decay = None if log_decay is None else log_decay.to(accumulator)
+    state = s.to(accumulator), z.to(accumulator)
+    out, s, z = _Chunked.apply(q.to(dtype), k.to(dtype), v.to(dtype), *state, log_decay, eps, reset)
     return out.to(v.dtype), s, z
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _step(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One token, in the dtype of the state."""
+    q, k, v, log_decay, eps, reset = sequence
     dtype = v.dtype
     if q.dtype != s.dtype or k.dtype != s.dtype or dtype != s.dtype:
         accumulator = accumulator_dtype(q, k, v)
@@ -62,6 +63,9 @@ def _step(
     if reset is not None:
         fresh = reset[:, :, None]
         s, z = s.masked_fill(fresh[..., None], 0), z.masked_fill(fresh, 0)
+    if log_decay is not None:
+        factor = log_decay.to(s.dtype).exp().squeeze(2) if log_decay.dim() == 4 else log_decay.to(s.dtype).exp()
+        s, z = s * factor.unsqueeze(-1), z * factor
     s = torch.addcmul(s, k.mT, v)
     z = z + k.squeeze(2)
     out = q @ s
@@ -71,48 +75,48 @@ def _step(
 
 
 class _Chunked(torch.autograd.Function):
-    """q, k, v in the dtype of the products, s and z in that of the accumulators."""
+    """q, k, v in the dtype of the products, s, z and log_decay in that of the accumulators."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        sequence = Sequence(q, k, v, *rest)
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
         begun: list[Tensor] = []
         for batch, time in tiles(q, v):
-            at = batch, slice(None), time
             before = last_s[batch].clone(), last_z[batch].clone()
-            flags = None if reset is None else reset[batch, time]
-            out[at], last_s[batch], last_z[batch] = _absorb(q[at], k[at], v[at], *before, eps, flags)
+            out[batch, :, time], last_s[batch], last_z[batch] = _absorb(sequence.part(batch, time), *before)
             begun.extend(before)
-        ctx.eps = eps
-        ctx.save_for_backward(q, k, v, reset, *begun)
+        ctx.eps = sequence.eps
+        ctx.save_for_backward(q, k, v, sequence.log_decay, sequence.reset, *begun)
         return out, last_s, last_z
 
     @staticmethod
     @first_order("chunked linear attention")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, reset, *begun = saved
+        q, k, v, log_decay, reset, *begun = saved
+        sequence = Sequence(q, k, v, log_decay, ctx.eps, reset)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dg = None if log_decay is None else torch.empty_like(log_decay)
         ds, dz = grad_s.clone(), grad_z.clone()
         for batch, time in reversed(tiles(q, v)):
             at = batch, slice(None), time
             z, s = begun.pop(), begun.pop()
-            flags = None if reset is None else reset[batch, time]
-            dq[at], dk[at], dv[at], ds[batch], dz[batch] = _gradients(
-                (q[at], k[at], v[at], s, z, ctx.eps, flags), grad_out[at], ds[batch], dz[batch]
-            )
-        return dq, dk, dv, ds, dz, None, None
+            part, after = sequence.part(batch, time), (ds[batch], dz[batch])
+            dq[at], dk[at], dv[at], ds[batch], dz[batch], change = _gradients(part, (s, z), grad_out[at], after)
+            if dg is not None:
+                dg[at] = change
+        return dq, dk, dv, ds, dz, dg, None, None
 
 
-def _absorb(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _absorb(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and S and z after the tile."""
-    blocks = cut(q, reset)
+    q, k, v, log_decay, eps, reset = sequence
+    blocks = cut(q, reset, log_decay)
     Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
     S, Z, s, z = _states(blocks, K, V, s, z)
-    P = blocks.hide_(torch.bmm(Q, K.mT))
+    P = blocks.scores(Q, K)
     Q_enter = gate(Q, blocks.enter)
     out = torch.bmm(P, V).baddbmm_(Q_enter, S)
     if eps is not None:
@@ -121,18 +125,17 @@ def _absorb(
 
 
 def _gradients(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Tensor | None],
-    grad_out: Tensor,
-    grad_s: Tensor,
-    grad_z: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of S and z before the tile, from those of the outputs and of S and z after it."""
-    q, k, v, s, z, eps, reset = inputs
-    blocks = cut(q, reset)
+    sequence: Sequence, before: tuple[Tensor, Tensor], grad_out: Tensor, after: tuple[Tensor, Tensor]
+) -> tuple[Any, ...]:
+    """Gradients of q, k, v, of S and z before the tile and of log_decay, from those of the outputs and of S and z after
+    it (``after``); ``before``: S and z before it."""
+    q, k, v, log_decay, eps, reset = sequence
+    (s, z), (grad_s, grad_z) = before, after
+    blocks = cut(q, reset, log_decay)
     Q, K, V, Y = blocks.split(q), blocks.split(k), blocks.split(v), blocks.split(grad_out)
-    S, Z, _, _ = _states(blocks, K, V, s, z)
+    S, Z, last_s, last_z = _states(blocks, K, V, s, z)
     Q_enter = gate(Q, blocks.enter)
-    P = blocks.hide_(torch.bmm(Q, K.mT))
+    P = blocks.scores(Q, K)
     g = None
     if eps is not None:
         divisor = _divisor(blocks, P, Q_enter, Z, eps)
@@ -143,14 +146,25 @@ def _gradients(
         g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
         dQ.addcmul_(g, Z.to(dQ.dtype))
         dP.add_(g)
-    dQ = gate(dQ, blocks.enter).baddbmm_(blocks.hide_(dP), K)
+    dP = blocks.hide_(dP)
+    dQ = blocks.add_to_rows_(gate(dQ, blocks.enter), dP, K)
     dS, grad_s = scan(blocks.by_row(torch.bmm(Q_enter.mT, Y)), grad_s.flatten(0, 1), blocks.keep, reverse=True)
-    dS = dS.flatten(0, 1).to(q.dtype)
+    dZ, grad_z = _normaliser_gradient(blocks, Q_enter, g, grad_z)
+    change = None
+    dS = dS.flatten(0, 1)
+    if log_decay is not None:
+        ended = _ended(blocks, S, last_s.flatten(0, 1)).mul_(dS).sum(-1)
+        ended = ended + (_ended(blocks, Z, last_z.flatten(0, 1).unsqueeze(1)) * dZ).squeeze(1)
+    dS = dS.to(q.dtype)
     dK = torch.bmm(V, dS.mT)
-    grad_z = _add_normaliser_gradient(blocks, dK, Q_enter, g, grad_z)
-    dK = gate(dK, blocks.leave).baddbmm_(dP.mT, Q)
-    dV = gate(torch.bmm(K, dS), blocks.leave).baddbmm_(P.mT, Y)
-    return blocks.join(dQ), blocks.join(dK), blocks.join(dV), grad_s.view(s.shape), grad_z.view(z.shape)
+    dK.add_(dZ)
+    dK = blocks.add_to_columns_(gate(dK, blocks.leave), dP, Q)
+    dV = torch.bmm(gate(K, blocks.leave), dS).baddbmm_(P.mT, Y)
+    if log_decay is not None:
+        change = blocks.decay_gradient(Q.to(ended.dtype) * dQ - K.to(ended.dtype) * dK, ended)
+        change = change if log_decay.dim() == 4 else change.squeeze(-1)
+    gradients = (blocks.join(x) for x in (dQ, dK, dV))
+    return *gradients, grad_s.view(s.shape), grad_z.view(z.shape), change
 
 
 def _divisor(blocks: SequenceBlocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float) -> Tensor:
@@ -167,16 +181,25 @@ def _states(
     K = gate(K, blocks.leave)
     S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), s.flatten(0, 1), blocks.keep)
     added = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype))
-    Z, last_z = scan(added, z.flatten(0, 1).unsqueeze(1), blocks.keep)
+    Z, last_z = scan(added, z.flatten(0, 1).unsqueeze(1), _transposed(blocks.keep))
     return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
 
 
-def _add_normaliser_gradient(blocks: SequenceBlocks, dK: Tensor, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> Tensor:
-    """Add dz, the gradient of z after each block, to every row of dK; returns that of the initial z."""
+def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> tuple[Tensor, Tensor]:
+    """dz, the gradient of z after each block [rows * count, 1, features], and that of the initial z."""
     last = grad_z.flatten(0, 1).unsqueeze(1)
     if g is None:
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
     added = blocks.by_row((Q * g).sum(1, keepdim=True, dtype=last.dtype))
-    dZ, first = scan(added, last, blocks.keep, reverse=True)
-    dK.add_(dZ.flatten(0, 1))
-    return first
+    dZ, first = scan(added, last, _transposed(blocks.keep), reverse=True)
+    return dZ.flatten(0, 1), first
+
+
+def _transposed(keep: Tensor | None) -> Tensor | None:
+    return None if keep is None else keep.mT
+
+
+def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
+    """States [rows * count, ...] after each block, from those before each and the last, in the dtype of ``last``."""
+    rows = blocks.by_row(states)[:, 1:].to(last.dtype)
+    return torch.cat([rows, last.unsqueeze(1)], dim=1).flatten(0, 1)

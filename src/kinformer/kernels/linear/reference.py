@@ -1,6 +1,6 @@
 """Linear attention as a recurrence, token by token: the truth that the fast kernels are held to.
 
-S <- S + k v^T,   z <- z + k,   out = q^T S / (q . z + eps)
+S <- a S + k v^T,   z <- a z + k,   out = q^T S / (q . z + eps)
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.linear.blocks import accumulator_dtype
+from kinformer.kernels.linear.sequence import Sequence
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def recurrence(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    q, k, v, log_decay, eps, reset = sequence
     dtype = accumulator_dtype(q, k, v)
     s, z = s.to(dtype), z.to(dtype)
     outputs = []
@@ -22,6 +22,9 @@ def recurrence(
         if reset is not None:
             fresh = reset[:, t, None, None]
             s, z = s.masked_fill(fresh[..., None], 0), z.masked_fill(fresh, 0)
+        if log_decay is not None:
+            decay = log_decay[:, :, t].to(dtype).exp().view(*z.shape[:2], -1)
+            s, z = s * decay[..., None], z * decay
         query, key, value = (x[:, :, t].to(dtype) for x in (q, k, v))
         s = s + key[..., :, None] * value[..., None, :]
         z = z + key
