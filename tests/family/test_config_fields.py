@@ -20,6 +20,8 @@ from kinformer.core.config import Config
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
+from kinformer.decays.low_rank import LowRank
+from kinformer.decays.softplus import Softplus
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
@@ -80,6 +82,9 @@ OTHER = {
     "patterns": [(Local.Config(window=4), Local.Config(window=6)) * 2],
     "further_mixers": [(MIXER,)],
     "head_dim": [2, 8],
+    "value_dim": [2, 8],
+    "features": [3, 8],
+    "floor": [3.0, 8.0],
     "seed": [1, 2],
     "eps": [0.1],
     "base": [100.0, 30.0],
@@ -96,6 +101,10 @@ BASES = {
         {"scaling": "ntk", "factor": 2.0},
     ],
     ("position", "t5"): [{"bidirectional": True, "num_buckets": 8}],
+    ("mixer", "linear"): [
+        {"rule": "delta", "normaliser": "none", "decay": Softplus.Config(), "convolution": 3, "value_dim": 3},
+        {"floor": 5.0, "decay": LowRank.Config()},
+    ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
     ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
@@ -110,6 +119,7 @@ UNSEEN = {
     ): "the parts of one pattern are told by one config, and the local one is the segment",
     "impl": "implementations give the same",
     "checkpoint": "what is kept between forward and backward, not what is computed",
+    "redraw": "what the trainer does between its steps",
     "mask_token": "data is prepared with it, and the model treats it as any other token",
     "bos_token": "the same",
     "eos_token": "the same",
@@ -275,7 +285,10 @@ MEASURES = {
         if isinstance(config, MultiHeadGlobal.Config)
         else MIXER.replace(projection=config)
     ),
-    "feature_map": lambda config: seen(LinearAttention.Config(feature_map=config)),
+    "feature_map": lambda config: seen(
+        LinearAttention.Config(feature_map=config, normaliser="none" if config.kind in ("identity", "unit") else "sum")
+    ),
+    "decay": lambda config: seen(LinearAttention.Config(decay=config)),
     "compression": lambda config: seen(smallest(Compressive.Config).replace(compression=config)),
     "head": predicted,
     "embedding": lambda config: seen(Tokens.Config(vocab_size=VOCAB, embedding=config)),

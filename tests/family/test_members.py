@@ -12,6 +12,7 @@ from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import ModelConfig
+from kinformer.decays.softplus import Softplus
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
@@ -19,10 +20,9 @@ from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.quadratic import Quadratic
 from kinformer.features.relu import Relu
-from kinformer.kernels.linear import LinearState
+from kinformer.features.sum_normalised import SumNormalised
 from kinformer.memory import compression
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.fast_weight import FastWeight
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
@@ -63,6 +63,9 @@ from kinformer.testing.declared import GROWTHS
 
 DIM = 16
 CAUSAL = [name for name, member in MEMBERS.items() if member.causal]
+FAST_WEIGHT = LinearAttention.Config(
+    num_heads=2, feature_map=SumNormalised.Config(), rule="delta", normaliser="none", scale=True, bias=False
+)
 MIXERS = {
     "softmax": SoftmaxAttention.Config(num_heads=2),
     "softmax, window": SoftmaxAttention.Config(num_heads=2, pattern=Local.Config(window=5)),
@@ -199,12 +202,10 @@ MIXERS = {
     "linear, relu": LinearAttention.Config(num_heads=2, feature_map=Relu.Config(), eps=0.1),
     "linear, dpfp": LinearAttention.Config(num_heads=2, feature_map=Dpfp.Config(nu=2), eps=0.1),
     "linear, quadratic": LinearAttention.Config(num_heads=2, head_dim=4, feature_map=Quadratic.Config(), bias=False),
-    "fast weight, delta": FastWeight.Config(num_heads=2),
-    "fast weight, delta, elu": FastWeight.Config(num_heads=2, feature_map=Elu.Config()),
-    "fast weight, sum": FastWeight.Config(num_heads=2, rule="sum"),
-    "fast weight, sum, denominator": FastWeight.Config(
-        num_heads=2, feature_map=Elu.Config(), rule="sum", normalise=False, denominator=True
-    ),
+    "fast weight, delta": FAST_WEIGHT,
+    "fast weight, delta, decay, convolution": FAST_WEIGHT.replace(decay=Softplus.Config(), convolution=3, gate=True),
+    "fast weight, delta, elu": FAST_WEIGHT.replace(feature_map=SumNormalised.Config(inner=Elu.Config())),
+    "fast weight, sum": FAST_WEIGHT.replace(rule="linear"),
     "lstm": LSTM.Config(),
     "memorizing": Memorizing.Config(num_heads=2, window=5, segment=8, memory_size=16, topk=4),
     "memorizing, exact, strictly before": Memorizing.Config(
@@ -223,7 +224,7 @@ COMPILED = (
     "segment memory",
     "softmax, convolved",
     "linear, elu",
-    "fast weight, delta",
+    "fast weight, delta, decay, convolution",
 )
 """A graph takes a second or two to make: one mixer per kernel is compiled here."""
 
@@ -366,24 +367,6 @@ def test_as_many_key_heads_as_heads_is_exact_attention():
     causal = SoftmaxAttention.Config(num_heads=2)
     exact = mixed(causal)
     assert torch.equal(mixed(causal.replace(projection=Grouped.Config(num_kv_heads=2))), exact)
-
-
-def test_sum_rule_is_linear_attention():
-    """With the same features and no normalisation, but for the factor 1 / sqrt(head_dim)."""
-    torch.manual_seed(0)
-    linear = LinearAttention.Config(num_heads=2, bias=False, eps=1e-5).build(DIM).double()
-    config = FastWeight.Config(num_heads=2, feature_map=Elu.Config(), rule="sum", normalise=False, denominator=True)
-    fast = config.build(DIM).double()
-    with torch.no_grad():
-        rows = linear.qkv.weight.view(3, 2, 8, DIM).transpose(0, 1)
-        fast.qkvb.weight.copy_(rows.reshape(-1, DIM))
-        fast.out.weight.copy_(linear.out.weight)
-        x = torch.randn(2, 30, DIM, dtype=torch.float64)
-        want, states = linear(Chunk(x), linear.initial_state(2, dtype=torch.float64))
-        got, sums = fast(Chunk(x), fast.initial_state(2, dtype=torch.float64))
-    assert isinstance(sums, LinearState)
-    assert (got * 8**0.5 - want).abs().max() < 1e-12
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(sums, states, strict=True))
 
 
 def test_quadratic_features_are_the_squared_kernel_exactly():

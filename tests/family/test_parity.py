@@ -18,8 +18,8 @@ from kinformer.family.build import model_config
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.quadratic import Quadratic
+from kinformer.features.sum_normalised import SumNormalised
 from kinformer.interop import gpt2
-from kinformer.mixers.fast_weight import FastWeight
 from kinformer.mixers.linear import LinearAttention
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -106,10 +106,13 @@ def test_linear_attention_is_that_of_fast_transformers():
     close(Elu.Config().build(8)(arrays["q"]), arrays["phi_q"], 1e-6)
 
 
+DELTA = LinearAttention.Config(
+    num_heads=2, feature_map=SumNormalised.Config(eps=0.0), rule="delta", normaliser="none", scale=True, bias=False
+)
 LAYERS = {
-    "delta_dpfp": FastWeight.Config(num_heads=2, eps=0.0),
-    "delta_elu": FastWeight.Config(num_heads=2, feature_map=Elu.Config(), eps=0.0),
-    "sum_elu": FastWeight.Config(num_heads=2, feature_map=Elu.Config(), rule="sum", normalise=False, denominator=True),
+    "delta_dpfp": DELTA,
+    "delta_elu": DELTA.replace(feature_map=SumNormalised.Config(inner=Elu.Config(), eps=0.0)),
+    "sum_elu": LinearAttention.Config(num_heads=2, eps=1e-5, scale=True, bias=False),
 }
 
 
@@ -120,7 +123,10 @@ def test_fast_weight_layer_is_that_of_its_authors(name):
     layer = DecoderLayer.Config(mixer=LAYERS[name], residual=PostNorm.Config()).build(16)
     weights = {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
     with torch.no_grad():
-        layer.mixer.qkvb.weight.copy_(weights["qkvb_net.weight" if "qkvb_net.weight" in weights else "qkv_net.weight"])
+        rows = weights["qkvb_net.weight" if "qkvb_net.weight" in weights else "qkv_net.weight"]
+        if layer.mixer.config.rule == "linear":  # theirs stand head by head
+            rows = rows.view(2, 3, 8, 16).transpose(0, 1).flatten(0, 2)
+        layer.mixer.qkv.weight.copy_(rows)
         layer.mixer.out.weight.copy_(weights["o_net.weight"])
         layer.mixer_residual.norm.load_state_dict({kind: weights[f"layer_norm.{kind}"] for kind in ("weight", "bias")})
         x = arrays["h"].transpose(0, 1)
@@ -133,11 +139,11 @@ def test_fast_weight_layer_is_that_of_its_authors(name):
 def test_fast_weights_are_those_of_labml():
     """labml adds 1e-6 to the features' sum, has a bias after the output product, and no factor 1 / sqrt(head_dim)."""
     arrays = {key.removeprefix("labml."): array for key, array in golden("fast_weight_layers.npz").items()}
-    mixer = FastWeight.Config(num_heads=2, eps=1e-6).build(16)
+    mixer = DELTA.replace(feature_map=SumNormalised.Config(eps=1e-6)).build(16)
     parts = [arrays[f"{part}.linear.weight"].view(2, 8, 16) for part in ("query", "key", "value")]
     beta = arrays["interpolation_weight.0.linear.weight"].view(2, 1, 16)
     with torch.no_grad():
-        mixer.qkvb.weight.copy_(torch.cat([*parts, beta], dim=1).flatten(0, 1))
+        mixer.qkv.weight.copy_(torch.cat([*parts, beta], dim=1).flatten(0, 1))
         mixer.out.weight.copy_(arrays["output.weight"])
         y, _ = mixer(Chunk(arrays["x"].transpose(0, 1)), mixer.initial_state(2))
     close(y * 8**0.5 + arrays["output.bias"], arrays["out"].transpose(0, 1), 5e-6)

@@ -5,13 +5,12 @@ import pytest
 import kinformer
 from kinformer.blocks.global_input import ExtraTokens
 from kinformer.core.errors import KinformerError
-from kinformer.mixers.fast_weight import FastWeight
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.patterns.window import Window
 
 
-@pytest.mark.parametrize("mixer", [LinearAttention, FastWeight, LSTM])
+@pytest.mark.parametrize("mixer", [LinearAttention, LSTM])
 def test_unknown_names(mixer):
     with pytest.raises(KinformerError, match=rf"impl of {mixer.Config.kind}: 'chunky' is unknown"):
         mixer.Config(impl="chunky")

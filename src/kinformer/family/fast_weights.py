@@ -14,14 +14,22 @@ if TYPE_CHECKING:
 def _recipe(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
+        from kinformer.features.sum_normalised import SumNormalised
         from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.fast_weight import FastWeight
+        from kinformer.mixers.linear import LinearAttention
         from kinformer.positions.none import NoPosition
 
         return decoder(
             shape,
             vocab or 256,
-            mixer=FastWeight.Config(num_heads=shape.num_heads),
+            mixer=LinearAttention.Config(
+                num_heads=shape.num_heads,
+                feature_map=SumNormalised.Config(),
+                rule="delta",
+                normaliser="none",
+                scale=True,
+                bias=False,
+            ),
             position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),

@@ -84,7 +84,6 @@ def _mixers() -> list[type[Config]]:
     from kinformer.mixers import (
         compressive,
         cross,
-        fast_weight,
         linear,
         lstm,
         memorizing,
@@ -101,7 +100,6 @@ def _mixers() -> list[type[Config]]:
         lstm.LSTM.Config,
         single_head.SingleHead.Config,
         memorizing.Memorizing.Config,
-        fast_weight.FastWeight.Config,
         cross.CrossAttention.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
@@ -132,8 +130,19 @@ def _encoders() -> list[type[Config]]:
 
 
 def _other_parts() -> list[type[Config]]:
-    """Scores, projections and feature maps."""
-    from kinformer.features import dpfp, elu, quadratic, relu
+    """Scores, projections, feature maps and decays."""
+    from kinformer.decays import fixed, low_rank, sigmoid, softplus
+    from kinformer.features import (
+        dpfp,
+        elu,
+        favor,
+        identity,
+        quadratic,
+        random_fourier,
+        relu,
+        sum_normalised,
+        unit,
+    )
     from kinformer.projections import complex, convolved, grouped, multi_head
     from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
 
@@ -151,6 +160,15 @@ def _other_parts() -> list[type[Config]]:
         relu.Relu.Config,
         dpfp.Dpfp.Config,
         quadratic.Quadratic.Config,
+        identity.Identity.Config,
+        unit.Unit.Config,
+        sum_normalised.SumNormalised.Config,
+        favor.Favor.Config,
+        random_fourier.RandomFourier.Config,
+        fixed.Fixed.Config,
+        sigmoid.Sigmoid.Config,
+        softplus.Softplus.Config,
+        low_rank.LowRank.Config,
     ]
 
 

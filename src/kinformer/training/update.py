@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.redrawn import due
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, take_rows
 from kinformer.training.carried import Carried
@@ -16,6 +18,9 @@ from kinformer.training.distributed import Group
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import seconds_per_step
 from kinformer.training.settings import Settings
+
+_FEATURES = 0x46454154
+"""Sets the seeds of random features apart from those of masks."""
 
 
 class Done(NamedTuple):
@@ -62,6 +67,7 @@ class Updater:
 
     def __call__(self, step: int, rate: float, progress: float) -> Done:
         """What came of this process's rows, still on the device."""
+        self._draw_anew(step)
         self._seed_masks(step)
         batch = self._batch(step)
         parts = self.settings.accumulate
@@ -83,6 +89,11 @@ class Updater:
         (loss / self.settings.accumulate).backward()
         means = [metrics[name] / metrics["predicted"].clamp_min(1) for name in self.data.metrics]
         return torch.stack([loss.detach(), *means])
+
+    def _draw_anew(self, step: int) -> None:
+        """Random features, which all processes share."""
+        for number, module in due(self.engine, step):
+            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""

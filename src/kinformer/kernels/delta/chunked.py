@@ -90,16 +90,15 @@ class _Chunked(torch.autograd.Function):
     @first_order("the chunked delta rule")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
         tokens, states = _Tokens(*saved[:6]), list(saved[6:])
-        gradients = [None if x is None else torch.empty_like(x) for x in tokens[:5]]
+        learns = ctx.needs_input_grad[5]
+        gradients = [torch.empty_like(x) for x in tokens[: 4 + learns] if x is not None]
         dw = grad_w.clone()
         for batch, time in reversed(tiles(tokens.q, tokens.v)):
             at = batch, slice(None), time
-            found, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch])
+            found, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch], learns)
             for gradient, each in zip(gradients, found, strict=True):
-                if gradient is not None:
-                    gradient[at] = each
-        dq, dk, dv, db, dg = gradients
-        return dq, dk, dv, db, dw, dg, None
+                gradient[at] = each
+        return *gradients[:4], dw, gradients[4] if learns else None, None
 
 
 class _Tokens(NamedTuple):
@@ -131,8 +130,11 @@ def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks.join(out), W, last.view(w.shape)
 
 
-def _gradients(tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Gradients of q, k, v, beta and log_decay, and of W before the tile, from those of outputs and of W after it."""
+def _gradients(
+    tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor, learns: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of q, k, v, beta and, if it ``learns``, log_decay; and of W before the tile, from those of outputs and
+    of W after it."""
     q, k, v, beta, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
@@ -152,19 +154,20 @@ def _gradients(tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor) -> 
     dA = blocks.hide_(dA, diagonal=-1).mul_(B)
     written = gate(torch.bmm(U, dW.mT), blocks.leave)
     read = gate(torch.bmm(dV, W.mT), blocks.enter)
-    dG = None
     if log_decay is None:
         dK = written.sub_(read).baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
     else:
         read = blocks.add_to_rows_(read, dA, K)
         written = blocks.add_to_columns_(blocks.add_to_columns_(written, dP, Q), -dA, K)
         dK = written - read
+    gradients = [blocks.join(x) for x in (dQ, dK, dV, dB)]
+    if learns and log_decay is not None:
         wide = grad_w.dtype
         change = Q.to(wide) * dQ - K.to(wide) * (written + read)
         ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
         dG = blocks.decay_gradient(change, ended)
-        dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
-    return (*(blocks.join(x) for x in (dQ, dK, dV, dB)), dG), first.view(grad_w.shape)
+        gradients.append(dG if log_decay.dim() == 4 else dG.squeeze(-1))
+    return gradients, first.view(grad_w.shape)
 
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:

@@ -98,13 +98,14 @@ class _Chunked(torch.autograd.Function):
         q, k, v, log_decay, reset, *begun = saved
         sequence = Sequence(q, k, v, log_decay, ctx.eps, reset)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dg = None if log_decay is None else torch.empty_like(log_decay)
+        dg = torch.empty_like(log_decay) if ctx.needs_input_grad[5] else None
         ds, dz = grad_s.clone(), grad_z.clone()
         for batch, time in reversed(tiles(q, v)):
             at = batch, slice(None), time
             z, s = begun.pop(), begun.pop()
             part, after = sequence.part(batch, time), (ds[batch], dz[batch])
-            dq[at], dk[at], dv[at], ds[batch], dz[batch], change = _gradients(part, (s, z), grad_out[at], after)
+            found = _gradients(part, (s, z), grad_out[at], after, dg is not None)
+            dq[at], dk[at], dv[at], ds[batch], dz[batch], change = found
             if dg is not None:
                 dg[at] = change
         return dq, dk, dv, ds, dz, dg, None, None
@@ -125,10 +126,10 @@ def _absorb(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _gradients(
-    sequence: Sequence, before: tuple[Tensor, Tensor], grad_out: Tensor, after: tuple[Tensor, Tensor]
+    sequence: Sequence, before: tuple[Tensor, Tensor], grad_out: Tensor, after: tuple[Tensor, Tensor], learns: bool
 ) -> tuple[Any, ...]:
-    """Gradients of q, k, v, of S and z before the tile and of log_decay, from those of the outputs and of S and z after
-    it (``after``); ``before``: S and z before it."""
+    """Gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, from those of the outputs
+    and of S and z after it (``after``); ``before``: S and z before it."""
     q, k, v, log_decay, eps, reset = sequence
     (s, z), (grad_s, grad_z) = before, after
     blocks = cut(q, reset, log_decay)
@@ -152,7 +153,7 @@ def _gradients(
     dZ, grad_z = _normaliser_gradient(blocks, Q_enter, g, grad_z)
     change = None
     dS = dS.flatten(0, 1)
-    if log_decay is not None:
+    if learns:
         ended = _ended(blocks, S, last_s.flatten(0, 1)).mul_(dS).sum(-1)
         ended = ended + (_ended(blocks, Z, last_z.flatten(0, 1).unsqueeze(1)) * dZ).squeeze(1)
     dS = dS.to(q.dtype)
@@ -160,7 +161,7 @@ def _gradients(
     dK.add_(dZ)
     dK = blocks.add_to_columns_(gate(dK, blocks.leave), dP, Q)
     dV = torch.bmm(gate(K, blocks.leave), dS).baddbmm_(P.mT, Y)
-    if log_decay is not None:
+    if learns and log_decay is not None:
         change = blocks.decay_gradient(Q.to(ended.dtype) * dQ - K.to(ended.dtype) * dK, ended)
         change = change if log_decay.dim() == 4 else change.squeeze(-1)
     gradients = (blocks.join(x) for x in (dQ, dK, dV))

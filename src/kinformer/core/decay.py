@@ -1,0 +1,28 @@
+"""How much of the state of kernel attention is left at every token: the part ``decay``."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class Decay(nn.Module):
+    """``forward(x)``: logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
+
+    [batch, heads, time], or [batch, heads, time, features] where every feature has its own; in float32 at least.
+    ``coupled``: a token enters with what it leaves of the state taken from one, (1 - a) k.
+    """
+
+    coupled: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class DecayConfig(Config):
+    slot = "decay"
+
+    def build(self, dim: int, num_heads: int, features: int) -> Decay:
+        """For inputs of width ``dim``, and so many ``features`` in each head."""
+        raise NotImplementedError

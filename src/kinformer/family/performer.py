@@ -1,0 +1,58 @@
+"""Performer: linear attention over positive orthogonal random features of the softmax kernel (FAVOR+)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape, features: int | None = None) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.features.favor import Favor
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.linear import LinearAttention
+        from kinformer.positions.sinusoidal import Sinusoidal
+
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=LinearAttention.Config(
+                num_heads=shape.num_heads, feature_map=Favor.Config(features=features), eps=1e-30
+            ),
+            position=Sinusoidal.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="performer",
+    title="Performer (FAVOR+)",
+    paper="Choromanski et al. 2021, Rethinking Attention with Performers (arXiv 2009.14794)",
+    year=2021,
+    axes=("kernel",),
+    causal=True,
+    growth="constant",
+    departures=(
+        "the authors' code subtracts from exponents a maximum over all keys, later ones included; here every key has "
+        "its own, and the state carries a running one",
+        "random features are drawn anew every 1000 training steps from the run's seed (the authors' code: as often as "
+        "its caller wants)",
+        "pre-norm, and GELU in the recipes tiny and small",
+    ),
+    exact_limit="softmax attention as the number of random features grows; its error falls as one over their root",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4), features=128),
+        "benchmark": _recipe(Shape(256, 4, 4, activation="relu"), features=64),
+        "paper": _recipe(Shape(512, 6, 8, activation="relu"), features=256),
+    },
+)

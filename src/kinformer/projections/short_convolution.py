@@ -1,0 +1,46 @@
+"""A short causal convolution over time, for each channel of q, k and v alone, and SiLU behind it.
+
+(Fu et al. 2023, H3; as Mamba, DeltaNet and Gated DeltaNet have it.)  y_t = silu(sum_b weight_b x_(t - b))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import right_align
+
+
+class ShortConvolution(nn.Module):
+    """x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
+
+    ``weight`` [width, heads, channels], ``weight[0]`` being that of the token itself.
+    """
+
+    def __init__(self, width: int, num_heads: int, channels: int) -> None:
+        super().__init__()
+        self.context = width - 1
+        self.weight = nn.Parameter(torch.empty(width, num_heads, channels).uniform_(-(width**-0.5), width**-0.5))
+
+    def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The convolved chunk, and what later tokens need of it.
+
+        recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
+        [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
+        """
+        time, weight = x.shape[2], self.weight.to(x.dtype).unsqueeze(2)
+        tokens = torch.cat([recent.to(x.dtype), x], dim=2)
+        sequence = None if reset is None else functional.pad(reset.long().cumsum(1), (self.context, 0))
+        mixed = x * weight[0]
+        for back in range(1, self.context + 1):
+            earlier = tokens[:, :, self.context - back :][:, :, :time]
+            if sequence is not None:
+                same = sequence[:, self.context :] == sequence[:, self.context - back :][:, :time]
+                earlier = torch.where(same[:, None, :, None], earlier, earlier.new_zeros(()))
+            mixed = torch.addcmul(mixed, earlier, weight[back])
+        if sequence is not None:
+            tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
+        if valid is not None:
+            tokens = right_align(tokens, valid.sum(dim=1), time)
+        return functional.silu(mixed), tokens[:, :, time:].to(recent.dtype, copy=True)
