@@ -1,0 +1,91 @@
+"""Gated DeltaNet: the delta rule with a decay per token and head, short convolutions, and gated norms of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(
+    shape: Shape, head_dim: int | None = None, value_dim: int | None = None
+) -> Callable[[int | None], Decoder.Config]:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.decays.softplus import Softplus
+        from kinformer.features.unit import Unit
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.linear import LinearAttention
+        from kinformer.positions.none import NoPosition
+
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=LinearAttention.Config(
+                num_heads=shape.num_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                feature_map=Unit.Config(),
+                rule="delta",
+                decay=Softplus.Config(),
+                normaliser="none",
+                scale=True,
+                convolution=4,
+                head_norm="rms",
+                gate=True,
+                bias=False,
+            ),
+            position=NoPosition.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+def _hybrid(shape: Shape) -> Recipe:
+    """Every fourth layer is softmax attention."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.rope import Rope
+
+        config = _recipe(shape)(vocab)
+        softmax = SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config())
+        layers = (
+            layer.replace(mixer=softmax) if number % 4 == 3 else layer  # type: ignore[call-arg]
+            for number, layer in enumerate(config.layers)
+        )
+        return config.replace(layers=tuple(layers))
+
+    return recipe
+
+
+MEMBER = Member(
+    name="gated-deltanet",
+    title="Gated DeltaNet",
+    paper="Yang et al. 2025, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv 2412.06464)",
+    year=2025,
+    axes=("kernel", "recurrence", "projection"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "values are as wide as keys but in the recipe paper (the authors': twice as wide)",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        "the recipe hybrid has one layer of softmax attention to three, as Qwen3-Next (the paper's have windows); the "
+        "state of that layer grows with the text",
+    ),
+    exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "hybrid": _hybrid(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
+        "paper": _recipe(Shape(2048, 24, 6), 256, 512),
+    },
+)

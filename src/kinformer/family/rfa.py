@@ -1,0 +1,58 @@
+"""Random Feature Attention: gated linear attention over random Fourier features of normalised queries and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(shape: Shape) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.decays.sigmoid import Sigmoid
+        from kinformer.features.random_fourier import RandomFourier
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.linear import LinearAttention
+        from kinformer.positions.sinusoidal import Sinusoidal
+
+        return decoder(
+            shape,
+            vocab or 256,
+            mixer=LinearAttention.Config(
+                num_heads=shape.num_heads, feature_map=RandomFourier.Config(), decay=Sigmoid.Config(), floor=0.1
+            ),
+            position=Sinusoidal.Config(),
+            head=LanguageModelHead.Config(tied=True),
+            initialisation=Initialisation(),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="rfa",
+    title="Random Feature Attention (RFA-Gate)",
+    paper="Peng et al. 2021, Random Feature Attention (arXiv 2103.02143)",
+    year=2021,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "random features are drawn anew in every training step (the authors: from a pool of 500), and the last kept",
+        "the normaliser is at least 0.1, as products of sines and cosines may be negative (the authors' code: 1, for "
+        "features that are 0.1 [sin, cos] whatever their number)",
+        "the softmax over the vocabulary is not adaptive, and the embedding is tied to it",
+    ),
+    exact_limit="softmax attention of normalised queries and keys without the gate, as the number of features grows",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2)),
+        "small": _recipe(Shape(256, 4, 4)),
+        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
+        "paper": _recipe(Shape(512, 6, 8, activation="relu")),
+    },
+)
