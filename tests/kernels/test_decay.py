@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from kinformer.core.errors import KinformerError
+from kinformer.kernels import delta, linear
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.linear import blocks as blocks_module
 
 BATCH, HEADS, FEATURES, WIDTH = 2, 2, 5, 4
+SUMMARISE = {"linear": linear.summarise, "delta": delta.summarise}
 RULES, DECAYS = ("linear", "linear, normalised", "delta"), ("head", "channel")
 
 
@@ -149,6 +151,29 @@ def test_compiles_as_one_graph():
     torch.testing.assert_close(values, want, rtol=1e-12, atol=1e-12)
     slopes = [torch.autograd.grad(sum(y.square().sum() for y in ys), list(inputs.values())) for ys in (values, want)]
     torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_summaries_of_chunks_compose_and_do_not_need_the_state(rule, decay):
+    """In either order of composition, with resets, forward and backward."""
+    inputs = example(rule, decay, 90)
+    q, k, v, g, s, x = inputs.values()
+    for reset in (None, resets(90)):
+        summaries = []
+        for at in (slice(0, 13), slice(13, 14), slice(14, 90)):
+            options = {"log_decay": g[:, :, at], "reset": None if reset is None else reset[:, at]}
+            written = (x[:, :, at],) if rule == "delta" else ()
+            summaries.append(SUMMARISE[rule](k[:, :, at], v[:, :, at], *written, **options))
+        first, second, third = summaries
+        want = apply(rule, inputs, reset=reset)[1:]
+        begun = s if rule == "delta" else LinearState(s, x)
+        for whole in (first.then(second).then(third), first.then(second.then(third))):
+            found = whole.after(begun)
+            found = (found,) if rule == "delta" else tuple(found)
+            torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
+            slopes = [torch.autograd.grad(ys[0].square().sum(), [k, v, g], retain_graph=True) for ys in (found, want)]
+            torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
 
 
 def test_a_decay_that_does_not_fit():

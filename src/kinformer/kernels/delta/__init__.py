@@ -17,7 +17,10 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
+from kinformer.kernels.delta.summary import DeltaSummary, summarise
 from kinformer.kernels.linear import check_decay
+
+__all__ = ["IMPLS", "DeltaSummary", "choose_impl", "delta_rule", "summarise"]
 
 IMPLS = ("auto", "reference", "chunked")
 

@@ -11,26 +11,17 @@ al. 2024, GLA), S_{t-1} and z_{t-1} are multiplied by a_t first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.reference import recurrence
-from kinformer.kernels.linear.sequence import Sequence
+from kinformer.kernels.linear.sequence import LinearState, Sequence
+from kinformer.kernels.linear.summary import LinearSummary, summarise
+
+__all__ = ["IMPLS", "LinearState", "LinearSummary", "check_decay", "choose_impl", "linear_attention", "summarise"]
 
 IMPLS = ("auto", "reference", "chunked")
-
-
-class LinearState(NamedTuple):
-    """The sums over all tokens seen, in float32 or wider (the accumulators of the inputs' dtype).
-
-    s: [batch, heads, features, head_dim], the sum of k v^T; z: [batch, heads, features], the sum of k.
-    """
-
-    s: Tensor
-    z: Tensor
 
 
 def linear_attention(

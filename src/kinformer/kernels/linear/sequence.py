@@ -1,10 +1,20 @@
-"""What a chunk of tokens brings to linear attention's kernels."""
+"""What linear attention's kernels are given: the tokens of a chunk, and the state before it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class LinearState(NamedTuple):
+    """The sums over all tokens seen, in float32 or wider (the accumulators of the inputs' dtype).
+
+    s: [batch, heads, features, head_dim], the sum of k v^T; z: [batch, heads, features], the sum of k.
+    """
+
+    s: Tensor
+    z: Tensor
 
 
 class Sequence(NamedTuple):
