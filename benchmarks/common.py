@@ -35,6 +35,7 @@ PEERS = {
     "x_transformers": "x-transformers",
     "transformers": "transformers",
     "local_attention": "local-attention",
+    "performer_pytorch": "performer-pytorch",
 }
 
 
