@@ -21,7 +21,8 @@ class Redrawn(nn.Module):
 
 
 def due(model: nn.Module, step: int) -> Iterator[tuple[int, Redrawn]]:
-    """Of the modules that are to be drawn anew before training step ``step``: number and module."""
-    for number, module in enumerate(model.modules()):
-        if isinstance(module, Redrawn) and module.redraw and step % module.redraw == 0:
+    """Of the modules that are to be drawn anew before training step ``step``: number among their kind, and module."""
+    every = (module for module in model.modules() if isinstance(module, Redrawn))
+    for number, module in enumerate(every):
+        if module.redraw and step % module.redraw == 0:
             yield number, module

@@ -1,0 +1,64 @@
+"""Linear attention over a whole text (Katharopoulos et al. 2020; Shen et al. 2021; Choromanski et al. 2021).
+
+    y_i = phi(q_i)^T S / (phi(q_i) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all valid j
+
+Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the feature map
+``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import select_valid
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
+from kinformer.features.elu import Elu
+
+
+class BidirectionalLinear(EncoderMixer):
+    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "linear"
+        num_heads: int = 4
+        head_dim: int | None = None
+        feature_map: FeatureMapConfig = Elu.Config()
+        eps: float = 1e-6
+        bias: bool = True
+
+        def build(self, dim: int) -> BidirectionalLinear:
+            return BidirectionalLinear(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.shape = (3, config.num_heads, head_dim)
+        self.feature_map = config.feature_map.build_heads(config.num_heads, head_dim)
+        if self.feature_map.signed:
+            raise KinformerError(
+                f"the feature map {config.feature_map.kind!r} has products of either sign, whose sum may vanish, but "
+                "linear attention over a text divides by it; use a feature map of positive features (elu, relu, favor)."
+            )
+        self.qkv = nn.Linear(dim, 3 * config.num_heads * head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
+
+    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+        x = select_valid(x, text.valid)
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)
+        valid = None if text.valid is None else text.valid[:, None]
+        if lacking is not None:  # a factor that all keys of a row share is in both sums
+            if valid is not None:
+                lacking = torch.where(valid, lacking, lacking.new_full((), torch.finfo(lacking.dtype).min))
+            k = k * (lacking - lacking.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
+        if valid is not None:
+            k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
+        y = (q @ (k.mT @ v)) / (q @ k.sum(2).unsqueeze(-1) + self.eps)
+        return select_valid(self.out(merge_heads(y)), text.valid)
