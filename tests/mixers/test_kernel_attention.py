@@ -147,6 +147,8 @@ def test_random_features_are_safe_and_blind_to_the_future_at_every_scale(name, f
     x = torch.randn(2, 90, DIM)
     y, state = mixed(mixer, x)
     assert y.isfinite().all() and all(leaf.isfinite().all() for leaf in state)
+    slope = torch.autograd.grad(mixer(Chunk(x), mixer.initial_state(2))[0].square().sum(), mixer.qkv.weight)[0]
+    assert slope.isfinite().all()
     disturbed = torch.cat([x[:, :70], 1000 * x[:, 70:]], dim=1)
     later, _ = mixed(mixer, disturbed)
     assert later.isfinite().all()

@@ -79,6 +79,16 @@ def test_carried_states_deal_out_to_other_parts(corpus: Corpus, tmp_path: Path) 
     assert curve(again) == pytest.approx(curve(tmp_path / "one"), rel=1e-6)
 
 
+def test_states_of_old_random_features_are_not_carried_on(corpus: Corpus, tmp_path: Path) -> None:
+    model = {"member": "performer", "layers.*.mixer.feature_map.redraw": 3}
+    run = trainer(corpus, tmp_path, segments=True, model=model)
+    seen = []
+    for step in range(5):
+        run.update(step, 1e-3, 0.0)
+        seen.append(int(run.update.carried.states[0].seen[0]))
+    assert seen == [16, 32, 48, 16, 32]
+
+
 def test_segments_see_what_came_before_and_cut_the_gradient(corpus: Corpus, tmp_path: Path) -> None:
     run = trainer(corpus, tmp_path, segments=True, model=LINEAR)
     sampler = SegmentStreams(corpus.splits["train"], SETTINGS.batch_size, SETTINGS.length, SETTINGS.seed)

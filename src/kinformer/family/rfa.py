@@ -43,7 +43,7 @@ MEMBER = Member(
     causal=True,
     growth="constant",
     departures=(
-        "random features are drawn anew in every training step (the authors: from a pool of 500), and the last kept",
+        "random features are drawn once (the authors: in every training step, from a pool of 500)",
         "the normaliser is at least 0.1, as products of sines and cosines may be negative (the authors' code: 1, for "
         "features that are 0.1 [sin, cos] whatever their number)",
         "the softmax over the vocabulary is not adaptive, and the embedding is tied to it",

@@ -26,8 +26,8 @@ class RandomFourier(FeatureMap, Redrawn):
     """[batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
 
     ``features``: D, head_dim unless given. ``learned``: sigma, one number a head and dimension, which begins at 1, is
-    trained. ``redraw``: W is drawn anew every so many training steps (0: never); the authors draw from a pool of 500
-    in every step. ``eps``: 1e-3 in their code.
+    trained. ``redraw``: W is drawn anew every so many training steps (0: never), which begins carried states anew; the
+    authors draw from a pool of 500 in every step. ``eps``: 1e-3 in their code.
     """
 
     weight: Tensor
@@ -40,7 +40,7 @@ class RandomFourier(FeatureMap, Redrawn):
         learned: bool = True
         temperature: float = 1.0
         orthogonal: bool = False
-        redraw: int = 1
+        redraw: int = 0
         eps: float = 1e-3
 
         def __post_init__(self) -> None:

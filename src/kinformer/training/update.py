@@ -91,9 +91,10 @@ class Updater:
         return torch.stack([loss.detach(), *means])
 
     def _draw_anew(self, step: int) -> None:
-        """Random features, which all processes share."""
+        """Random features, which all processes share; states that were made with the old ones are let go of."""
         for number, module in due(self.engine, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
+            self.carried.clear()
 
     def _seed_masks(self, step: int) -> None:
         """Begin the step's random masks: they depend on nothing before, so a resumed run draws the same."""
