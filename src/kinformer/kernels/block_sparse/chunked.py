@@ -24,7 +24,7 @@ from kinformer.kernels.block_sparse.sections import ByQuery, Operands, Section, 
 from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
-from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
 
 _PATTERNS: list[Pattern] = []
 _NUMBERS: dict[Pattern, int] = {}
@@ -196,10 +196,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.value().contiguous(), lse.value()[..., 0].contiguous()
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, _, v = arguments[:3]
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+_forward.register_fake(unfilled)
 
 
 @torch.library.custom_op(
