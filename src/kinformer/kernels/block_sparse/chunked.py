@@ -214,7 +214,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
     dq, dk, dv = ByQuery(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
     others = {name: getattr(call, name) for name in LEARNED}
-    sums = {name: torch.zeros_like(x, dtype=lse.dtype) for name, x in others.items() if x is not None}
+    sums = {name: x.new_zeros(x.shape, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)
     for section in call.sections():
         upstream = tuple(section.queries(x) for x in (grad, delta, top))

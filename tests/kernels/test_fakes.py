@@ -1,0 +1,20 @@
+"""What compilers are told of the operators' results is what these are, whatever the layout of their inputs."""
+
+import pytest
+import torch
+
+from kinformer.core.parts import Relative
+from kinformer.kernels.block_sparse import chunked
+from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.patterns.strided import Strided
+
+
+@pytest.mark.parametrize("table", ["bias", "factor"])
+def test_gradients_of_tables_by_distance_are_laid_out_as_declared(table):
+    """A table of a layer's embedding comes transposed, [heads, distances] of [distances, heads]."""
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
+    scoring = Scoring(0.5, relative=Relative(0, **{table: torch.randn(9, 2).T}))
+    call = chunked._call(q, k, v, Visibility(Strided(stride=3).build()), scoring)
+    out, lse = chunked._forward(*call)
+    given = (out, lse, out, lse, *call, table == "bias", table == "factor")
+    torch.library.opcheck(chunked._backward, given, test_utils="test_faketensor")
