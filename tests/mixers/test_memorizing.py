@@ -12,10 +12,10 @@ from kinformer.cli.main import main
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
+from kinformer.core.reserved import KeysValues
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
 from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
-from kinformer.core.reserved import KeysValues
 from kinformer.mixers.memorizing import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
