@@ -8,7 +8,9 @@ uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +28,22 @@ from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
 
-_PATTERNS: list[Pattern] = []
+_PATTERNS: OrderedDict[int, Pattern] = OrderedDict()
 _NUMBERS: dict[Pattern, int] = {}
+_MOST = 4096
+"""Patterns that are kept: lengths and compositions bring new ones for ever, of which the longest unused is let go."""
+_next_number = count()
 
 
 @torch.compiler.assume_constant_result
 def number_of(pattern: Pattern) -> int:
     """A number that stands for ``pattern`` in the operator's arguments, which must be plain."""
     if pattern not in _NUMBERS:
-        _NUMBERS[pattern] = len(_PATTERNS)
-        _PATTERNS.append(pattern)
+        _NUMBERS[pattern] = number = next(_next_number)
+        _PATTERNS[number] = pattern
+        if len(_PATTERNS) > _MOST:
+            del _NUMBERS[_PATTERNS.popitem(last=False)[1]]
+    _PATTERNS.move_to_end(_NUMBERS[pattern])
     return _NUMBERS[pattern]
 
 
@@ -72,6 +80,7 @@ class Call(NamedTuple):
     @property
     def visible(self) -> Pattern:
         """The pattern itself."""
+        _PATTERNS.move_to_end(self.pattern)
         return _PATTERNS[self.pattern]
 
     @property
