@@ -116,3 +116,14 @@ def test_a_mistake_in_other_processes_is_one_sentence() -> None:
 
 def _mistake() -> None:
     raise KinformerError("it is a mistake; mend it.")
+
+
+def test_a_killed_process_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without PyTorch's stack, which says no more."""
+    with pytest.raises(KinformerError, match="^process 0 of 1 was killed by SIGKILL .* with --resume.$"):
+        launch(_killed, (), 1)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
