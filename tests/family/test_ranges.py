@@ -12,6 +12,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
+from kinformer.heads.modulus import ModulusHead
 from kinformer.mixers.softmax import SoftmaxAttention
 
 PARTS = {type(part) for name in MEMBERS for part in parts_in(configure(name, "tiny"))} | {
@@ -60,6 +61,8 @@ def test_the_place_is_told_and_copies_are_checked_too():
         kinformer.build("gpt", set={"layers.*.mixer.dropout": 1.0})
     with pytest.raises(KinformerError, match="head_dim must be 1 or more, but is 0"):
         SoftmaxAttention.Config(num_heads=2).replace(head_dim=0)
+    with pytest.raises(KinformerError, match="divisor must be above 0, but is 0"):
+        ModulusHead.Config(divisor=0.0)
     data = {"kind": "softmax", "num_heads": 2, "dropout": math.nan}
     with pytest.raises(KinformerError, match="dropout must be a finite number"):
         from_dict(SoftmaxAttention.Config, data, kinds())

@@ -19,7 +19,6 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "std": (lambda value: value >= 0, "0 or more"),
     "eps": (lambda value: value >= 0, "0 or more"),
     "base": (lambda value: value > 1, "above 1"),
-    "divisor": (lambda value: value > 0, "above 0"),
     "head_dim": (lambda value: value >= 1, "1 or more"),
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
 }
