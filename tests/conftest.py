@@ -1,4 +1,5 @@
-"""What every test shares: a deterministic Hypothesis without deadlines, and processes that do not fight for cores."""
+"""What every test shares: a deterministic Hypothesis without deadlines, processes that do not fight for cores, and
+what each test costs."""
 
 import os
 import random
@@ -8,8 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.processor_time import ProcessorTime  # noqa: E402
+
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(ProcessorTime())
 
 
 @pytest.fixture(scope="session")

@@ -42,12 +42,17 @@ BROKEN = [
 ]
 
 
+COMPILED = ("compile", "causality", "structure")
+"""Faults of these checks are looked at in graphs too, which take long to make."""
+
+
 @pytest.mark.parametrize(("make", "check", "not_judged"), BROKEN, ids=[make.__name__ for make, *_ in BROKEN])
 def test_broken_mixer_is_rejected_by_exactly_its_check(make, check, not_judged):
-    report = examine(CHECKS, MixerSubject(make, dim=DIM))
+    checks = {name: one for name, one in CHECKS.items() if name != "compile" or check in COMPILED}
+    report = examine(checks, MixerSubject(make, dim=DIM))
     assert set(report.failed) == {check}, report.failed
     assert set(report.not_judged) == not_judged
-    assert set(report.passed) == set(CHECKS) - {check} - not_judged
+    assert set(report.passed) == set(checks) - {check} - not_judged
 
 
 @pytest.mark.parametrize("impl", [broken.NearlyTheSame, broken.LosesFinalGradient])

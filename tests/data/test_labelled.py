@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +155,16 @@ def test_what_is_no_labelled_data(tmp_path: Path, contents: dict[str, str], name
     with pytest.raises(KinformerError, match=told) as error:
         open_labelled(str(Path(folder) / name), cache=tmp_path / "cache")
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_memory_is_about_that_of_the_file(tmp_path: Path) -> None:
+    """Not many times as much, as an object for every text takes."""
+    path = tmp_path / "many.tsv"
+    path.write_text("".join(f"{'good' if n % 3 else 'bad'}\t{n:09} {'fine ' * 140}\n" for n in range(5000)))
+    open_labelled(str(as_table(tmp_path / "films.tsv", TEXTS)), cache=tmp_path / "cache")  # what is imported meanwhile
+    tracemalloc.start()
+    data = open_labelled(str(path), cache=tmp_path / "cache")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * path.stat().st_size
+    assert sum(map(len, data.splits.values())) == 5000

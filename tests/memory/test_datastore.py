@@ -122,6 +122,20 @@ def test_every_piece_is_checked_when_asked(tmp_path):
     assert found == 8
 
 
+def test_no_digit_of_a_record_may_be_another(tmp_path):
+    """Not those of a text's source or of the model's digest either, which nothing else vouches for."""
+    write(tmp_path)
+    text = (tmp_path / RECORD).read_text()
+    digits = [index for index, letter in enumerate(text) if letter.isdigit()]
+    for index in digits[:: len(digits) // 40]:
+        (tmp_path / RECORD).write_text(text[:index] + str((int(text[index]) + 1) % 10) + text[index + 1 :])
+        with pytest.raises(KinformerError, match="has been altered|has schema|not readable JSON"):
+            Datastore(tmp_path)
+    unsigned = {name: value for name, value in json.loads(text).items() if name != "checksum"}
+    (tmp_path / RECORD).write_text(json.dumps(unsigned))  # as it was written before there were checksums
+    assert Datastore(tmp_path).entries == 1000
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -136,8 +150,12 @@ def test_every_piece_is_checked_when_asked(tmp_path):
 def test_damaged_records_are_refused(tmp_path, change):
     write(tmp_path)
     record = json.loads((tmp_path / RECORD).read_text())
-    (tmp_path / RECORD).write_text(json.dumps(record | change))
+    with pytest.raises(KinformerError, match="has been altered|has schema"):
+        (tmp_path / RECORD).write_text(json.dumps(record | change))
+        Datastore(tmp_path)
+    del record["checksum"]
     with pytest.raises(KinformerError, match="is damaged|has schema"):
+        (tmp_path / RECORD).write_text(json.dumps(record | change))
         Datastore(tmp_path)
     (tmp_path / RECORD).write_text("{")
     with pytest.raises(KinformerError, match="not readable JSON"):

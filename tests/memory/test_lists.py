@@ -1,5 +1,6 @@
 """Approximate search: right where it looks, resumable, appendable, and never of another store."""
 
+import json
 import sys
 
 import pytest
@@ -118,6 +119,12 @@ def test_damaged_and_foreign_lists_are_refused(tmp_path, faiss):
     with pytest.raises(KinformerError, match="probes is 11 but must be 1 to 10"):
         build(other, 10)
         ListSearch(other, 11)
+    record = tmp_path / "two" / "lists" / "lists.json"
+    text = record.read_text()
+    record.write_text(text.replace('"trained_on": 1000', '"trained_on": 1001'))
+    with pytest.raises(KinformerError, match="lists.json: has been altered"):
+        ListSearch(other, 2)
+    record.write_text(text)
     shard = tmp_path / "two" / "lists" / "shard-0-700.faiss"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(KinformerError, match="truncated or damaged"):
@@ -145,6 +152,7 @@ def test_altered_lists_are_refused(tmp_path, faiss):
     ListSearch(store, 2)
     record = folder / "lists.json"
     (tmp_path / "shard-0-700.faiss").write_bytes((folder / "shard-0-700.faiss").read_bytes())
-    record.write_text(record.read_text().replace("shard-0-700", "../shard-0-700"))
+    unsigned = {name: value for name, value in json.loads(record.read_text()).items() if name != "checksum"}
+    record.write_text(json.dumps(unsigned).replace("shard-0-700", "../shard-0-700"))
     with pytest.raises(KinformerError, match="is no name of a shard"):
         ListSearch(store, 2)

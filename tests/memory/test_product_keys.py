@@ -243,3 +243,17 @@ def test_the_command_line_trains_and_tells_the_usage(tmp_path, capsys):
     assert main(refused) == 2
     assert "--strategy fsdp" in capsys.readouterr().err
     assert not (tmp_path / "run2").exists()
+
+
+def test_the_sparse_gradient_is_no_larger_than_the_table():
+    """It has a row for every value that was looked up, not one for every look-up."""
+    torch.manual_seed(0)
+    memory = ProductKeys.Config(num_keys=3, num_heads=4, topk=5, key_dim=8).build(6)
+    dense = ProductKeys.Config(num_keys=3, num_heads=4, topk=5, key_dim=8, sparse=False).build(6)
+    dense.load_state_dict(memory.state_dict())
+    x = torch.randn(2, 50, 6)
+    for each in (memory, dense):
+        each(x).square().sum().backward()
+    gradient = memory.values.weight.grad
+    assert gradient.is_sparse and gradient._nnz() <= 9 < 100 * 4 * 5
+    torch.testing.assert_close(gradient.to_dense(), dense.values.weight.grad)

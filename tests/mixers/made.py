@@ -1,8 +1,21 @@
-"""Mixers of random weights, and inputs for them."""
+"""Every score, mixers of random weights, and inputs for them."""
 
 import torch
 
+from kinformer.scores.additive import Additive
+from kinformer.scores.bilinear import Bilinear
+from kinformer.scores.dot import Dot
+from kinformer.scores.modulus import Modulus
+from kinformer.scores.scaled_dot import ScaledDot
+
 DIM = 16
+SCORES = {
+    "scaled_dot": ScaledDot.Config(),
+    "dot": Dot.Config(),
+    "bilinear": Bilinear.Config(),
+    "additive": Additive.Config(),
+    "modulus": Modulus.Config(),
+}
 
 
 def built(config, seed=0):

@@ -17,12 +17,7 @@ from kinformer.positions.t5 import T5
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.multi_head_global import MultiHeadGlobal
-from kinformer.scores.additive import Additive
-from kinformer.scores.bilinear import Bilinear
-from kinformer.scores.dot import Dot
-from kinformer.scores.modulus import Modulus
-from kinformer.scores.scaled_dot import ScaledDot
-from tests.mixers.made import built, inputs
+from tests.mixers.made import SCORES, built, inputs
 
 POSITIONS = {
     "none": NoPosition.Config(),
@@ -33,13 +28,6 @@ POSITIONS = {
     "t5": T5.Config(num_buckets=8, max_distance=9, bidirectional=True),
     "alibi": Alibi.Config(),
     "distance_aware": DistanceAware.Config(spread=0.4),
-}
-SCORES = {
-    "scaled_dot": ScaledDot.Config(),
-    "dot": Dot.Config(),
-    "bilinear": Bilinear.Config(),
-    "additive": Additive.Config(),
-    "modulus": Modulus.Config(),
 }
 TIME = 13
 

@@ -12,10 +12,11 @@ from kinformer.cli.main import main
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
+from kinformer.core.reserved import KeysValues
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
 from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
-from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.memorizing import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
 from kinformer.projections.multi_head import MultiHead
@@ -272,3 +273,20 @@ def test_a_trained_model_gets_a_larger_memory(tmp_path, capsys):
         tokens = torch.randint(128, (1, 900))
         differ = (model(tokens)[0] - more(tokens)[0]).abs().amax(dim=(0, 2))
     assert differ[:520].max() < 1e-9 < differ[520:].max()
+
+
+def test_sizes_in_graphs_hold_no_maximum():
+    """Inductor has no kernels for them: the second segment that a compiled model is given failed there."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(_after, dynamic=True, fullgraph=True, backend=backend)
+    new = torch.randn(2, 1, 2, 16, 4)
+    for past in (9, 4):
+        old = torch.randn(2, 1, 2, past, 4)
+        found = compiled(KeysValues(*old, torch.tensor([past])), *new, 7)
+        assert torch.equal(torch.stack(found), torch.cat([old[..., -7:, :], new], 3))
+    assert graphs and not any("max" in code for code in graphs)

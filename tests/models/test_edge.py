@@ -6,6 +6,7 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
+from kinformer.family.table import MEMBERS
 
 TOKENS = torch.arange(12).view(2, 6)
 ADAPTIVE = {"input.embedding": {"kind": "adaptive", "cutoffs": [10], "divisor": 2}, "head.tied": False}
@@ -22,6 +23,9 @@ def build(member="gpt", **changes):
     [
         (TOKENS.float(), {}, "int64 ids, but are torch.float32"),
         (TOKENS.bool(), {}, "int64 ids, but are torch.bool"),
+        (TOKENS.tolist(), {}, "values must be a tensor, but is of the type list"),
+        (None, {}, "values must be a tensor, but is of the type NoneType"),
+        (TOKENS, {"valid": [[True] * 6] * 2}, "valid must be a tensor, but is of the type list"),
         (TOKENS[0], {}, r"tokens must be \[batch, time\]"),
         (TOKENS[:0], {}, "one row or more"),
         (TOKENS[:, :0], {}, "time >= 1"),
@@ -60,6 +64,47 @@ def test_a_state_of_other_rows_or_of_another_model_is_refused():
         build(layers=1)(TOKENS, state)
     with pytest.raises(KinformerError, match="one of the type tuple"):
         model(TOKENS, (1, 2))
+
+
+CAUSAL = [name for name, member in MEMBERS.items() if member.causal]
+
+
+@pytest.mark.parametrize("member", CAUSAL)
+def test_a_state_of_another_model_is_refused_whatever_it_is(member):
+    model, other = build(member), build("linear-transformer" if member != "linear-transformer" else "gpt")
+    with torch.no_grad():
+        for foreign in (other(TOKENS)[1], states.reserve(other(TOKENS)[1], 4)):
+            with pytest.raises(KinformerError, match="the state is another model's|but this model's have"):
+                model(TOKENS, foreign)
+        for own in (model(TOKENS)[1], states.reserve(model(TOKENS)[1], 6)):
+            assert model(TOKENS, own)[0].shape == (2, 6, 23)
+
+
+def test_a_state_of_other_widths_is_refused():
+    with pytest.raises(KinformerError, match="the state is another model's"):
+        build()(TOKENS, build(**{"layers.*.mixer.num_heads": 4})(TOKENS)[1])
+
+
+@pytest.mark.parametrize("member", CAUSAL)
+def test_a_state_of_inference_mode_is_trained_on(member):
+    model = build(member)
+    with torch.inference_mode():
+        state = model(TOKENS)[1]
+        kept = states.reserve(state, 6)
+    logits, _ = model(TOKENS, state)
+    logits.sum().backward()
+    with torch.no_grad():
+        assert (model(TOKENS, kept)[0] - logits).abs().max() < 1e-5
+
+
+def test_reserved_states_and_states_of_two_models_are_not_joined():
+    with torch.no_grad():
+        state, other = build()(TOKENS)[1], build("linear-transformer")(TOKENS)[1]
+    with pytest.raises(KinformerError, match="a reserved state .* cannot be joined"):
+        states.join_rows([state, state.reserve(3)])
+    with pytest.raises(KinformerError, match="states of the types KeysValues, LinearState cannot be joined"):
+        states.join_rows([state, other])
+    assert states.join_rows([state, states.value(state.reserve(3))]).seen.shape == (4,)
 
 
 @pytest.mark.parametrize("member", ["gpt", "bert", "deep-char"])

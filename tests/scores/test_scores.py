@@ -27,6 +27,7 @@ from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.scores.scaled_dot import ScaledDot
 from kinformer.testing import CHECKS, MixerSubject
+from tests.mixers.made import SCORES
 
 DIM, HEADS, WIDTH, TIME = 16, 2, 8, 19
 
@@ -169,13 +170,6 @@ def test_xl_positions_go_with_every_score_of_products(name):
     assert (torch.cat(one_by_one, 1) - want).abs().max() < 1e-12
 
 
-SCORES = {
-    "scaled_dot": ScaledDot.Config(),
-    "dot": Dot.Config(),
-    "bilinear": Bilinear.Config(),
-    "additive": Additive.Config(),
-    "modulus": Modulus.Config(),
-}
 BY_DISTANCE = {
     "shaw": Shaw.Config(max_distance=3),
     "xl": TransformerXL.Config(clamp=7),

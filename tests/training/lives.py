@@ -24,8 +24,8 @@ from kinformer.cli.main import main
 from kinformer.family.kinds import kinds
 from kinformer.training.interrupt import Interrupt
 
-STEPS, KILLS, PATIENCE = 200, 20, 120.0
-INSIDE_A_WRITE = {3: "before-fsync", 7: "before-rename", 10: "before-fsync", 14: "before-rename", 18: "before-rename"}
+STEPS, KILLS, PATIENCE = 120, 12, 120.0
+INSIDE_A_WRITE = {2: "before-fsync", 4: "before-rename", 6: "before-fsync", 8: "before-rename", 10: "before-rename"}
 
 
 def live(folder: Path, data: str, pause: str = "") -> int:

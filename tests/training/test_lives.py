@@ -13,7 +13,7 @@ from tests.training.tiny import curve, gap
 DRIVER = Path(__file__).with_name("lives.py")
 
 
-def test_twenty_kills_and_a_ctrl_c_change_no_bit(text: Path, tmp_path: Path) -> None:
+def test_a_dozen_kills_and_a_ctrl_c_change_no_bit(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(DRIVER), str(tmp_path), str(text), "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

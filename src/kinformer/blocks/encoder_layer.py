@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import PostNorm, ResidualConfig, check_dropout
+from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed
 from kinformer.core.config import Config
 from kinformer.core.encoder import EncoderMixerConfig, Text
@@ -35,9 +35,6 @@ class EncoderLayer(Sublayers):
         norm: NormConfig = LayerNorm()
         residual: ResidualConfig = PostNorm.Config()
         dropout: float = 0.0
-
-        def __post_init__(self) -> None:
-            check_dropout(self.dropout)
 
         def build(self, dim: int) -> EncoderLayer:
             return EncoderLayer(self, dim)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig, check_dropout
+from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, mixed
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
@@ -41,9 +41,6 @@ class DecoderLayer(Sublayers):
         norm: NormConfig = LayerNorm()
         residual: ResidualConfig = PreNorm.Config()
         dropout: float = 0.0
-
-        def __post_init__(self) -> None:
-            check_dropout(self.dropout)
 
         def build(self, dim: int) -> DecoderLayer:
             return DecoderLayer(self, dim)

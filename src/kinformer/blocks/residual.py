@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.config import Config
-from kinformer.core.errors import KinformerError
 
 
 class Residual(nn.Module):
@@ -83,9 +82,3 @@ class PostNorm(Residual):
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
         return self.norm(self._sum(x, y, share))
-
-
-def check_dropout(dropout: float) -> None:
-    """Refuse a share of dropped numbers that is none."""
-    if not 0.0 <= dropout < 1.0:
-        raise KinformerError(f"dropout must be at least 0 and below 1, but is {dropout}.")

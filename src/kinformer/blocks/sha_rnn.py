@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.residual import check_dropout
 from kinformer.blocks.sublayers import mixed
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.parts import FeedForwardConfig
@@ -33,9 +32,6 @@ class ShaRnnLayer(nn.Module):
         feed_forward: FeedForwardConfig = Boom.Config()
         norm: NormConfig = LayerNorm(eps=1e-12)
         dropout: float = 0.0
-
-        def __post_init__(self) -> None:
-            check_dropout(self.dropout)
 
         def build(self, dim: int) -> ShaRnnLayer:
             return ShaRnnLayer(self, dim)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.fields import require_ranges
 from kinformer.core.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
@@ -28,6 +29,10 @@ class Config:
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+
+    def __new__(cls, **given: Any) -> Self:
+        require_ranges(given)
+        return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed (validated again)."""

@@ -1,9 +1,11 @@
-"""Options and settings are of the types that their dataclass says, wherever they come from."""
+"""Options and settings are of the types that their dataclass says, and numbers in range, wherever they come from."""
 
 from __future__ import annotations
 
+import math
 import types
 import typing
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, Literal
@@ -11,6 +13,29 @@ from typing import Any, Literal
 from kinformer.core.errors import KinformerError, flag_of
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "dropout": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    "std": (lambda value: value >= 0, "0 or more"),
+    "eps": (lambda value: value >= 0, "0 or more"),
+    "base": (lambda value: value > 1, "above 1"),
+    "head_dim": (lambda value: value >= 1, "1 or more"),
+    "hidden_dim": (lambda value: value >= 1, "1 or more"),
+}
+"""What a number of this name has to be, in whichever config: what makes no model, or one whose outputs are no numbers,
+is refused."""
+
+
+def require_ranges(given: Mapping[str, Any]) -> None:
+    """Raise where a number of a config is not finite, or not in the range that its name says."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise KinformerError(f"{name} must be a finite number, but is {value}.")
+        inside, told = _RANGES.get(name, (None, ""))
+        if inside is not None and not inside(value):
+            raise KinformerError(f"{name} must be {told}, but is {value:g}.")
 
 
 def require_types(options: Any, declared: type) -> None:

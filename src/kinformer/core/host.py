@@ -10,12 +10,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def has_data(x: Tensor) -> bool:
+    """Whether it is more than a shape, which is all that is known when costs are counted."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
 def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     """The entries of ``x`` [n]; ``otherwise`` n times where it has none (shapes alone are known, as when costs are
     counted), None while a graph is captured, which must hold for all numbers."""
     if torch.compiler.is_compiling():
         return None
-    if x.is_meta or isinstance(x, FakeTensor):
+    if not has_data(x):
         return [otherwise] * x.shape[0]
     return x.tolist()
 

@@ -55,10 +55,11 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def take(handle: int) -> bool:
-    """Lock the open file or folder ``handle`` until it is closed; False where another process has it."""
+def take(handle: int, wait: bool = False) -> bool:
+    """Lock the open file or folder ``handle`` until it is closed; False where another process has it, unless told to
+    ``wait`` for that one."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

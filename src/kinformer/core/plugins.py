@@ -73,6 +73,17 @@ class Registry(Mapping[str, T]):
         self.noun, self.own, self.group, self.prefix = noun, own, group, prefix
         self._fits, self._expected = fits, expected
 
+    @classmethod
+    def of_records(cls, record: type[T], own: Mapping[str, T], group: str) -> Registry[T]:
+        """One of objects of the class ``record`` that know their own name."""
+        return cls(
+            record.__name__.lower(),
+            own,
+            group,
+            fits=lambda name, found: isinstance(found, record) and getattr(found, "name", None) == name,
+            expected=lambda name: f"a {record.__name__} of the name {name!r}",
+        )
+
     def added(self) -> list[str]:
         """The names that other packages add, sorted; one of them may be taken already."""
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
@@ -92,6 +103,14 @@ class Registry(Mapping[str, T]):
         """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""
         entries = entry_points_of(self.group).get(self.prefix + name, ())
         return _package(entries[0]) if entries else None
+
+    def check_package(self, name: str, package: str | None) -> None:
+        """Refuse ``name`` if it was written down as part of ``package`` and is not found there any more.
+
+        ``package`` is what :meth:`package` gave then ("name version"); with None nothing is asked.
+        """
+        if package is not None:
+            require_package(package, f"the {self.noun} {name!r}", KINFORMER if name in self.own else self.package(name))
 
     def __getitem__(self, name: str) -> T:
         entries = entry_points_of(self.group).get(self.prefix + name, ())

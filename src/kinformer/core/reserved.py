@@ -84,6 +84,10 @@ class ReservedSlots(ReservedState):
             return retained + max(time, retained + 64)
         return past + max(time, self.room, 0 if fresh else past)
 
+    @property
+    def like(self) -> Any:
+        return self._state
+
     def value(self) -> Any:
         self.check()
         leaves = (buffer[:, :, self._slots.start : self._slots.stop].clone() for buffer in self._state[:-1])

@@ -46,6 +46,11 @@ class ReservedState:
         """The same state as an immutable ``NamedTuple`` value (copied)."""
         raise NotImplementedError
 
+    @property
+    def like(self) -> Any:
+        """A value of the same types and widths, of any number of slots."""
+        return self.value()
+
     def map(self, function: Callable[[Tensor], Tensor]) -> ReservedState:
         """A new reservation whose tensors are ``function`` of copies of this one's."""
         raise NotImplementedError
@@ -83,6 +88,22 @@ def tensors(state: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def form(state: Any) -> Any:
+    """What all states of one mixer have in common: the types, and the sizes of leaves but for rows and past slots."""
+    if isinstance(state, Tensor):
+        return state.shape[1:]
+    if isinstance(state, ReservedState):
+        state = state.like
+    if not isinstance(state, tuple):
+        return type(state)
+    slots, names = getattr(state, "slots", ()), getattr(state, "_fields", None) or ("",) * len(state)
+    sizes = (
+        item.shape[1:2] + item.shape[3:] if name in slots and isinstance(item, Tensor) else form(item)
+        for name, item in zip(names, state, strict=True)
+    )
+    return type(state), *sizes
+
+
 def detach(state: Any) -> Any:
     """The state cut from the graph: what a segment hands to the next in truncated back-propagation."""
     return map_tensors(torch.Tensor.detach, state)
@@ -101,6 +122,16 @@ def repeat_rows(state: Any, times: int) -> Any:
 def join_rows(states: list[Any]) -> Any:
     """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest)."""
     first = states[0]
+    if any(isinstance(each, ReservedState) for each in states):
+        raise KinformerError(
+            "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
+            "(kinformer.core.state), and reserve what comes of it."
+        )
+    if any(type(each) is not type(first) for each in states):
+        raise KinformerError(
+            f"states of the types {', '.join(sorted({type(each).__name__ for each in states}))} cannot be joined; join "
+            "those of one model."
+        )
     if isinstance(first, Tensor):
         return torch.cat(states)
     slots = getattr(first, "slots", ())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,8 @@ class Labelled:
         }
 
 
-Written = Mapping[str, tuple[Sequence[np.ndarray], np.ndarray]]
-"""Of each split the examples' ids, and their labels."""
+Written = Mapping[str, tuple[Iterable[np.ndarray], np.ndarray]]
+"""Of each split the examples' ids, one array for each and all of one dtype, and their labels."""
 
 Make = Callable[[], tuple[Sequence[str], Written]]
 """What makes the names of the classes, and the splits."""
@@ -118,11 +119,28 @@ def _fill(folder: Path, classes: Sequence[str], written: Written) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """Write ``pieces`` as one array, none of them longer in memory than it is looked at; returns where each begins,
+    and at last where they end."""
+    starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
+    with bare.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.tobytes())
+            starts.append(starts[-1] + len(piece))
+            dtype = piece.dtype
+    with bare.open("rb") as source, path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (starts[-1],)}
+        np.lib.format.write_array_header_1_0(file, header)
+        shutil.copyfileobj(source, file, 1 << 20)
+    bare.unlink()
+    return np.frombuffer(starts, np.int64)
+
+
 def _fill_locked(partial: Path, folder: Path, classes: Sequence[str], written: Written) -> None:
     for name, (examples, labels) in written.items():
-        starts = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
-        for part, array in zip(_PARTS, (np.concatenate(examples), starts, labels), strict=True):
-            np.save(partial / f"{name}.{part}.npy", array, allow_pickle=False)
+        starts = _save_joined(partial / f"{name}.ids.npy", examples)
+        for part, numbers in (("starts", starts), ("labels", labels)):
+            np.save(partial / f"{name}.{part}.npy", numbers, allow_pickle=False)
     write_json(partial / _ABOUT, {"schema": SCHEMA, "classes": list(classes), "files": _checksums(partial)})
     try:
         os.rename(partial, folder)

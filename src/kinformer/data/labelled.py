@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,20 +23,14 @@ from kinformer.core.errors import KinformerError
 from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.examples import Labelled, Written, keep
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.texts import Example, Texts
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 
 HELD_OUT = 0.05
 _NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 _TABLES = (".tsv", ".jsonl")
 _TEXT_COLUMNS = ("text", "sentence")
-BySplit = dict[str, list["Example"]]
-
-
-class Example(NamedTuple):
-    """Bytes of text and the name of a class."""
-
-    text: bytes
-    label: str
+BySplit = dict[str, Texts]
 
 
 def open_labelled(
@@ -66,19 +60,23 @@ def open_labelled(
 
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
-    classes = _ordered({example.label for examples in examples_of.values() for example in examples})
+    names = examples_of["train"].names  # of all splits
+    classes = _ordered(set(names))
     if len(classes) < 2:
         raise KinformerError(
             f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
         )
-    number = {label: index for index, label in enumerate(classes)}
+    number = np.empty(len(classes), np.int64)
+    for index, label in enumerate(classes):
+        number[names[label]] = index
     highest = tokenizer.vocab_size - 1
     dtype = np.uint8 if highest < 1 << 8 else np.uint16 if highest < 1 << 16 else np.uint32
-    written = {}
-    for split, examples in examples_of.items():
-        ids = [each.astype(dtype) for each in tokenizer.encode_batch([example.text for example in examples])]
-        written[split] = ids, np.array([number[example.label] for example in examples], np.int64)
-    return classes, written
+
+    def ids(texts: Texts) -> Iterator[np.ndarray]:
+        for batch in texts.batches():
+            yield from (each.astype(dtype) for each in tokenizer.encode_batch(batch))
+
+    return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
 
 
 def _ordered(labels: set[str]) -> list[str]:
@@ -88,22 +86,25 @@ def _ordered(labels: set[str]) -> list[str]:
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None) -> BySplit:
     """The examples of each split."""
+    names: dict[str, int] = {}
     if not path.is_dir():
-        return _held_out({"train": list(_table(path))}, holdout, str(path))
-    given: BySplit = {}
+        texts = Texts(names)
+        texts.extend(_table(path))
+        return _held_out({"train": texts}, holdout, str(path))
+    given: BySplit = defaultdict(lambda: Texts(names))
     for file in files:
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
         if rest and first in _NAMES:
-            given.setdefault(_NAMES[first], []).append(_file(file, rest, path))
+            given[_NAMES[first]].extend([_file(file, rest, path)])
         elif not rest and stem in _NAMES and suffix in _TABLES:
-            given.setdefault(_NAMES[stem], []).extend(_table(Path(file.path)))
+            given[_NAMES[stem]].extend(_table(Path(file.path)))
         else:
-            given.setdefault("", []).append(_file(file, file.name, path))
+            given[""].extend([_file(file, file.name, path)])
     if "" in given and len(given) > 1:
-        names = ", ".join(name for name in given if name)
+        splits = ", ".join(name for name in given if name)
         raise KinformerError(
-            f"{path}: holds classes beside the splits {names}; put every class into its split's folder."
+            f"{path}: holds classes beside the splits {splits}; put every class into its split's folder."
         )
     if "train" not in given and "" not in given:
         raise KinformerError(f"{path}: holds no train split; add a folder or a table of that name.")
@@ -123,30 +124,34 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
 
 def _held_out(given: BySplit, holdout: float | None, place: str) -> BySplit:
     """Splits that are not given, taken from the rest of the data in the order of the texts' hashes."""
-    train = sorted(given["train"], key=lambda example: sha256(example.text).digest())
+    train = given["train"].by_hash()
     count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
-    kept = {}
+    kept: BySplit = {}
     for name in ("test", "validation"):
         if name in given:
             kept[name] = given[name]
         elif holdout is not None and name == "validation" and "test" not in given:
             kept[name] = kept["test"]
         else:
-            kept[name], train = train[:count], train[count:]
-    if not train:
+            kept[name], train = given["train"].taken(train[:count]), train[count:]
+    if not len(train):
         raise KinformerError(f"{place}: too few examples ({len(given['train'])}) to hold some out; give more data.")
-    return {"train": train, "validation": kept["validation"], "test": kept["test"]}
+    return {"train": given["train"].taken(train), "validation": kept["validation"], "test": kept["test"]}
 
 
 def _table(path: Path) -> Iterator[Example]:
     if path.suffix not in _TABLES:
         raise KinformerError(f"{path}: is no labelled data; give a folder with a folder per class, a .tsv or a .jsonl.")
-    with reading(path):
-        lines = path.read_bytes().splitlines()
-    return _rows(path, lines) if path.suffix == ".tsv" else _objects(path, lines)
+    return _rows(path, _lines(path)) if path.suffix == ".tsv" else _objects(path, _lines(path))
 
 
-def _rows(path: Path, lines: Sequence[bytes]) -> Iterator[Example]:
+def _lines(path: Path) -> Iterator[bytes]:
+    with reading(path), path.open("rb") as file:
+        for line in file:
+            yield from line.splitlines()  # beside the end of a line, "\r" alone is one
+
+
+def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
     label, text = 0, 1
     for number, line in enumerate(lines, start=1):
         cells = line.split(b"\t")
@@ -167,7 +172,7 @@ def _columns(cells: Sequence[bytes]) -> tuple[int, int] | None:
     return (names.index("label"), texts[0]) if "label" in names and texts else None
 
 
-def _objects(path: Path, lines: Sequence[bytes]) -> Iterator[Example]:
+def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -87,13 +87,7 @@ MEMBERS: dict[str, Member] = {
 }
 
 
-FAMILY: plugins.Registry[Member] = plugins.Registry(
-    "member",
-    MEMBERS,
-    plugins.MEMBERS,
-    fits=lambda name, found: isinstance(found, Member) and found.name == name,
-    expected=lambda name: f"a Member record of the name {name!r}",
-)
+FAMILY = plugins.Registry.of_records(Member, MEMBERS, plugins.MEMBERS)
 """Kinformer's own members, and those of other packages, which are imported when they are looked up."""
 
 
@@ -103,9 +97,7 @@ def member(name: str, package: str | None = None) -> Member:
     ``package`` ("name version", as ``FAMILY.package(name)`` gave it) is where the member came from when that was
     written down; if it is not found there any more, the error says so.
     """
-    if package is not None:
-        found = plugins.KINFORMER if name in MEMBERS else FAMILY.package(name)
-        plugins.require_package(package, f"the member {name!r}", found)
+    FAMILY.check_package(name, package)
     spelt = name if name in FAMILY else next((each for each in FAMILY if each.lower() == name.lower()), name)
     return FAMILY[choose(spelt, FAMILY, "member")]
 

@@ -26,6 +26,10 @@ class ModulusHead(nn.Module):
         inner: HeadConfig = LanguageModelHead.Config()
         divisor: float = 1.5  # of the authors' language model
 
+        def __post_init__(self) -> None:
+            if not self.divisor > 0:
+                raise KinformerError(f"divisor must be above 0, but is {self.divisor:g}.")
+
         def check(self, dim: int, input: Input) -> None:
             self.inner.check(dim // 2, input)
 

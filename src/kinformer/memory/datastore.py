@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json
+from kinformer.core.files import read_json, require_signature, signed
 
 SCHEMA = 1
 RECORD, KEYS, TOKENS = "store.json", "keys.bin", "tokens.bin"
@@ -67,7 +67,7 @@ class Record:
         return self.origin.dim * np.dtype(self.dtype).itemsize
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "entries": self.entries} | asdict(self)
+        return signed({"schema": SCHEMA, "entries": self.entries} | asdict(self))
 
 
 def read_record(folder: Path) -> Record:
@@ -81,6 +81,7 @@ def read_record(folder: Path) -> Record:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise KinformerError(f"{place}: has schema {schema!r}, but this version reads {SCHEMA}; rebuild the store.")
+    require_signature(data, place)
     try:
         record = Record(
             origin=KeySpace(**data["origin"]),

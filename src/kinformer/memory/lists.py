@@ -25,7 +25,17 @@ import torch
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.files import checksum, partial_of, read_json, reading, write_atomic, write_json
+from kinformer.core.files import (
+    CHECKSUM,
+    checksum,
+    partial_of,
+    read_json,
+    reading,
+    require_signature,
+    signed,
+    write_atomic,
+    write_json,
+)
 from kinformer.core.neighbours import Neighbours
 from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import check_queries, nearest
@@ -96,7 +106,7 @@ def build(
         trained=checksum(folder / TRAINED),
         shards={path.name: checksum(path) for path in paths},
     )
-    write_json(folder / RECORD, {"schema": SCHEMA, "codec": CODEC} | asdict(lists))
+    write_json(folder / RECORD, signed({"schema": SCHEMA, "codec": CODEC} | asdict(lists)))
     for path in folder.glob("shard-*"):
         if path not in paths:
             path.unlink()
@@ -232,6 +242,8 @@ def _read(folder: Path) -> InvertedLists:
         )
     data = read_json(place)
     with reading(place.parent, "is truncated or damaged", "remove it and give kinformer index --approximate again"):
+        require_signature(data, place)
+        data.pop(CHECKSUM, None)
         if data.pop("schema") != SCHEMA or data.pop("codec") != CODEC:
             raise ValueError("it is of another version")
         lists = InvertedLists(**data)

@@ -6,7 +6,6 @@ are of, how many are safely on the disk, and their checksum. A build that is kil
 
 from __future__ import annotations
 
-import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import read_json, reading, write_json
+from kinformer.core.lock import take
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.memory.datastore import Datastore, crc32
 
@@ -58,7 +58,7 @@ def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Prog
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take(file.fileno(), wait=True)
             _fill(file, path, plan, blocks, progress)
     except OSError as error:
         raise KinformerError(

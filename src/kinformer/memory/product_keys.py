@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.errors import KinformerError
+from kinformer.core.host import has_data
 from kinformer.core.parts import FeedForwardConfig
 
 _GATHERED = 1 << 22
@@ -144,6 +145,21 @@ class _Sum(torch.autograd.Function):
             torch.bmm(table[some], of_some[..., None])[..., 0]
             for some, of_some in zip(slots.split(tokens), gradient.split(tokens), strict=True)
         ]
-        rows = (weights[..., None] * gradient[:, None]).flatten(0, 1)
-        by_table = torch.sparse_coo_tensor(slots.view(1, -1), rows, table.shape, check_invariants=False)
+        looked_up, place = _distinct(slots, len(table))
+        rows = gradient.new_zeros(len(looked_up), table.shape[1])
+        for start in range(0, len(slots), tokens):
+            some = slice(start, start + tokens)
+            rows.index_add_(0, place[some].flatten(), (weights[some, :, None] * gradient[some, None]).flatten(0, 1))
+        by_table = torch.sparse_coo_tensor(
+            looked_up[None], rows, table.shape, check_invariants=False, is_coalesced=True
+        )
         return None, torch.cat(by_weights), by_table
+
+
+def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The slots that occur in ``slots``, of ``count`` there are, in order, and where each of ``slots`` is among them;
+    where there are only shapes, as many as there may be."""
+    if has_data(slots):
+        looked_up, place = slots.unique(return_inverse=True)
+        return looked_up, place
+    return slots.new_empty(min(slots.numel(), count)), slots

@@ -249,8 +249,9 @@ class Memorizing(CausalMixer):
 
 def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Keys and values after the last ``keep`` recent ones."""
-    start = max(0, recent.k.shape[2] - keep)
-    if start == recent.k.shape[2]:
+    past = recent.k.shape[2]
+    start = past - keep if past > keep else 0  # a branch, since Inductor has no kernels for sizes that hold a maximum
+    if start == past:
         return k, v
     k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))
     return k, v

@@ -78,6 +78,9 @@ class CommonModel(nn.Module):
 
     def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
         """Refuse ``values`` that are no input of this model, and what comes with them in another shape or type."""
+        for name, each in {"values": values, **masks, **integers}.items():
+            if not isinstance(each, Tensor) and (each is not None or name == "values"):
+                raise KinformerError(f"{name} must be a tensor, but is of the type {type(each).__name__}.")
         self.input.check(values)
         shape = values.shape[:2]
         if shape[0] < 1:

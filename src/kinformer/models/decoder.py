@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class Decoder(CommonModel):
         if state is None:
             state = self.initial_state(values.shape[0], device=values.device)
         else:
-            self._check_state(state, values.shape[0])
+            state = self._checked_state(state, values.shape[0])
         if valid is None:
             return self._absorb(Chunk(values, None, reset), state, taps)
         order = left_align(valid)
@@ -123,8 +124,16 @@ class Decoder(CommonModel):
         x, state, tapped = self._absorb(chunk, state, taps)
         return Hidden(order.restore(x), state, tuple(map(order.restore, tapped)))
 
-    def _check_state(self, state: DecoderState, batch: int) -> None:
-        """Refuse a state that is none of this model's, or of another number of rows."""
+    @cached_property
+    def _form(self) -> Any:
+        """That of this model's states; None of one that reads a source, whose states have its length too."""
+        if any(getattr(module, "reads_source", False) for module in self.modules()):
+            return None
+        return states.form(self.stack.initial_state(1, device=torch.device("meta")))
+
+    def _checked_state(self, state: DecoderState, batch: int) -> DecoderState:
+        """``state`` for use here, a copy where its tensors may not be; refuse one that is none of this model's, or of
+        another number of rows."""
         if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
             what = (
                 f"{len(state.layers)} layers" if isinstance(state, DecoderState) else f"the type {type(state).__name__}"
@@ -138,6 +147,16 @@ class Decoder(CommonModel):
                 f"the state has {state.seen.shape[0]} rows, but {batch} are given; kinformer.core.state has "
                 "select_rows, repeat_rows and join_rows."
             )
+        if torch.compiler.is_compiling():
+            return state
+        if self._form is not None and states.form(state.layers) != self._form:
+            raise KinformerError(
+                "the state is another model's (its layers' states are of other types or sizes); give what this model "
+                "returned, or None to begin new sequences."
+            )
+        if state.seen.is_inference() and not torch.is_inference_mode_enabled():
+            return state.fork()  # autograd must not keep tensors of inference mode, nor may they be written into
+        return state
 
     def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
         """``chunk`` holds the values that the input takes."""

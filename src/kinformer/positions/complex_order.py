@@ -38,8 +38,6 @@ class ComplexOrder(nn.Embedding):
         base: float = 10000.0
 
         def __post_init__(self) -> None:
-            if not self.base > 1:
-                raise KinformerError(f"base must be above 1, but is {self.base:g}.")
             if self.sharing == "features":
                 check_unused(self, "with sharing = 'features', whose only frequency is the first, 1", "base")
 

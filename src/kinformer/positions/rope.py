@@ -50,8 +50,6 @@ class Rope(Position):
         beta_slow: float = 1.0
 
         def __post_init__(self) -> None:
-            if not self.base > 1:
-                raise KinformerError(f"base must be above 1, but is {self.base:g}.")
             if not 0 < self.fraction <= 1:
                 raise KinformerError(f"fraction must be above 0 and at most 1, but is {self.fraction:g}.")
             if not self.factor >= 1:

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in (next_token, mlm, classify, listops)}
 
 
-ALL: plugins.Registry[Task] = plugins.Registry(
-    "task",
-    TASKS,
-    plugins.TASKS,
-    fits=lambda name, found: isinstance(found, Task) and found.name == name,
-    expected=lambda name: f"a Task of the name {name!r}",
-)
+ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 """Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""
 
 
@@ -42,9 +36,7 @@ def task(name: str, package: str | None = None) -> Task:
     ``package`` ("name version", as ``ALL.package(name)`` gave it) is where the task came from when that was written
     down; if it is not found there any more, the error says so.
     """
-    if package is not None:
-        found = plugins.KINFORMER if name in TASKS else ALL.package(name)
-        plugins.require_package(package, f"the task {name!r}", found)
+    ALL.check_package(name, package)
     return ALL[choose(name, ALL, "task")]
 
 

@@ -1,15 +1,17 @@
-"""Second derivatives and forward mode: numerically right, or an error; a kernel of one's own easily drops them."""
+"""Derivatives are the numerical ones. Second ones and those of forward mode, which a kernel of one's own easily drops,
+may be an error instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.gradcheck import GradcheckError
 
 from kinformer.core.errors import KinformerError
-from kinformer.testing.errors import require
+from kinformer.testing.errors import BrokenLawError, require
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -18,6 +20,15 @@ _CLOSE = 1e-4
 """Allowed error of a derivative along a direction, relative to its norm, by central differences in float64."""
 _MISSING = (RuntimeError, KinformerError)
 """What stands for a derivative that there is not."""
+
+
+def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Module, inputs: str, where: str) -> None:
+    """The gradients of ``function`` at ``points`` (float64 leaves: the ``inputs``, then the weights of ``module``)."""
+    try:
+        torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
+    except GradcheckError as error:
+        names = ", ".join([inputs, *(name for name, _ in module.named_parameters())])
+        raise BrokenLawError(f"gradients by [{names}]{where}: {error}") from error
 
 
 def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError
 
-from kinformer.testing.derivatives import agree_derivatives
+from kinformer.testing.derivatives import agree_derivatives, agree_gradients
 from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
-from kinformer.testing.errors import BITS, GRADIENTS, VALUES, BrokenLawError, agree, require
+from kinformer.testing.errors import BITS, GRADIENTS, VALUES, agree, require
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
@@ -96,12 +95,7 @@ def gradcheck(subject: EncoderMixerSubject) -> None:
     """Analytic gradients by inputs and weights are the numerical ones."""
     module = subject.build()
     for case in subject.cases():
-        function, leaves = _as_function(module, case)
-        try:
-            torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
-        except GradcheckError as error:
-            names = ", ".join(name for name, _ in module.named_parameters())
-            raise BrokenLawError(f"gradients by [inputs, {names}], {case.name}: {error}") from error
+        agree_gradients(*_as_function(module, case), module, "inputs", f", {case.name}")
 
 
 def derivatives(subject: EncoderMixerSubject) -> None:

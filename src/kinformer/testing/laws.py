@@ -49,7 +49,7 @@ def padding(subject: Subject) -> None:
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)
-    agree_with_rows_alone(subject, Plan(inputs, sizes, valid), f"ragged chunks of {_brief(sizes)} against rows alone")
+    agree_with_rows_alone(subject, {f"ragged chunks of {_brief(sizes)} against rows alone": Plan(inputs, sizes, valid)})
 
 
 def reset(subject: Subject) -> None:
@@ -57,9 +57,9 @@ def reset(subject: Subject) -> None:
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
     for reset in _reset_positions(subject):
-        for sizes in ([subject.time], [1] * subject.time, [4, 5, subject.time - 9]):
-            place = f"resets, chunks of {_brief(sizes)}, against sequences alone"
-            agree_with_rows_alone(subject, Plan(inputs, sizes, reset=reset), place)
+        cuts = ([subject.time], [1] * subject.time, [4, 5, subject.time - 9])
+        plans = {f"resets, chunks of {_brief(sizes)}": Plan(inputs, sizes, reset=reset) for sizes in cuts}
+        agree_with_rows_alone(subject, {f"{cut}, against sequences alone": plan for cut, plan in plans.items()})
 
 
 def ragged_reset(subject: Subject) -> None:
@@ -69,8 +69,8 @@ def ragged_reset(subject: Subject) -> None:
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
     for seed in (1, 2):
         chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(seed))
-        plan = Plan(inputs, sizes, valid, chance < 0.2)
-        agree_with_rows_alone(subject, plan, f"resets in ragged chunks of {_brief(sizes)} against sequences alone")
+        place = f"resets in ragged chunks of {_brief(sizes)} against sequences alone"
+        agree_with_rows_alone(subject, {place: Plan(inputs, sizes, valid, chance < 0.2)})
 
 
 def rows(subject: Subject) -> None:

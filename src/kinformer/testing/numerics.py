@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError
 
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.testing.declared import alike
-from kinformer.testing.derivatives import agree_derivatives
-from kinformer.testing.errors import BrokenLawError, require
+from kinformer.testing.derivatives import agree_derivatives, agree_gradients
+from kinformer.testing.errors import require
 from kinformer.testing.scenario import Plan, absorb, agree_outcomes, outcome, starts
 from kinformer.testing.subject import MixerSubject, named_leaves
 
@@ -79,12 +78,7 @@ def implementations(subject: MixerSubject) -> None:
 def gradcheck(subject: MixerSubject) -> None:
     """Analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
     module = subject.build()
-    function, points = _as_function(subject, module)
-    try:
-        torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
-    except GradcheckError as error:
-        names = ", ".join(name for name, _ in module.named_parameters())
-        raise BrokenLawError(f"gradients by [inputs, initial state, {names}]: {error}") from error
+    agree_gradients(*_as_function(subject, module), module, "inputs, initial state", "")
 
 
 def derivatives(subject: MixerSubject) -> None:

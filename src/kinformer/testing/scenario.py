@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,19 +132,25 @@ def agree_outcomes(place: str, got: Outcome, want: Outcome) -> None:
         agree(f"{place}, gradient of {name}", got.gradients[name], gradient, GRADIENTS)
 
 
-def agree_with_rows_alone(subject: Subject, plan: Plan, place: str) -> None:
-    """The plan's outputs, final state and gradients are those of every sequence alone, from both kinds of start."""
+def agree_with_rows_alone(subject: Subject, plans: Mapping[str, Plan]) -> None:
+    """The outputs, final state and gradients of all plans are those of every sequence alone, from both kinds of start.
+
+    The plans, each with what messages call it, differ in their sizes only, so that sequences alone are run once.
+    """
     module = subject.build()
     for kind, start in starts(subject, module):
-        where = f"{place}, {kind}"
-        got = outcome(subject, module, absorb, plan, start)
-        if plan.valid is not None:
-            padding = got.outputs[~plan.valid]
-            if subject.zero_at_padding:
-                require(bool((padding == 0).all()), f"{where}: outputs at invalid positions are not zero.")
-            require(bool(padding.isfinite().all()), f"{where}: outputs at invalid positions are not finite.")
-            got = got._replace(outputs=got.outputs.masked_fill(~plan.valid[..., None], 0))
-        agree_outcomes(where, got, outcome(subject, module, absorb_alone, plan, start))
+        want = None
+        for place, plan in plans.items():
+            where = f"{place}, {kind}"
+            got = outcome(subject, module, absorb, plan, start)
+            if plan.valid is not None:
+                padding = got.outputs[~plan.valid]
+                if subject.zero_at_padding:
+                    require(bool((padding == 0).all()), f"{where}: outputs at invalid positions are not zero.")
+                require(bool(padding.isfinite().all()), f"{where}: outputs at invalid positions are not finite.")
+                got = got._replace(outputs=got.outputs.masked_fill(~plan.valid[..., None], 0))
+            want = want or outcome(subject, module, absorb_alone, plan, start)
+            agree_outcomes(where, got, want)
 
 
 def starts(subject: Subject, module: Any) -> Iterator[tuple[str, Any]]:

@@ -1,22 +1,13 @@
-"""A batch: a task's own NamedTuple of tensors with a row for each example, and what is common to all of them."""
+"""What is common to all batches: a task's own NamedTuple of tensors [rows, ...] or None, a row for each example, whose
+``size`` is how many positions it holds (tokens, frames), padding included: what speed is counted in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-
-class Batch(Protocol):
-    """A NamedTuple whose fields are tensors [rows, ...] or None."""
-
-    @property
-    def size(self) -> int:
-        """How many positions it holds (tokens, frames), padding included: what speed is counted in."""
-        ...
-
 
 B = TypeVar("B")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -189,14 +190,22 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    withheld = _Withheld()
     try:
-        outcome = elastic_launch(config, _guarded)(function, arguments)[0]
+        with withheld:
+            outcome = elastic_launch(config, _guarded)(function, arguments)[0]
     except SignalException as ended:
         raise InterruptedError(128 + int(ended.sigval)) from None
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode in SIGNALLED:
             raise InterruptedError(failure.exitcode) from None
+        if failure.exitcode < 0:
+            raise KinformerError(
+                f"process {rank} of {processes} was killed by {signal.Signals(-failure.exitcode).name} (SIGKILL often "
+                "means that memory ran out); continue from the last checkpoint with --resume."
+            ) from None
+        withheld.tell()
         raise KinformerError(
             f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
             "continue from the last checkpoint with --resume."
@@ -204,6 +213,33 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
     if isinstance(outcome, KinformerError):
         raise outcome
     return outcome
+
+
+class _Withheld(logging.Filter):
+    """Keeps back what PyTorch's launcher says meanwhile, which of a killed process is nothing but its own stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+        self._loggers = [logging.getLogger(name) for name in names]
+        self._records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._records.append(record)
+        return False
+
+    def __enter__(self) -> None:
+        for logger in self._loggers:
+            logger.addFilter(self)
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeFilter(self)
+
+    def tell(self) -> None:
+        """Let out what was kept back."""
+        for record in self._records:
+            logging.getLogger(record.name).handle(record)
 
 
 def _guarded(function: Callable[..., T], arguments: tuple[Any, ...]) -> T | KinformerError:

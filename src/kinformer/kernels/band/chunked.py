@@ -19,7 +19,7 @@ from kinformer.core.contract import state_dtype
 from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
-from kinformer.kernels.softmax.request import Attended, Scoring, Visibility
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
 
 _LOG2_E = math.log2(math.e)
 
@@ -177,10 +177,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.view(*q.shape[:3], width), lse.view(q.shape[:3])
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, _, v = arguments[:3]
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+_forward.register_fake(unfilled)
 
 
 @torch.library.custom_op(

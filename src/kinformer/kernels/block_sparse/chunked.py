@@ -8,7 +8,9 @@ uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +26,24 @@ from kinformer.kernels.block_sparse.sections import ByQuery, Operands, Section, 
 from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
-from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
+from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
 
-_PATTERNS: list[Pattern] = []
+_PATTERNS: OrderedDict[int, Pattern] = OrderedDict()
 _NUMBERS: dict[Pattern, int] = {}
+_MOST = 4096
+"""Patterns that are kept: lengths and compositions bring new ones for ever, of which the longest unused is let go."""
+_next_number = count()
 
 
 @torch.compiler.assume_constant_result
 def number_of(pattern: Pattern) -> int:
     """A number that stands for ``pattern`` in the operator's arguments, which must be plain."""
     if pattern not in _NUMBERS:
-        _NUMBERS[pattern] = len(_PATTERNS)
-        _PATTERNS.append(pattern)
+        _NUMBERS[pattern] = number = next(_next_number)
+        _PATTERNS[number] = pattern
+        if len(_PATTERNS) > _MOST:
+            del _NUMBERS[_PATTERNS.popitem(last=False)[1]]
+    _PATTERNS.move_to_end(_NUMBERS[pattern])
     return _NUMBERS[pattern]
 
 
@@ -72,6 +80,7 @@ class Call(NamedTuple):
     @property
     def visible(self) -> Pattern:
         """The pattern itself."""
+        _PATTERNS.move_to_end(self.pattern)
         return _PATTERNS[self.pattern]
 
     @property
@@ -196,10 +205,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.value().contiguous(), lse.value()[..., 0].contiguous()
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, _, v = arguments[:3]
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+_forward.register_fake(unfilled)
 
 
 @torch.library.custom_op(
@@ -217,7 +223,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
     dq, dk, dv = ByQuery(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
     others = {name: getattr(call, name) for name in LEARNED}
-    sums = {name: torch.zeros_like(x, dtype=lse.dtype) for name, x in others.items() if x is not None}
+    sums = {name: x.new_zeros(x.shape, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)
     for section in call.sections():
         upstream = tuple(section.queries(x) for x in (grad, delta, top))

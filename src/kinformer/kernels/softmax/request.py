@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.softmax.dropout import Dropout
@@ -70,6 +71,11 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor | None = None
+
+
+def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Room for what attention gives: what an operator with these first arguments declares of its results."""
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
 class Projected(NamedTuple):
