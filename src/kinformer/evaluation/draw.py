@@ -149,7 +149,9 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
     most = float(np.abs(panel.values).max()) or 1.0
     limits = {"vmin": -most if panel.signed else 0.0, "vmax": most}
     colours = "RdBu_r" if panel.signed else "Blues"
-    image = axes.imshow(panel.values, aspect="auto", interpolation="nearest", cmap=colours, **limits)
+    height, width = (size * panel.tokens_per_cell - 0.5 for size in panel.values.shape)
+    extent = (-0.5, width, height, -0.5)
+    image = axes.imshow(panel.values, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, **limits)
     axes.set_xlabel(panel.columns)
     axes.set_ylabel(panel.rows)
     axes.tick_params(length=2, labelsize=7.5)

@@ -56,7 +56,8 @@ class FieldPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatPanel:
-    """Numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one."""
+    """Numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one. A cell stands
+    for ``tokens_per_cell`` rows and columns."""
 
     place: str
     name: str
@@ -64,6 +65,7 @@ class HeatPanel:
     rows: str
     columns: str
     signed: bool = True
+    tokens_per_cell: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

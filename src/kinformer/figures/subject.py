@@ -13,7 +13,6 @@ from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
 from kinformer.evaluation.encodings import LENGTH, Encoding, OneToken, encoding_panels
-from kinformer.evaluation.influence import LENGTH as INFLUENCE_LENGTH
 from kinformer.evaluation.influence import influence_panel
 from kinformer.evaluation.panels import (
     Panel,
@@ -65,7 +64,7 @@ class Drawing:
             if (image := raster(pattern, options.image_width)) is not None:
                 panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
         for mixer, name, place, dim in self.others:
-            panels.append(influence_panel(mixer, name, place, dim, options.length or INFLUENCE_LENGTH))
+            panels.append(influence_panel(mixer, name, place, dim, options.length))
         for encoding in self.encodings:
             panels += encoding_panels(encoding, options.length or LENGTH)
         return panels
