@@ -174,6 +174,9 @@ MIXERS = {
     "segment memory, none, clamp": SegmentMemory.Config(
         num_heads=2, head_dim=6, segment=7, memory=0, position=TransformerXL.Config(clamp=4)
     ),
+    "segment memory, same length, clamp": SegmentMemory.Config(
+        num_heads=2, segment=7, memory=11, same_length=True, position=TransformerXL.Config(clamp=3)
+    ),
     "compressive": Compressive.Config(
         num_heads=2, segment=6, memory=4, compressed=3, compression=compression.Convolution.Config(rate=2)
     ),

@@ -98,7 +98,16 @@ def test_model_is_that_of_its_authors(cut):
         assert (parameter.grad - want).abs().max() < 1e-7 * max(1, want.abs().max())
 
 
-def plainly(mixer, x, segment, memory):
+def hidden(queries, memories, memory, same_length):
+    """[queries, memories + queries] bool, as the authors mask a segment after so many memories, at most ``memory``."""
+    later = torch.ones(queries, memories + queries).triu(1 + memories).bool()
+    if not same_length:
+        return later
+    full = memories + queries - memory
+    return later | torch.ones_like(later).tril(-(queries - full if full > 0 else queries))
+
+
+def plainly(mixer, x, segment, memory, same_length=False, clamp=None):
     """The paper's equations, segment after segment, with dense scores."""
     heads, width, time = 2, DIM // 2, x.shape[1]
     biases, rows = mixer.position.biases, sinusoids(torch.arange(time), DIM, 10000.0)
@@ -112,17 +121,24 @@ def plainly(mixer, x, segment, memory):
         query = torch.arange(whole.shape[1] - own.shape[1], whole.shape[1])
         distance = query[:, None] - torch.arange(whole.shape[1])
         content = torch.einsum("bihd,bjhd->bhij", q + biases.content, k)
-        place = torch.einsum("bihd,ijhd->bhij", q + biases.position, table[distance.clamp_min(0)])
-        weights = ((content + place) / width**0.5).masked_fill(distance < 0, -torch.inf).softmax(-1)
+        place = torch.einsum("bihd,ijhd->bhij", q + biases.position, table[distance.clamp(0, clamp)])
+        unseen = hidden(own.shape[1], whole.shape[1] - own.shape[1], memory, same_length)
+        weights = ((content + place) / width**0.5).masked_fill(unseen, -torch.inf).softmax(-1)
         found.append(mixer.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)))
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize(("segment", "memory"), [(5, 3), (4, 11), (6, 6), (7, 0), (1, 4)])
-def test_values_and_gradients_are_those_of_the_paper(segment, memory):
-    mixer, weights = built(SegmentMemory.Config(num_heads=2, segment=segment, memory=memory)), inputs(23, seed=3)
+@pytest.mark.parametrize("clamp", [None, 2])
+@pytest.mark.parametrize(
+    ("segment", "memory", "same_length"),
+    [(5, 3, False), (4, 11, False), (6, 6, False), (7, 0, False), (1, 4, False)]
+    + [(5, 3, True), (4, 11, True), (6, 6, True), (9, 1, True), (1, 4, True)],
+)
+def test_values_and_gradients_are_those_of_the_paper(segment, memory, same_length, clamp):
+    config = SegmentMemory.Config(num_heads=2, segment=segment, memory=memory, same_length=same_length)
+    mixer, weights = built(config.replace(position=TransformerXL.Config(clamp=clamp))), inputs(23, seed=3)
     gradients, values = [], []
-    for how in (lambda x: outputs(mixer, x), lambda x: plainly(mixer, x, segment, memory)):
+    for how in (lambda x: outputs(mixer, x), lambda x: plainly(mixer, x, segment, memory, same_length, clamp)):
         x = inputs(23).requires_grad_()
         y = how(x)
         values.append(y)
@@ -241,6 +257,35 @@ def test_only_needed_tokens_are_projected_again(monkeypatch):
     assert sizes == []
 
 
+def test_every_token_sees_as_many():
+    """Of the last ``memory`` tokens, itself among them, whatever its place in the segment."""
+    mixer, x = built(SegmentMemory.Config(num_heads=2, segment=5, memory=7, same_length=True)), inputs(24)
+    for last in (14, 17, 19):
+        y = outputs(mixer, x)[:, last]
+        for key in range(24):
+            other = x.clone()
+            other[:, key] += 1
+            assert bool((outputs(mixer, other)[:, last] != y).any()) == (last - 7 < key <= last)
+
+
+def test_evaluates_as_the_authors_do():
+    """Equally many keys and a limit to distances change no weights."""
+    trained = kinformer.build("transformer-xl", recipe="tiny", vocab_size=23)
+    changes = {"segment": 2, "memory": 15, "same_length": True, "position.clamp": 6}
+    other = kinformer.build(
+        "transformer-xl",
+        recipe="tiny",
+        vocab_size=23,
+        set={f"layers.*.mixer.{name}": value for name, value in changes.items()},
+    )
+    other.load_state_dict(trained.state_dict())
+    tokens = torch.randint(23, (1, 40))
+    with torch.no_grad():
+        got, want = other(tokens)[0], trained(tokens)[0]
+    assert torch.allclose(got[:, :7], want[:, :7], atol=1e-5)
+    assert not torch.allclose(got[:, 39], want[:, 39], atol=1e-5)
+
+
 def test_evaluates_with_another_memory():
     trained = kinformer.build("transformer-xl", recipe="tiny", vocab_size=23)
     wider = kinformer.build("transformer-xl", recipe="tiny", vocab_size=23, set={"layers.*.mixer.memory": 40})
@@ -257,6 +302,7 @@ def test_evaluates_with_another_memory():
     [
         ({"segment": 0}, "segment must be 1 token"),
         ({"memory": -1}, "memory must be 0 tokens"),
+        ({"memory": 0, "same_length": True}, "memory is 0"),
         ({"impl": "flex"}, "flex"),
     ],
 )

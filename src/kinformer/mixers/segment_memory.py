@@ -6,12 +6,13 @@
 What is remembered is the hidden states h as they enter the layer; its norm, where one stands before the mixer, and the
 projections of the present weights make keys and values of them, and learn from memory as from the segment itself.
 Segments are counted by positions, so outputs and gradients are the same however the sequence is cut. Memory begins
-empty; its length may be another in evaluation than it was in training.
+empty; its length may be another in evaluation than it was in training. With ``same_length``, the authors' setting for
+evaluation, of the keys above query i sees the last ``memory`` alone, i - memory < j <= i: each query equally many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
+from kinformer.core.errors import KinformerError
 from kinformer.core.host import host_ints
 from kinformer.core.parts import (
     PositionConfig,
@@ -39,6 +41,7 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.core.pattern import Band, Pattern
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import (
     Attended,
@@ -57,9 +60,9 @@ from kinformer.scores.scaled_dot import ScaledDot
 
 
 class SegmentState(NamedTuple):
-    """``hidden_states`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs, right-aligned; those of
-    segments that are over have no graph. ``k``, ``v`` [batch, kv_heads, past, head_dim] are what became of them without
-    gradients, with gradients they have no slots. ``seen`` [batch] int64."""
+    """``hidden_states`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs (``memory - 1`` with
+    ``same_length``), right-aligned; those of segments that are over have no graph. ``k``, ``v`` [batch, kv_heads, past,
+    head_dim] are what became of them without gradients, with gradients they have no slots. ``seen`` [batch] int64."""
 
     hidden_states: Tensor
     k: Tensor
@@ -83,9 +86,11 @@ class _Extent(NamedTuple):
 
 
 class SegmentMemory(CausalMixer):
-    """Softmax attention over a token's own segment and the ``memory`` tokens before that.
+    """Softmax attention over a token's own segment and the ``memory`` tokens before that; with ``same_length`` over the
+    last ``memory`` tokens, its own counted.
 
-    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads. Segments, memory and
+    ``same_length`` change no weights.
     """
 
     growth = "window"
@@ -98,6 +103,7 @@ class SegmentMemory(CausalMixer):
         head_dim: int | None = None
         segment: int = 128
         memory: int = 128
+        same_length: bool = False
         projection: ProjectionConfig = MultiHead.Config(bias=False)
         position: PositionConfig = TransformerXL.Config()
         score: ScoreConfig = ScaledDot.Config()
@@ -107,6 +113,11 @@ class SegmentMemory(CausalMixer):
 
         def __post_init__(self) -> None:
             check_sizes(self.segment, self.memory)
+            if self.same_length and not self.memory:
+                raise KinformerError(
+                    "with same_length a token sees the last `memory` tokens, itself counted, but memory is 0; give 1 "
+                    "or more, or leave same_length out."
+                )
             check_impl(self.impl, Needs(band=False, lse=True), "segment_memory")
 
         def build(self, dim: int) -> SegmentMemory:
@@ -121,15 +132,18 @@ class SegmentMemory(CausalMixer):
         self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
         self.score = config.score.build(config.num_heads, self.head_dim)
         check_score(config.score, self.score, self.position)
-        self.pattern = Segments(config.segment, config.memory)
-        self.own, self.older = Segments(config.segment, 0), Segments(config.segment, config.memory, own=False)
+        whole = Segments(config.segment, config.memory)
+        patterns: tuple[Pattern, ...] = (whole, Segments(config.segment, 0), replace(whole, own=False))
+        if config.same_length:
+            patterns = tuple(pattern & Band(behind=config.memory - 1) for pattern in patterns)
+        self.pattern, self.own, self.older = patterns
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
-        self.even_costs = self.pattern.even_costs
+        self.even_costs = whole.even_costs
 
     @property
     def retained(self) -> int:
-        return self.pattern.behind
+        return self.pattern.behind or 0
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -239,7 +253,7 @@ class SegmentMemory(CausalMixer):
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Segments, positions: Tensor, lse: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, positions: Tensor, lse: bool = False
     ) -> Attended:
         relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
         scoring = Scoring.of(self.score, relative, Dropout.drawn(self.dropout, self.training))
