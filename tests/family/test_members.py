@@ -211,8 +211,15 @@ MIXERS = {
     "fast weight, sum": FAST_WEIGHT.replace(rule="linear"),
     "lstm": LSTM.Config(),
     "memorizing": Memorizing.Config(num_heads=2, window=5, segment=8, memory_size=16, topk=4),
-    "memorizing, exact, strictly before": Memorizing.Config(
-        num_heads=2, window=9, segment=8, memory_size=8, topk=3, search="exact", sees_itself=False
+    "memorizing, exact, strictly before, t5": Memorizing.Config(
+        num_heads=2,
+        window=9,
+        segment=8,
+        memory_size=8,
+        topk=3,
+        search="exact",
+        sees_itself=False,
+        position=T5.Config(num_buckets=6, max_distance=7),
     ),
     "memorizing, inverted": Memorizing.Config(
         num_heads=2, window=5, segment=8, memory_size=32, topk=12, search="inverted", lists=3, probes=2

@@ -19,6 +19,13 @@ from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
 from kinformer.mixers.memorizing import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
+from kinformer.positions.alibi import Alibi
+from kinformer.positions.distance_aware import DistanceAware
+from kinformer.positions.learned import Learned
+from kinformer.positions.rope import Rope
+from kinformer.positions.shaw import Shaw
+from kinformer.positions.t5 import T5, buckets
+from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memorizing.npz"
@@ -159,6 +166,16 @@ def test_as_many_as_all_memories_is_attention_to_all_of_them(search):
     assert (less[:, 16:] - want).abs().max() > 1e-4
 
 
+def test_more_places_than_memories_of_all_rows_and_heads():
+    config = CONFIG.replace(search="exact", segment=2, memory_size=8, topk=8)
+    x, found = torch.randn(1, 14, DIM, dtype=torch.float64), []
+    for topk in (8, 40):
+        torch.manual_seed(0)
+        mixer = config.replace(topk=topk).build(DIM).double()
+        found.append(mixer(Chunk(x), mixer.initial_state(1, dtype=torch.float64))[0])
+    assert (found[0] - found[1]).abs().max() < 1e-12
+
+
 def test_one_list_is_attention_to_all_memories():
     """Once a share of what is found holds them all; and lists leave some out."""
     x = torch.randn(2, 40, DIM, dtype=torch.float64)
@@ -210,6 +227,51 @@ def test_searches_find_what_all_scores_find(search, dtype, time):
     assert (got - best).abs().max() < rounded
     if search == "bucketed":
         assert torch.equal(found % 16, torch.arange(16).expand_as(found))
+
+
+@pytest.mark.parametrize("sees_itself", [True, False])
+@pytest.mark.parametrize(("position", "window"), [(T5.Config(num_buckets=6, max_distance=7), 9), (Alibi.Config(), 4)])
+def test_biases_by_distance_are_the_windows_alone(position, window, sees_itself):
+    """Against dense scores: values, and gradients of the table, with all memories found and the gate half open."""
+    config = Memorizing.Config(
+        num_heads=2, window=window, segment=4, memory_size=28, topk=28, search="exact", sees_itself=sees_itself
+    ).replace(position=position)
+    mixer = config.build(DIM).double()
+    x = torch.randn(2, 30, DIM, dtype=torch.float64)
+    y, state = mixer(Chunk(x[:, :13]), mixer.initial_state(2, dtype=torch.float64))
+    y = torch.cat([y, mixer(Chunk(x[:, 13:]), state)[0]], dim=1)
+    q, k, v = mixer._project(x)
+    index = torch.arange(30)
+    distance, begun = index[:, None] - index, index // 4 * 4
+    if isinstance(position, T5.Config):
+        table = mixer.position.table[buckets(position, distance.clamp_min(0))].permute(2, 0, 1)
+    else:
+        table = -mixer.position.slopes()[:, None, None] * distance
+    products = q @ k.mT * mixer.scale.abs()[:, None, None]
+    seen = (distance < window + (not sees_itself)) & (distance >= (not sees_itself))
+    local = (products + table).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+    memories = (index < begun[:, None]) & (index >= begun[:, None] - 28)
+    found = products.masked_fill(~memories, -torch.inf).softmax(-1).nan_to_num()
+    want = mixer._mix(local @ v, found @ v)
+    assert (y - want).abs().max() < 1e-12
+    if isinstance(position, T5.Config):
+        got, expected = (torch.autograd.grad(each.square().sum(), mixer.position.table)[0] for each in (y, want))
+        assert got.abs().max() > 1e-6 and (got - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "position", [Rope.Config(), Shaw.Config(), TransformerXL.Config(), DistanceAware.Config(), Learned.Config()]
+)
+def test_positions_that_change_keys_or_values_are_refused(position):
+    with pytest.raises(KinformerError, match="the position"):
+        CONFIG.replace(position=position).build(DIM)
+
+
+def test_the_layer_with_memories_may_share_the_table_of_all():
+    model = kinformer.build("memorizing", recipe="tiny", set={"layers.1.mixer.position": "t5"})
+    tables = [name for name, _ in model.named_parameters() if name.endswith("table")]
+    assert len(tables) == 1
+    assert model.stack.layers[1].mixer.position is model.stack.layers[0].mixer.position
 
 
 def test_memories_take_no_gradient_but_queries_do():

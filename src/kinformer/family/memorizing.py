@@ -28,8 +28,17 @@ def _recipe(shape: Shape, layer: int, window: int, memory_size: int, topk: int =
 
 def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.mixers.memorizing import Memorizing
+    from kinformer.positions.t5 import T5
 
-    memory = Memorizing.Config(num_heads=8, head_dim=128, window=512, segment=512, memory_size=65536, sees_itself=False)
+    memory = Memorizing.Config(
+        num_heads=8,
+        head_dim=128,
+        window=512,
+        segment=512,
+        memory_size=65536,
+        sees_itself=False,
+        position=T5.Config(),
+    )
     return _with_memory(Shape(1024, 12, 8, activation="relu"), vocab or 32000, 8, memory)
 
 
@@ -73,6 +82,8 @@ MEMBER = Member(
         "the window of every layer is counted back from each token; the authors see the segment and the one before it, "
         "and attend to zeros where a document begins",
         "a token sees itself in its window, but in the recipe paper, where the layer with memories leaves it out",
+        "the layer with memories has T5's biases in its window in the recipe paper alone; elsewhere by "
+        "layers.N.mixer.position=t5",
         "only the layer with memories norms its queries and keys (the authors: all)",
         "AdamW unless set otherwise (the authors train with Adafactor)",
     ),

@@ -6,7 +6,8 @@
 
 q and k are normalised, q / sqrt(q . q + 1e-6), v is not. A query of segment i // segment may find the ``memory_size``
 positions before its segment. What is looked up takes no gradient, the query does. Before there are memories the
-external part is 0, but keeps its share g, as in the authors' code.
+external part is 0, but keeps its share g, as in the authors' code. A ``position`` adds to the scores of the window
+alone, by distance (the paper: T5's biases); memories have none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import check_unused
+from kinformer.core.config import check_unused, describe
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -32,13 +33,14 @@ from kinformer.core.contract import (
 )
 from kinformer.core.errors import KinformerError
 from kinformer.core.host import host_ints
-from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
+from kinformer.positions.none import NoPosition
 
 _BLOCKS = 16
 """How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""
@@ -81,6 +83,7 @@ class Memorizing(CausalMixer):
         lists: int = 64  # of each head; these and probes are for the inverted search
         probes: int = 3
         sees_itself: bool = True
+        position: PositionConfig = NoPosition.Config()  # of the window
         bias: bool = False
         impl: str = "auto"
 
@@ -127,7 +130,10 @@ class Memorizing(CausalMixer):
         self.out = ResidualOutput(width, dim, bias=config.bias)
         back = config.window - 1 if config.sees_itself else config.window
         self.pattern = Band(behind=back, ahead=0 if config.sees_itself else -1)
-        check_impl(config.impl, Needs(memories=config.memory_size > 0), "memorizing")
+        self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
+        _check_position(config.position, self.position)
+        needs = Needs.of_parts(self.pattern, Score(), self.position)
+        check_impl(config.impl, needs._replace(memories=config.memory_size > 0), "memorizing")
         self.batch_of = config.segment * max(1, config.memory_size // config.segment // _BLOCKS)
         """How many memories are evicted at a time, counted by positions."""
         self.kept = max(back, self.batch_of - 1) if config.memory_size else back
@@ -197,7 +203,9 @@ class Memorizing(CausalMixer):
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
         visibility = Visibility(self.pattern, positions, whole)
-        return attention(self._scaled(q), k, v, visibility, Scoring(1.0), impl=self.config.impl).out
+        farthest = min(k.shape[2] - 1, self.pattern.behind or 0)
+        scoring = Scoring(1.0, relative=self.position.relative(0, farthest))
+        return attention(self._scaled(q), k, v, visibility, scoring, impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
         """``external`` None: there is no memory, and no share for it."""
@@ -245,6 +253,19 @@ class Memorizing(CausalMixer):
                 if begin < end
             ]
             yield slice(row, row + 1), runs
+
+
+def _check_position(config: PositionConfig, position: Position) -> None:
+    """Refuse a position that changes queries, keys or values, which the look-up has in common with the window."""
+    hooks = ("rotate", "rotate_keys", "values")
+    changes = any(getattr(type(position), hook) is not getattr(Position, hook) for hook in hooks)
+    if (relative := position.relative(0, 1)) is not None:
+        changes |= any(table is not None for table in (relative.factor, relative.keys, relative.values))
+    if changes:
+        raise KinformerError(
+            f"{describe(config)} changes more than the scores of the window, but memories are looked up with the same "
+            "queries and keys and have no position; give none, or one that adds to scores by distance (t5, alibi)."
+        )
 
 
 def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     """q [queries, head_dim] . table[slots] [queries, topk, head_dim], without holding the latter."""
     queries, topk = slots.shape
     begins = torch.arange(0, queries * topk + 1, topk, device=q.device)
-    if _samples(q):
+    if topk <= len(table) and _samples(q):  # a sparse matrix holds at most every pair once
         _hush()
         values = q.new_zeros(queries * topk)
         pairs = torch.sparse_csr_tensor(begins, slots.flatten(), values, (queries, len(table)), check_invariants=False)
