@@ -110,10 +110,21 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
     assert told["carried"] and told["datastore"] == str(moved)
 
 
+def test_looks_into_lists_where_there_are_some(cli, text_file, gpt_run, store, tmp_path):
+    """As in the README: an index with lists, and no word of probes. What was chosen is told and kept."""
+    pytest.importorskip("faiss")
+    done(cli, "index", gpt_run, "--datastore", store, "--approximate", "--lists", 20)
+    _, err = done(cli, *train(text_file, tmp_path / "run", store, gpt_run))
+    assert "kinformer: 4 neighbours of every token are looked up approximately, in 8 lists" in err
+    assert open_run(tmp_path / "run").data["retrieval"]["probes"] == 8
+    assert "goes on as it was" in refused(cli, "train", "spalm", "--out", tmp_path / "run", "--resume", "--probes", 0)
+
+
 def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store):
     told, err = done(cli, "evaluate", spalm_run, "--json")
     assert (told["datastore"], told["neighbours"], told["context"]) == (str(store), 3, 32) and "note" not in err
     run = open_run(spalm_run)
+    assert run.data["retrieval"]["probes"] is None
     model, split = run.model(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)
     alone = measure(model, split, windows).bits_per_byte

@@ -39,5 +39,5 @@ def run(options: Options) -> int:
     speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
     print(f"{store.folder}: {new:,} new entries{speed}; {store.entries:,} in all, {size(done.bytes)}")
     if done.lists is not None:
-        print(f"sorted into {done.lists:,} lists, for evaluate and generate with --probes")
+        print(f"sorted into {done.lists:,} lists, in which train, evaluate and generate search unless told otherwise")
     return 0

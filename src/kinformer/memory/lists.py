@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import check_queries, nearest
 
 SCHEMA = 2
+PROBES = 8
 FOLDER, RECORD, TRAINED, PLAN = "lists", "lists.json", "trained.faiss", "plan.json"
 CODEC = "SQ8"
 _SHARD, _BLOCK = 1 << 21, 1 << 16
@@ -71,6 +73,14 @@ class InvertedLists:
 def has_lists(folder: Path) -> bool:
     """Whether the datastore in ``folder`` was sorted into lists before."""
     return (folder / FOLDER / RECORD).exists()
+
+
+def default_probes(folder: Path) -> int | None:
+    """How many lists are looked into where nobody says; None where there are no lists, or no faiss to search them."""
+    if not has_lists(folder) or find_spec("faiss") is None:
+        return None
+    count = read_json(folder / FOLDER / RECORD).get("count")
+    return min(PROBES, count) if isinstance(count, int) and count > 0 else PROBES
 
 
 def build(

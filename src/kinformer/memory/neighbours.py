@@ -26,7 +26,7 @@ from kinformer.memory.datastore import Datastore, crc32
 SCHEMA = 1
 FOLDER = "neighbours"
 TOKEN = np.dtype("<i4")
-_BLOCK = 8192
+_BLOCK = 2048
 
 Progress = Callable[[int, int], None]
 Blocks = Callable[[int], Iterator[np.ndarray]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,16 @@ from kinformer.memory.datastore import Datastore
 from kinformer.memory.exact import ExactSearch
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run
-from kinformer.runs.store import NEIGHBOURS, TEMPERATURE, WEIGHT, attach_mixture, note_stored, searcher
+from kinformer.runs.store import (
+    EXACT_BELOW,
+    NEIGHBOURS,
+    TEMPERATURE,
+    WEIGHT,
+    attach_mixture,
+    note_stored,
+    probes_of,
+    searcher,
+)
 from kinformer.tasks.task import Evaluation, Report, Table
 from kinformer.tasks.text import HeldOut, check_positions, held_out, main_windows
 
@@ -26,7 +35,6 @@ if TYPE_CHECKING:
     from kinformer.models.attached import AttachedDecoder
 
 RECALLED = 256
-EXACT_BELOW = 1 << 16
 BITS = Figure("bits_per_byte", "bits per byte")
 
 
@@ -79,6 +87,7 @@ def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, 
     windows = main_windows(run, model, own)
     check_positions(model, windows)
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
+    options = replace(options, probes=probes_of(store.folder, options.probes))
     job = _Job(options, run, attached, store, windows, quiet)
     held = held_out(run, options, own.holdout)
     note_stored(store, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)

@@ -117,7 +117,8 @@ class TrainOptions(Settings, Machine):
     neighbours: int | None = None
     """With --datastore: entries looked up per token (4 if not given)."""
     probes: int | None = None
-    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate)."""
+    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    exactly. If not given, 8 where it has lists, else exactly."""
     resume: bool = False
     """Continue the run in --out from its newest checkpoint."""
     devices: int = 1
@@ -153,7 +154,8 @@ class StoreOptions:
     knn_temperature: float | None = None
     """With --datastore: what squared distances are divided by before their softmax (1 if not given)."""
     probes: int | None = None
-    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate)."""
+    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    exactly. If not given, 8 where it has lists, else exactly."""
 
     def check_store(self) -> None:
         """Refuse the options of a store where none is named, and values out of range."""
@@ -162,7 +164,7 @@ class StoreOptions:
             raise KinformerError(f"{flag_of(given[0])}: says how a datastore is used; give --datastore FOLDER too.")
         require("--weight", self.weight, 0)
         require("--neighbours", self.neighbours, 1)
-        require("--probes", self.probes, 1)
+        require("--probes", self.probes, 0)
 
     def _is_given(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""
@@ -250,7 +252,7 @@ class IndexOptions(Machine):
     dtype: Literal["float16", "float32"] = "float16"
     """Type of the keys on the disk."""
     approximate: bool = False
-    """Also sort the entries into lists, for approximate search with --probes (needs faiss)."""
+    """Also sort the entries into lists, for approximate search (needs faiss)."""
     lists: int | None = None
     """With --approximate: into how many lists (the root of the number of entries if not given)."""
     seed: int = 0

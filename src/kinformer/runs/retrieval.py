@@ -24,7 +24,16 @@ from kinformer.memory.neighbours import NeighbourTable, neighbours_of, own_neigh
 from kinformer.runs.index_text import IndexedText, entries_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import Run, open_run
-from kinformer.runs.store import GATED_NEIGHBOURS, RETRIEVAL, keyed, looks_up, origin_of, searcher
+from kinformer.runs.store import (
+    GATED_NEIGHBOURS,
+    RETRIEVAL,
+    keyed,
+    looks_up,
+    origin_of,
+    probes_of,
+    search_words,
+    searcher,
+)
 from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
 
@@ -69,9 +78,10 @@ def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, An
             "kinformer index was given."
         )
     require("--neighbours", options.neighbours, 1)
-    require("--probes", options.probes, 1)
+    require("--probes", options.probes, 0)
     paths = {name: str(Path(str(getattr(options, name))).resolve()) for name in ("datastore", "retriever")}
-    return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": options.probes}}
+    probes = probes_of(paths["datastore"], options.probes)
+    return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
 def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
@@ -80,7 +90,7 @@ def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)
         moved = kept is not None and name in ("datastore", "retriever")
-        if value is not None and not moved and (kept is None or value != kept[name]):
+        if value is not None and not moved and (kept is None or (value or None) != kept[name]):
             raise KinformerError(
                 f"--{name} {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
                 "leave it out, or give another --out."
@@ -99,6 +109,10 @@ def with_neighbours(
         return rows
     found = _open(run, corpus, device)
     _check_settings(run, found, settings, rows.carries)
+    note(
+        f"{found.neighbours} neighbours of every token are looked up {search_words(found.store, found.probes)}, "
+        "and kept there for later runs."
+    )
     with progressing(quiet, "looking up neighbours") as progress:
         plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
         train = table(found.store, plan, own_neighbours(found.store, found.searcher, found.first, plan), progress)

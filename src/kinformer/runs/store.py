@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError, flag_of
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
+EXACT_BELOW = 1 << 16
+"""Of fewer entries, exact search takes no time to speak of."""
 RETRIEVAL = "retrieval"
 """What a run's ``data`` calls its datastore, retriever, neighbours and probes."""
 
@@ -73,12 +76,15 @@ def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecod
 
     assert options.datastore is not None
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
+    probes = probes_of(options.datastore, options.probes)
     head = KnnMixture(
-        searcher(store, options.probes),
+        searcher(store, probes),
         weight=WEIGHT if options.weight is None else options.weight,
         temperature=TEMPERATURE if options.knn_temperature is None else options.knn_temperature,
         neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
     )
+    if options.probes is None and (probes or store.entries >= EXACT_BELOW):
+        note(f"neighbours are searched for {search_words(store, probes)}")
     return AttachedDecoder(model, head)
 
 
@@ -91,10 +97,13 @@ def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
             raise KinformerError(f"{flag_of(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
-    said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS, "probes": None} | dict(run.data.get(RETRIEVAL) or {})
-    said |= {name: given for name in (*said, "datastore", "retriever") if (given := getattr(options, name)) is not None}
+    said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
+    names = ("datastore", "retriever", "neighbours")
+    said |= {name: given for name in names if (given := getattr(options, name)) is not None}
     if "datastore" not in said:
         return model
+    if options.probes is not None or "probes" not in said:
+        said["probes"] = probes_of(said["datastore"], options.probes)
     if "retriever" not in said:
         raise KinformerError(
             f"--datastore {said['datastore']}: {run.folder} was trained without; give --retriever RUN, which made it."
@@ -137,6 +146,21 @@ def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None
                 f"note: the {data['split']} split of {data['name']} is in the datastore itself, so these figures are "
                 "not of held-out text."
             )
+
+
+def probes_of(folder: str | Path, asked: int | None) -> int | None:
+    """How many of a datastore's lists are looked into, None for exact search: as ``asked`` (0: exact), else in lists
+    where it has some."""
+    from kinformer.memory.lists import default_probes
+
+    return default_probes(Path(folder)) if asked is None else asked or None
+
+
+def search_words(store: Datastore, probes: int | None) -> str:
+    """How a datastore is searched, and how to have it otherwise."""
+    if probes is None:
+        return f"exactly among {store.entries:,} entries (kinformer index --approximate makes lists, which are faster)"
+    return f"approximately, in {probes} lists of a datastore of {store.entries:,} entries (--probes 0: exactly)"
 
 
 def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
