@@ -174,7 +174,10 @@ def test_approximate_search_tells_its_recall(cli, gpt_run, store):
     exact, _ = done(cli, "evaluate", gpt_run, *options, "--probes", 0)
     assert (exact["approximate"], exact["probes"], exact["recall"]) == (False, None, None)
     default, err = done(cli, "evaluate", gpt_run, *options)
-    assert (default["approximate"], default["probes"]) == (True, 8) and "approximately, in 8 lists" in err
+    assert (default["approximate"], default["probes"]) == (
+        True,
+        8,
+    ) and "approximately, in 8 of the datastore's lists" in err
     every, _ = done(cli, "evaluate", gpt_run, *options, "--probes", 30)
     few, _ = done(cli, "evaluate", gpt_run, *options, "--probes", 2, "--sizes", 500)
     assert every["recall"] == 1.0 and every["bits_per_byte"] == pytest.approx(exact["bits_per_byte"], rel=1e-6)

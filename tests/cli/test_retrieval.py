@@ -115,7 +115,7 @@ def test_looks_into_lists_where_there_are_some(cli, text_file, gpt_run, store, t
     pytest.importorskip("faiss")
     done(cli, "index", gpt_run, "--datastore", store, "--approximate", "--lists", 20)
     _, err = done(cli, *train(text_file, tmp_path / "run", store, gpt_run))
-    assert "kinformer: 4 neighbours of every token are looked up approximately, in 8 lists" in err
+    assert err.count("neighbours of every token are looked up approximately, in 8 of the datastore's lists") == 1
     assert open_run(tmp_path / "run").data["retrieval"]["probes"] == 8
     assert "goes on as it was" in refused(cli, "train", "spalm", "--out", tmp_path / "run", "--resume", "--probes", 0)
 

@@ -51,6 +51,11 @@ class NeighbourTable:
         return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
 
 
+def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
+    """Whether all rows of ``plan`` were looked up before."""
+    return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
+
+
 def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
     """The rows of ``plan`` [tokens, k] int32, mapped; those that are not there yet are taken from ``blocks(first)``,
     which gives pieces [n, k] of all rows from ``first`` on. Other processes wait for the one that writes."""

@@ -20,7 +20,7 @@ from kinformer.data import Corpus, Split
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
 from kinformer.memory.datastore import Datastore, StoredText
-from kinformer.memory.neighbours import NeighbourTable, neighbours_of, own_neighbours, table
+from kinformer.memory.neighbours import NeighbourTable, is_whole, neighbours_of, own_neighbours, table
 from kinformer.runs.index_text import IndexedText, entries_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import Run, open_run
@@ -109,12 +109,11 @@ def with_neighbours(
         return rows
     found = _open(run, corpus, device)
     _check_settings(run, found, settings, rows.carries)
-    note(
-        f"{found.neighbours} neighbours of every token are looked up {search_words(found.store, found.probes)}, "
-        "and kept there for later runs."
-    )
+    plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
+    if not is_whole(found.store, plan):
+        how = search_words(found.probes)
+        note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
-        plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
         train = table(found.store, plan, own_neighbours(found.store, found.searcher, found.first, plan), progress)
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}

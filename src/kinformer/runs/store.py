@@ -84,7 +84,7 @@ def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecod
         neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
     )
     if options.probes is None and (probes or store.entries >= EXACT_BELOW):
-        note(f"neighbours are searched for {search_words(store, probes)}")
+        note(f"neighbours are looked up {search_words(probes)}")
     return AttachedDecoder(model, head)
 
 
@@ -156,11 +156,11 @@ def probes_of(folder: str | Path, asked: int | None) -> int | None:
     return default_probes(Path(folder)) if asked is None else asked or None
 
 
-def search_words(store: Datastore, probes: int | None) -> str:
+def search_words(probes: int | None) -> str:
     """How a datastore is searched, and how to have it otherwise."""
     if probes is None:
-        return f"exactly among {store.entries:,} entries (kinformer index --approximate makes lists, which are faster)"
-    return f"approximately, in {probes} lists of a datastore of {store.entries:,} entries (--probes 0: exactly)"
+        return "exactly (kinformer index --approximate makes lists, which are faster to search)"
+    return f"approximately, in {probes} of the datastore's lists (--probes 0: exactly)"
 
 
 def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
