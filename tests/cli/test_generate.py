@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_the_text_and_reports(cli, linear_run, monkeypatch):
 
 def test_a_reader_that_leaves_ends_it_quietly(linear_run):
     command = [sys.executable, "-m", "kinformer", "generate", str(linear_run), "--prompt", "wind"]
-    options = ["--max-new-tokens", "100000", "--device", "cpu", "--threads", "1"]
+    options = ["--max-new-tokens", "100000", "--device", "cpu", "--threads", "1", "--quiet"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1)
         process.stdout.close()

@@ -59,7 +59,7 @@ def tell_untrained(run: TrainedRun, tokens: int) -> None:
         return
     note(
         f"note: {run.folder}: positions beyond {trained}, its training length, were never trained, and up to {tokens} "
-        f"are asked for; expect worse predictions there, stay within {trained}, or train with --length {tokens}."
+        f"are asked for; expect worse predictions there, stay within {trained}, or train on longer rows (--length)."
     )
 
 

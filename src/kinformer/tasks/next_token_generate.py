@@ -58,8 +58,8 @@ def continue_text(
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
     session, new = _session(subject.model, options, len(tokens))
-    tell_untrained(subject.run, len(tokens) + new - 1)
     writers = [_Writer(tokenizer, options.stop, None) for _ in range(options.samples)]
+    tell_untrained(subject.run, len(tokens) + new - 1)
     if options.samples == 1:
         writers[0].write = write
     result = Generated([writer.sample for writer in writers], len(tokens))
