@@ -20,7 +20,7 @@ from typing import Any
 
 from common import arguments, prepare, save, show
 
-RECIPE = "--optimizer muon --lr 5e-3 --min-lr-ratio 0 --precision bf16-mixed --length 128 --batch-size 8"
+RECIPE = "--optimizer muon --lr 5e-3 --precision bf16-mixed --length 128 --batch-size 8"
 
 
 def width(dim: int) -> str:
@@ -46,6 +46,7 @@ SETTINGS = {
     "rope": f"{USUAL} --set position=none --set layers.*.mixer.position=rope",
     "squared ReLU": f"{USUAL} --set layers.*.feed_forward.activation=squared_relu",
     "untied": f"{USUAL} --set head.tied=false",
+    "down to 0": f"{USUAL} --min-lr-ratio 0",
     "adamw": f"{USUAL} --optimizer adamw --lr 3e-3",
     "dropout": f"{USUAL} --set layers.*.dropout=0.1",
     "nanoGPT's CPU recipe": "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --length 64 --batch-size 12 "

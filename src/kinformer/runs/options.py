@@ -78,10 +78,6 @@ class TrainOptions(Settings, Machine):
     """Muon takes the layers' matrices and AdamW the rest; sgd has momentum 0.9 (adamw, or what suits --minutes)."""
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits --minutes)."""
-    min_lr_ratio: float | None = None  # type: ignore[assignment]
-    """Learning rate at the end, as a share of the highest; the way there is a cosine (0.1, or what suits --minutes)."""
-    weight_decay: float | None = None  # type: ignore[assignment]
-    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits --minutes)."""
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
     --minutes what is faster)."""
