@@ -78,7 +78,7 @@ def main() -> None:
     print(f"held-out bits per byte   GPT         {result['bits_per_byte']:.3f}")
     print(f"                         5-gram model {result['ngram_bits_per_byte']:.3f}")
     curve(result["ngram_bits_per_byte"])
-    text = command("generate", str(RUN), "--prompt", PROMPT, "--max-new-tokens", "400", "--seed", "1")
+    text = command("generate", str(RUN), "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
     print(text)
     good, lines = tokenising_lines(text)
     print(f"{good} of {lines} lines are made of Python tokens.")
