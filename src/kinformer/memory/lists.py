@@ -88,7 +88,7 @@ def build(
 ) -> InvertedLists:
     """Sort the entries of ``store`` into ``count`` lists, by default the root of their number.
 
-    InvertedLists that are there take in what was appended, unless another count is asked for, or the store has grown by
+    Lists that are there take in what was appended, unless another count is asked for, or the store has grown by
     more than half since their centroids were learnt: then they are learnt again.
     """
     folder = store.folder / FOLDER
