@@ -83,16 +83,22 @@ def decoder(
     shape: Shape,
     vocab_size: int,
     mixer: MixerConfig,
-    position: PositionConfig,
-    head: HeadConfig,
-    initialisation: Initialisation,
+    position: PositionConfig | None = None,
+    head: HeadConfig | None = None,
+    initialisation: Initialisation | None = None,
     scale: bool = False,
 ) -> Decoder.Config:
-    """``shape.depth`` layers of ``mixer`` and a feed-forward; ``scale``: embeddings are multiplied by sqrt(dim)."""
+    """``shape.depth`` layers of ``mixer`` and a feed-forward; ``scale``: embeddings are multiplied by sqrt(dim).
+
+    A head or initialisation that is not given is GPT-2's, the head tied to the embeddings; no position adds none.
+    """
     from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.layer import DecoderLayer
+    from kinformer.heads.language import LanguageModelHead
     from kinformer.inputs.tokens import Tokens
     from kinformer.models.decoder import Decoder
+    from kinformer.positions.none import NoPosition
 
     layer = DecoderLayer.Config(
         mixer=mixer,
@@ -103,7 +109,7 @@ def decoder(
         input=Tokens.Config(vocab_size=vocab_size, scale=scale),
         dim=shape.dim,
         layers=(layer,) * shape.depth,
-        position=position,
-        head=head,
-        initialisation=initialisation,
+        position=position or NoPosition.Config(),
+        head=head or LanguageModelHead.Config(tied=True),
+        initialisation=initialisation or Initialisation(),
     )

@@ -19,7 +19,6 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
         from kinformer.heads.language import LanguageModelHead
         from kinformer.memory.compression import Convolution
         from kinformer.mixers.compressive import Compressive
-        from kinformer.positions.none import NoPosition
 
         segment, memory, compressed = sizes
         return decoder(
@@ -33,7 +32,6 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
                 compressed=compressed,
                 compression=Convolution.Config(rate=rate),
             ),
-            position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
             scale=True,

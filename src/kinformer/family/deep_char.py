@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, max_length: int = 512, dropout: float = 0.0) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.learned_per_layer import LearnedPerLayer
@@ -24,7 +23,6 @@ def _recipe(shape: Shape, max_length: int = 512, dropout: float = 0.0) -> Recipe
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
             position=LearnedPerLayer.Config(max_length=max_length),
             head=LanguageModelHead.Config(tied=False),
-            initialisation=Initialisation(),
         )
         layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
         return config.replace(layers=layers)

@@ -17,7 +17,6 @@ def _recipe(shape: Shape) -> Recipe:
         from kinformer.features.sum_normalised import SumNormalised
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
-        from kinformer.positions.none import NoPosition
 
         return decoder(
             shape,
@@ -30,7 +29,6 @@ def _recipe(shape: Shape) -> Recipe:
                 scale=True,
                 bias=False,
             ),
-            position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
         )

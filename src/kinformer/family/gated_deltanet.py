@@ -16,12 +16,9 @@ def _recipe(
     shape: Shape, head_dim: int | None = None, value_dim: int | None = None
 ) -> Callable[[int | None], Decoder.Config]:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
         from kinformer.decays.softplus import Softplus
         from kinformer.features.unit import Unit
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
-        from kinformer.positions.none import NoPosition
 
         return decoder(
             shape,
@@ -40,9 +37,6 @@ def _recipe(
                 gate=True,
                 bias=False,
             ),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

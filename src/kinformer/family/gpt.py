@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, max_length: int = 1024, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.learned import Learned
 
@@ -23,8 +21,6 @@ def _recipe(shape: Shape, max_length: int = 1024, vocab_size: int = 256) -> Reci
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
             position=Learned.Config(max_length=max_length),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, window: int) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.patterns.local import Local
-        from kinformer.positions.none import NoPosition
         from kinformer.positions.rope import Rope
 
         return decoder(
@@ -26,9 +23,6 @@ def _recipe(shape: Shape, window: int) -> Recipe:
             mixer=SoftmaxAttention.Config(
                 num_heads=shape.num_heads, position=Rope.Config(), pattern=Local.Config(window=window)
             ),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

@@ -43,11 +43,8 @@ def _paper(vocab: int | None) -> Decoder.Config:
 
 
 def _with_memory(shape: Shape, vocab: int, layer: int, memory: Memorizing.Config) -> Decoder.Config:
-    from kinformer.blocks.initialise import Initialisation
-    from kinformer.heads.language import LanguageModelHead
     from kinformer.mixers.softmax import SoftmaxAttention
     from kinformer.patterns.local import Local
-    from kinformer.positions.none import NoPosition
     from kinformer.positions.t5 import T5
     from kinformer.projections.multi_head import MultiHead
 
@@ -61,9 +58,6 @@ def _with_memory(shape: Shape, vocab: int, layer: int, memory: Memorizing.Config
             pattern=Local.Config(window=memory.window),
             bias=False,
         ),
-        position=NoPosition.Config(),
-        head=LanguageModelHead.Config(tied=True),
-        initialisation=Initialisation(),
     )
     layers = list(config.layers)
     layers[layer] = layers[layer].replace(mixer=memory)

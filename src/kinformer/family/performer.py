@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, features: int | None = None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
         from kinformer.features.favor import Favor
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
         from kinformer.positions.sinusoidal import Sinusoidal
 
@@ -26,8 +24,6 @@ def _recipe(shape: Shape, features: int | None = None) -> Recipe:
                 num_heads=shape.num_heads, feature_map=Favor.Config(features=features), eps=1e-30
             ),
             position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

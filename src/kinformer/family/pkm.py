@@ -33,7 +33,6 @@ def _paper(vocab: int | None) -> Decoder.Config:
 def _with_memories(
     shape: Shape, vocab: int, depths: tuple[int, ...], memory: ProductKeys.Config, max_length: int = 2048
 ) -> Decoder.Config:
-    from kinformer.blocks.initialise import Initialisation
     from kinformer.heads.language import LanguageModelHead
     from kinformer.mixers.softmax import SoftmaxAttention
     from kinformer.positions.learned import Learned
@@ -49,7 +48,6 @@ def _with_memories(
         ),
         position=Learned.Config(max_length=max_length) if published else NoPosition.Config(),
         head=LanguageModelHead.Config(tied=True, bias=published),
-        initialisation=Initialisation(),
     )
     layers = list(config.layers)
     for depth in depths:

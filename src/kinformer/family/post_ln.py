@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.sinusoidal import Sinusoidal
 
@@ -23,7 +22,6 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
             position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=True),
             initialisation=Initialisation(scheme="xavier"),
             scale=True,
         ).replace(norm=None)

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.positions.none import NoPosition
         from kinformer.positions.t5 import T5
         from kinformer.projections.convolved import Convolved
         from kinformer.projections.multi_head import MultiHead
@@ -30,9 +27,6 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
                 position=T5.Config(),
                 bias=False,
             ),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

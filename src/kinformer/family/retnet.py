@@ -13,12 +13,9 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, value_dim: int | None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
         from kinformer.decays.fixed import Fixed
         from kinformer.features.identity import Identity
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
-        from kinformer.positions.none import NoPosition
         from kinformer.positions.rope import Rope
 
         return decoder(
@@ -36,9 +33,6 @@ def _recipe(shape: Shape, value_dim: int | None) -> Recipe:
                 gate=True,
                 bias=False,
             ),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

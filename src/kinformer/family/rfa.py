@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
         from kinformer.decays.sigmoid import Sigmoid
         from kinformer.features.random_fourier import RandomFourier
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.linear import LinearAttention
         from kinformer.positions.sinusoidal import Sinusoidal
 
@@ -27,8 +25,6 @@ def _recipe(shape: Shape) -> Recipe:
                 num_heads=shape.num_heads, feature_map=RandomFourier.Config(), decay=Sigmoid.Config(), floor=0.1
             ),
             position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

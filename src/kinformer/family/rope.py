@@ -14,17 +14,13 @@ if TYPE_CHECKING:
 def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.positions.none import NoPosition
         from kinformer.positions.rope import Rope
 
         config = decoder(
             shape,
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
             initialisation=Initialisation(scale_residual=shape.residual == "pre"),
         )
         return config if shape.residual == "pre" else config.replace(norm=None)

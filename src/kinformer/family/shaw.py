@@ -13,19 +13,13 @@ if TYPE_CHECKING:
 
 def _recipe(shape: Shape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.positions.none import NoPosition
         from kinformer.positions.shaw import Shaw
 
         return decoder(
             shape,
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Shaw.Config(max_distance=max_distance)),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(),
         )
 
     return recipe

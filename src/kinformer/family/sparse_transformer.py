@@ -20,7 +20,6 @@ def _recipe(shape: Shape, use: Use = "merged", max_length: int = 4096, **pattern
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.learned import Learned
 
@@ -30,7 +29,6 @@ def _recipe(shape: Shape, use: Use = "merged", max_length: int = 4096, **pattern
                 vocab or 256,
                 mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=one),
                 position=Learned.Config(max_length=max_length),
-                head=LanguageModelHead.Config(tied=True),
                 initialisation=Initialisation(std=0.125 / shape.dim**0.5),
             )
             for one in _patterns(use, shape.num_heads, pattern)

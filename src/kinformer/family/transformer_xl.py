@@ -17,7 +17,6 @@ def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.segment_memory import SegmentMemory
-        from kinformer.positions.none import NoPosition
 
         return decoder(
             shape,
@@ -28,7 +27,6 @@ def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int
                 segment=segment,
                 memory=segment if memory is None else memory,
             ),
-            position=NoPosition.Config(),
             head=LanguageModelHead.Config(tied=True, bias=True),
             initialisation=Initialisation(scale_residual=False),
             scale=True,
