@@ -14,6 +14,8 @@ import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +112,15 @@ def peer(module: str) -> ModuleType | None:
         name = PEERS[module.partition(".")[0]]
         print(f"{name} is not installed ({error}), so it is left out; get it with: pip install 'kinformer[peers]'.")
         return None
+
+
+def kinformer(*words: Any) -> dict[str, Any]:
+    """The JSON object that a command prints; its own message is all there is to say when it fails."""
+    command = [sys.executable, "-m", "kinformer", *map(str, words), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
+    return json.loads(done.stdout)
 
 
 def text_bytes(path: str | None, count: int) -> Tensor:

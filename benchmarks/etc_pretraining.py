@@ -17,8 +17,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from common import arguments, prepare, save, show
-from quality import kinformer
+from common import arguments, kinformer, prepare, save, show
 
 GOAL = 5.0
 """Times chance."""

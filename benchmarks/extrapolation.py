@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, arguments, prepare, save, show
+from common import RESULTS, arguments, kinformer, prepare, save, show
 from kinformer.evaluation.figure import SERIES
 from kinformer.evaluation.plot_lengths import Curve, Stroke, plot
-from quality import kinformer
 
 MEMBER = "gpt"
 NO_POSITION = {"position": "none"}

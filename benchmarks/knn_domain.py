@@ -10,8 +10,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from common import arguments, prepare, save, show
-from quality import kinformer
+from common import arguments, kinformer, prepare, save, show
 
 HALF = ("--holdout", "0.5")
 

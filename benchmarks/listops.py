@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
-from quality import kinformer
+from common import arguments, kinformer, prepare, save, show
 
 MEMBERS = ("bert", "longformer")
 LENGTH, SHORT_LENGTH, SHORT_LISTS, EXAMPLES = 2048, 512, "20-500", 96_000

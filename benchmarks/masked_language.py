@@ -15,8 +15,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
-from quality import each_run, kinformer
+from common import arguments, kinformer, prepare, save, show
+from quality import each_run
 
 MEMBERS = ("bert",)
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")

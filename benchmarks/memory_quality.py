@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from common import Contestant, arguments, interleave, prepare, save, show
+from common import Contestant, arguments, interleave, kinformer, prepare, save, show
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.runs.rows import plan_of
@@ -34,7 +34,6 @@ from kinformer.runs.run import open_run
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
 from kinformer.training.settings import Settings
-from quality import kinformer
 
 MEMBERS = ("gpt", "local", "transformer-xl", "compressive")
 LONGER = (2, 4)

@@ -10,15 +10,12 @@ quiet machine, whatever else it does later, and the settings can be trained one 
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
+from common import arguments, kinformer, prepare, save, show
 
 RECIPE = "--optimizer muon --lr 5e-3 --precision bf16-mixed --length 128 --batch-size 8"
 
@@ -55,23 +52,14 @@ SETTINGS = {
 PROBE_STEPS = 24
 
 
-def kinformer(*words: Any) -> dict[str, Any]:
-    """The JSON object that a command prints."""
-    command = [sys.executable, "-m", "kinformer", *map(str, words), "--json", "--quiet"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
-    return json.loads(done.stdout)
-
-
 def trained(options: Any, flags: str, steps: int, *further: Any) -> tuple[dict[str, Any], float]:
     """Train so many steps; what the command says, and the held-out bits per byte."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", options.member, "--data", options.data, "--out", f"{folder}/run", "--steps", steps, *further]
-        told = kinformer(*words, "--holdout", 0.1, *shlex.split(flags))
+        told = kinformer(*words, "--quiet", "--holdout", 0.1, *shlex.split(flags))
         if "--validate-every" in further:
             return told, 0.0
-        return told, kinformer("evaluate", f"{folder}/run", "--holdout", 0.1)["bits_per_byte"]
+        return told, kinformer("evaluate", f"{folder}/run", "--quiet", "--holdout", 0.1)["bits_per_byte"]
 
 
 def main() -> None:

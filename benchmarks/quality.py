@@ -12,27 +12,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
+from common import arguments, kinformer, prepare, save, show
 
 MEMBERS = ("gpt", "linear-transformer", "fast-weights")
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")
 MEASURED = ("bits_per_byte", "context", "ngram_bits_per_byte")
-
-
-def kinformer(*arguments: Any) -> dict[str, Any]:
-    """The JSON object that a command prints; its own message is all there is to say when it fails."""
-    command = [sys.executable, "-m", "kinformer", *map(str, arguments), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
-    return json.loads(done.stdout)
 
 
 def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:

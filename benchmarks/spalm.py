@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
-from quality import kinformer
+from common import arguments, kinformer, prepare, save, show
 
 
 def train(member: str, data: Path, folder: Path, options: Any, seed: int, *further: Any) -> dict[str, Any]:

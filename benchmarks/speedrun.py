@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, arguments, prepare, save, show
+from common import RESULTS, arguments, kinformer, prepare, save, show
 
 NANOGPT = (
     "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --recipe small --tokenizer bytes --length 64 "
@@ -36,9 +34,9 @@ def run(options: Any, flags: str, minutes: float, seed: int) -> dict[str, Any]:
         out = Path(folder, "run")
         words = ["train", "gpt", "--data", options.data, "--holdout", 0.1, "--out", out, "--minutes", minutes]
         begun = time.monotonic()
-        _kinformer(*words, "--seed", seed, "--validation-tokens", 16384, *shlex.split(flags))
+        kinformer(*words, "--quiet", "--seed", seed, "--validation-tokens", 16384, *shlex.split(flags))
         wall = time.monotonic() - begun
-        found = _kinformer("evaluate", out, "--baseline")
+        found = kinformer("evaluate", out, "--quiet", "--baseline")
         curve, seconds = [], 0.0
         for line in (out / "metrics.jsonl").read_text().splitlines():
             entry = json.loads(line)
@@ -53,14 +51,6 @@ def run(options: Any, flags: str, minutes: float, seed: int) -> dict[str, Any]:
         "ngram": found["ngram_bits_per_byte"],
         "curve": curve,
     }
-
-
-def _kinformer(*words: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kinformer", *map(str, words), "--json", "--quiet"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
-    return json.loads(done.stdout)
 
 
 def reached(each: dict[str, Any], target: float) -> float | None:

@@ -36,8 +36,8 @@ from common import (
     show,
     text_bytes,
 )
+from common import kinformer as kinformer_command
 from peers import Shape, copy_gpt2, hugging_face, idiap, x_transformers
-from quality import kinformer as kinformer_command
 
 MEMBERS = ("gpt", "linear-transformer", "fast-weights")
 SHAPES = ((8, 512), (1, 4096))
