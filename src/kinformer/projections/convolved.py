@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
 from kinformer.projections.multi_head import MultiHead
+from kinformer.projections.shifted import shifted_sum
 
 SELF = 0.5
 """The weight of a token itself at the beginning; the other ``width - 1`` begin with ``SELF / width``."""
@@ -63,14 +64,6 @@ class Convolved(Projection):
         return self.inner(x)
 
     def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        weight = self.weight.to(tokens.dtype)[:, :, None]
-        mixed = tokens[:, :, self.context :] * weight[0]
-        time = mixed.shape[2]
-        for back in range(1, self.context + 1):
-            earlier = tokens[:, :, self.context - back :][:, :, :time]
-            if positions is not None:
-                inside = (positions >= back)[:, None, :, None]
-                earlier = torch.where(inside, earlier, earlier.new_zeros(()))
-            mixed = torch.addcmul(mixed, earlier, weight[back])
-        q, k, v = mixed.split(self.heads, dim=1)
+        inside = None if positions is None else positions.__ge__
+        q, k, v = shifted_sum(tokens, self.weight, inside).split(self.heads, dim=1)
         return q, k, v

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import right_align
+from kinformer.projections.shifted import shifted_sum
 
 
 class ShortConvolution(nn.Module):
@@ -29,17 +30,14 @@ class ShortConvolution(nn.Module):
         recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
         """
-        time, weight = x.shape[2], self.weight.to(x.dtype).unsqueeze(2)
+        time = x.shape[2]
         tokens = torch.cat([recent.to(x.dtype), x], dim=2)
-        sequence = None if reset is None else functional.pad(reset.long().cumsum(1), (self.context, 0))
-        mixed = x * weight[0]
-        for back in range(1, self.context + 1):
-            earlier = tokens[:, :, self.context - back :][:, :, :time]
-            if sequence is not None:
-                same = sequence[:, self.context :] == sequence[:, self.context - back :][:, :time]
-                earlier = torch.where(same[:, None, :, None], earlier, earlier.new_zeros(()))
-            mixed = torch.addcmul(mixed, earlier, weight[back])
-        if sequence is not None:
+        if reset is None:
+            mixed = shifted_sum(tokens, self.weight, None)
+        else:
+            sequence = functional.pad(reset.long().cumsum(1), (self.context, 0))
+            own = sequence[:, self.context :]
+            mixed = shifted_sum(tokens, self.weight, lambda back: own == sequence[:, self.context - back :][:, :time])
             tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
         if valid is not None:
             tokens = right_align(tokens, valid.sum(dim=1), time)
