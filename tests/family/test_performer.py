@@ -12,7 +12,7 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.core.redrawn import due
+from kinformer.core.redrawn import due, redrawn
 from kinformer.features.favor import Favor
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.mixers.linear import LinearAttention
@@ -135,12 +135,13 @@ def test_what_is_drawn_anew_and_when():
     """Two layers have features of their own; training steps 0, 3, 6, ... want new ones (a resumed run has the same:
     tests/training)."""
     model = kinformer.build("performer", recipe="tiny", set={"layers.*.mixer.feature_map.redraw": 3})
-    assert [[len(list(due(model, step)))] for step in (0, 1, 2, 3)] == [[2], [0], [0], [2]]
-    maps = [module for _, module in due(model, 0)]
+    assert [[len(list(due(redrawn(model), step)))] for step in (0, 1, 2, 3)] == [[2], [0], [0], [2]]
+    maps = [module for _, module in due(redrawn(model), 0)]
     for number, module in enumerate(maps):
         module.draw(number)
     first = maps[0].weight.clone()
     assert not torch.equal(first, maps[1].weight)
     maps[0].draw(1)
     assert torch.equal(maps[0].weight, maps[1].weight)
-    assert not list(due(kinformer.build("performer", recipe="tiny", set={"layers.*.mixer.feature_map.redraw": 0}), 0))
+    never = kinformer.build("performer", recipe="tiny", set={"layers.*.mixer.feature_map.redraw": 0})
+    assert not list(due(redrawn(never), 0))

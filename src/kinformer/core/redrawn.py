@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -20,9 +20,13 @@ class Redrawn(nn.Module):
         raise NotImplementedError
 
 
-def due(model: nn.Module, step: int) -> Iterator[tuple[int, Redrawn]]:
-    """Of the modules that are to be drawn anew before training step ``step``: number among their kind, and module."""
-    every = (module for module in model.modules() if isinstance(module, Redrawn))
-    for number, module in enumerate(every):
+def redrawn(model: nn.Module) -> list[Redrawn]:
+    """The modules of ``model`` whose random numbers are drawn anew, in order."""
+    return [module for module in model.modules() if isinstance(module, Redrawn)]
+
+
+def due(modules: Iterable[Redrawn], step: int) -> Iterator[tuple[int, Redrawn]]:
+    """Of ``modules`` those to draw anew before training step ``step``, with their numbers."""
+    for number, module in enumerate(modules):
         if module.redraw and step % module.redraw == 0:
             yield number, module

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.redrawn import due
+from kinformer.core.redrawn import due, redrawn
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, take_rows
 from kinformer.training.carried import Carried
@@ -47,7 +47,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        self.rows = settings.rows(group.world)
+        self.rows, self.redrawn = settings.rows(group.world), redrawn(engine)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""
@@ -92,7 +92,7 @@ class Updater:
 
     def _draw_anew(self, step: int) -> None:
         """Random features, which all processes share; states that were made with the old ones are let go of."""
-        for number, module in due(self.engine, step):
+        for number, module in due(self.redrawn, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
 
