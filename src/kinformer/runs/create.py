@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from kinformer.core.config import override
 from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.progress import tolerant
-from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer
+from kinformer.data import ByteTokenizer, FileTokenizer, Split, Tokenizer, open_corpus, spool, train_tokenizer
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
@@ -52,10 +54,10 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
     plan_config(options, base, task, None)
     with creating(folder):
         spec, asked = named_data(options, task, folder), options
+        train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
         if budgeted := decides(options, task):
-            train = open_corpus(spec, holdout=options.holdout).splits["train"]
-            options = with_vocabulary(asked, task, train.bytes)
-        tokenizer = _tokenizer(options, spec, base) if task.tokenizes else None
+            options = with_vocabulary(asked, task, train)
+        tokenizer = _tokenizer(options, train, base) if task.tokenizes else None
         data = task.open(Source(spec, options.holdout, tokenizer), own)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
@@ -155,7 +157,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     return str(Path(options.data).expanduser().resolve())
 
 
-def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
+def _tokenizer(options: TrainOptions, train: Callable[[], Split], base: Run | None) -> Tokenizer:
     """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the training split."""
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
@@ -165,9 +167,8 @@ def _tokenizer(options: TrainOptions, spec: str, base: Run | None) -> Tokenizer:
         raise KinformerError(
             f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
         )
-    split = open_corpus(spec, holdout=options.holdout).splits["train"]
     with tempfile.TemporaryDirectory() as folder:
-        return train_tokenizer(split, options.train_tokenizer, Path(folder) / TOKENIZER)
+        return train_tokenizer(train(), options.train_tokenizer, Path(folder) / TOKENIZER)
 
 
 def _file_tokenizer(path: str) -> FileTokenizer:
@@ -202,6 +203,7 @@ def _settings(options: TrainOptions, task: Task) -> Settings:
 
 def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
     """Refuse a model that does not go with the data, the length, the objective, or several processes."""
+    plan.settings.rows(group.world)
     with torch.device("meta"):
         model = plan.config.build()
         task.objective(plan.settings.objective, model)

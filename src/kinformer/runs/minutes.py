@@ -23,6 +23,7 @@ import torch
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
+from kinformer.data import Split
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
@@ -61,7 +62,6 @@ PASSES, DROPOUT = 6.0, 0.1
 """Text that is read more often than that is learnt by heart; dropout then."""
 PROBED, PROBE_SHARE = 1, 0.01
 """Which of the sizes is measured first, and the share of the time that measuring takes."""
-TASK_OPTIONS = ("segments",)
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,17 @@ def decides(options: TrainOptions, task: Task) -> bool:
     return options.minutes is not None and task.budgeted and options.datastore is None
 
 
-def with_vocabulary(options: TrainOptions, task: Task, train_bytes: int) -> TrainOptions:
-    """``options`` with as many tokens as so many bytes of text are worth, where nothing was said and the tokenizer's
-    library is installed: a token of several bytes saves the model their computation."""
+def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split]) -> TrainOptions:
+    """``options`` with as many tokens as the text of the split ``train`` is worth, where nothing was said and the
+    tokenizer's library is installed: a token of several bytes saves the model their computation."""
     record = member(options.member)
     given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
     if given or not task.tokenizes or "tokenizer" in record.needs or not record.causal:
         return options
-    if importlib.util.find_spec("tokenizers") is None or train_bytes > ENCODED_A_MINUTE * (options.minutes or 0):
+    if importlib.util.find_spec("tokenizers") is None:
         return options
-    fitting = [count for least, count in VOCABULARIES if train_bytes >= least]
+    size = train().bytes
+    fitting = [count for least, count in VOCABULARIES if least <= size <= ENCODED_A_MINUTE * (options.minutes or 0)]
     return replace(options, train_tokenizer=fitting[-1]) if fitting else options
 
 
@@ -179,7 +180,7 @@ class Chooser:
         base = SIZES[PROBED]
         each = self._seconds_per_step(base, PROBE_SHARE * budget)
         left = max(0.0, budget - (time.monotonic() - self.begun))
-        size = [each_size for each_size in SIZES if left >= each_size.steps * each * each_size.cost / base.cost][-1]
+        size = [size for size in SIZES if left >= size.steps * each * size.cost / base.cost][-1]
         exact = each * size.cost / base.cost
         if size.cost > base.cost:  # far from what was measured: measured itself
             exact = self._seconds_per_step(size, PROBE_SHARE * budget)
@@ -204,7 +205,7 @@ class Chooser:
     def _complete(self, size: Size) -> TrainOptions:
         """The options with what ``size`` gives to those that are open."""
         needs = dict(member(self.options.member).needs)
-        own = {name: needs.pop(name) for name in list(needs) if name in TASK_OPTIONS}
+        own = {each.name: needs.pop(each.name) for each in fields(self.task.Options) if each.name in needs}
         share = self.options.devices * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}

@@ -98,8 +98,6 @@ def train(options: TrainOptions, quiet: bool = False, begun: float | None = None
     require("--devices", options.devices, 1)
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet, begun)
-    if options.minutes is None or options.batch_size is not None:  # else rows are chosen that the processes can share
-        options.settings().rows(options.devices)
     with writing(Path(options.out)):
         job = prepare(options, quiet, begun)
         if options.devices > 1:

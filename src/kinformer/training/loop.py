@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,17 +165,12 @@ class Trainer:
             saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
-            marks = [time.monotonic()]
-            if validates:
-                self._validate()
-            marks.append(time.monotonic())
-            if saves:
-                self._save()
+            validating = _seconds(self._validate) if validates else 0.0
+            saving = _seconds(self._save) if saves else 0.0
             if validates or saves:
-                marks.append(time.monotonic())
                 self.window.restart()
                 if pace:
-                    pace.spent(validates and marks[1] - marks[0], saves and marks[2] - marks[1])
+                    pace.spent(validating, saving)
             if stopped or last:
                 interrupt.signal = stopped
                 break
@@ -289,6 +284,13 @@ class Trainer:
             validate_every = -(-self.total // parts)
         pace.every = (validate_every, checkpoint_every)
         return pace
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """How long ``work`` takes."""
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
 def _compile(model: nn.Module, by_layer: bool) -> None:
