@@ -91,6 +91,13 @@ def test_mistakes_are_one_sentence(cli, arguments, told):
     assert not set(err) & set("╭│╰─")
 
 
+def test_verbose_tells_where_a_mistake_arose_after_its_sentence(cli):
+    code, _, err = cli("evaluate", "no/such/run", "--verbose")
+    first, second, *_ = err.splitlines()
+    assert code == 2 and first.startswith("kinformer: no/such/run: is no run folder")
+    assert second.startswith("Traceback")
+
+
 @pytest.mark.parametrize("arguments", [["show"], ["list", "--jsn"], ["list", "--seed", "x"]])
 def test_sentences_do_not_depend_on_the_encoding(cli, arguments):
     told = {cli(*arguments)[2]}

@@ -41,6 +41,7 @@ class Options(CommonOptions):
 def run(options: Options) -> int:
     """Print the estimate; returns the exit status."""
     from kinformer.evaluation.estimate import estimate
+    from kinformer.evaluation.estimate_peak import peak
     from kinformer.evaluation.estimate_rules import rules_of_thumb
     from kinformer.family.build import configure
 
@@ -52,6 +53,8 @@ def run(options: Options) -> int:
         optimizer=options.optimizer,
         precision=options.precision,
     )
+    sizes = {"length": options.length, "batch": options.batch}
+    process = peak(config, result, **sizes, precision=options.precision)
     rules = rules_of_thumb(
         config,
         length=options.length,
@@ -60,17 +63,19 @@ def run(options: Options) -> int:
         precision=options.precision,
     )
     if options.json:
-        print_json(asdict(result) | {"rules_of_thumb": asdict(rules) if rules else None})
+        extra = {"peak_bytes": sum(process.values()), "peak": process}
+        extra |= {"rules_of_thumb": asdict(rules) if rules else None}
+        print_json(asdict(result) | extra)
     else:
-        _show(options, result, rules)
+        _show(options, result, process, rules)
     return 0
 
 
-def _show(options: Options, result: Estimate, rules: RulesOfThumb | None) -> None:
+def _show(options: Options, result: Estimate, process: dict[str, int], rules: RulesOfThumb | None) -> None:
     rows = f"{options.batch} row{'s' if options.batch > 1 else ''} of {options.length} tokens"
     print(f"{options.member} ({options.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)
-    print(_memory(result))
+    print(_memory(result, process))
     if rules:
         print(
             f"rules of thumb: {rules.parameters:,} parameters (V E + 12 L E^2), {_flops(rules.flops_step)} a step "
@@ -97,14 +102,14 @@ def _print_parts(result: Estimate) -> None:
     print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numeric=(1, 2, 3, 4))
 
 
-def _memory(result: Estimate) -> str:
+def _memory(result: Estimate, process: dict[str, int]) -> str:
     lines = []
-    for name, title in (
-        ("train", "training"),
-        ("inference_fp32", "inference in float32"),
-        ("inference_bf16", "inference in bfloat16"),
+    for amounts, title in (
+        (result.memory["train"], "training"),
+        (process, "peak of a process that trains on a CPU, about"),
+        (result.memory["inference_fp32"], "inference in float32"),
+        (result.memory["inference_bf16"], "inference in bfloat16"),
     ):
-        amounts = result.memory[name]
         terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
         lines.append(f"{title}: {size(sum(amounts.values()))} = {terms}")
     return "\n" + "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, TextIO
@@ -128,8 +129,14 @@ def _dispatch(arguments: list[str]) -> int:
     if options is None:
         print(f"example:\n  {command.example}")
         return 0
-    with printing_notes(options.quiet):
-        return module.run(options)
+    try:
+        with printing_notes(options.quiet):
+            return module.run(options)
+    except KinformerError as error:
+        status = _fail(str(error))
+        if options.verbose:
+            traceback.print_exception(error, file=tolerant(sys.stderr))
+        return status
 
 
 def overview() -> str:

@@ -30,6 +30,8 @@ class Printing:
     """Print one JSON object instead of text."""
     quiet: bool = False
     """Tell nothing but the result: no progress, no notes."""
+    verbose: bool = False
+    """After the sentence of an error, print where it arose, and what PyTorch said of several processes."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.toml")] = None
     """Read options by their names from this file, as in: batch_size = 16; those of the command line win."""
 

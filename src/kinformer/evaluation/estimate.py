@@ -2,8 +2,8 @@
 
 Nothing is computed: one layer of every distinct config is run on shapes only (``estimate_parts``), long lengths are
 continued from short ones (``estimate_length``), and like layers are multiplied. A training step is one forward, the
-cross-entropy of every token and one backward; activations are what autograd saves for it. The peak is higher by what
-lives for a moment, mostly the logits and their gradient.
+cross-entropy of every token and one backward; activations are what autograd saves for it. What a process holds beyond
+that is told by ``estimate_peak``.
 """
 
 from __future__ import annotations
@@ -137,13 +137,14 @@ def _check(model: Any, length: int, batch: int) -> None:
         )
 
 
-def _even(model: Any) -> bool:
+def is_even(model: Any) -> bool:
+    """Whether costs grow evenly with the length."""
     sentence = getattr(getattr(model, "global_input", None), "length", 1)
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer | EncoderMixer))
     return 512 % sentence == 0 and all(mixer.even_costs for mixer in mixers)
 
 
-def _horizon(model: Any) -> int:
+def horizon_of(model: Any) -> int:
     """The widest window of the model's mixers."""
     return max((_window(module) for module in model.modules()), default=0)
 
@@ -161,11 +162,11 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     measures = [measure, measure_held] if is_checkpointed(config) else [measure]
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(partial(one, single, batch), length, _horizon(model), _even(model))
+        costs |= at_length(partial(one, single, batch), length, horizon_of(model), is_even(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
-    start = settled + step * (_horizon(model) // step)
+    start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
             found = one(single, batch, length, autocast=True)
@@ -180,7 +181,7 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
 def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of the state, like layers multiplied."""
     layers, single = Counter(config.uses), distinct(config)
-    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, _horizon(model))
+    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
     return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kinformer.evaluation.estimate_parts import Costs, imitated, loss_of, outputs, without_data
+from kinformer.training.optimiser import sparse_tables
 
 FLOAT = 4
 
@@ -33,7 +34,9 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue  # a sparse tensor owns none; its indices and values are tensors of their own
+            if tensor.untyped_storage()._cdata not in self._sizes:
                 self._add(tensor.untyped_storage())
         self.most = max(self.most, self.now)
         return made
@@ -60,9 +63,10 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
         model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
+        sparse = sparse_tables(model)
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        gradients = (parameter.grad for parameter in model.parameters())
+            parameter.grad = None if parameter in sparse else torch.zeros_like(parameter)
+        gradients = (parameter.grad for parameter in model.parameters() if parameter not in sparse)
         with Live([*model.parameters(), *model.buffers(), *gradients, tokens]) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits, state = outputs(model, tokens)

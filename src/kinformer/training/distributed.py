@@ -201,10 +201,12 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
         if failure.exitcode in SIGNALLED:
             raise InterruptedError(failure.exitcode) from None
         if failure.exitcode < 0:
-            raise KinformerError(
+            killed = KinformerError(
                 f"process {rank} of {processes} was killed by {signal.Signals(-failure.exitcode).name} (SIGKILL often "
                 "means that memory ran out); continue from the last checkpoint with --resume."
-            ) from None
+            )
+            killed.add_note(withheld.text)
+            raise killed from failed
         withheld.tell()
         raise KinformerError(
             f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
@@ -235,6 +237,11 @@ class _Withheld(logging.Filter):
     def __exit__(self, *_: object) -> None:
         for logger in self._loggers:
             logger.removeFilter(self)
+
+    @property
+    def text(self) -> str:
+        """What was kept back, in lines."""
+        return "\n".join(record.getMessage() for record in self._records)
 
     def tell(self) -> None:
         """Let out what was kept back."""
