@@ -123,6 +123,15 @@ def kinformer(*words: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def in_process(script: str, *words: Any) -> dict[str, Any]:
+    """The JSON object that ``script`` prints when it is run with ``words`` in a fresh process of as many threads."""
+    command = [sys.executable, script, "--threads", str(torch.get_num_threads()), *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[1:])} ended with {done.returncode}; see above.")
+    return json.loads(done.stdout)
+
+
 def text_bytes(path: str | None, count: int) -> Tensor:
     """``count`` bytes [count] int64 of the file ``path`` (by default of Python's own sources), repeated if short."""
     if path is None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from common import arguments, memory, prepare, products, save, show, text_bytes
+from common import arguments, in_process, memory, prepare, products, save, show, text_bytes
 
 MEMBERS = ("linear-transformer", "fast-weights")
 TOKENS = 65_536
@@ -53,15 +51,6 @@ def point(member: str, precision: str, batch: int, length: int, steps: int) -> d
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         raise SystemExit(f"{member} at {batch} x {length}: the loss went {losses[0]:.3f} -> {losses[-1]:.3f}.")
     return {"seconds": statistics.median(seconds[1:]), "peak_bytes": memory("VmHWM") - resident}
-
-
-def in_process(*arguments: Any) -> dict[str, Any]:
-    """:func:`point` in a fresh process."""
-    command = [sys.executable, __file__, "--threads", str(torch.get_num_threads()), "--point", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the point {' '.join(map(str, arguments))} failed; see above.")
-    return json.loads(done.stdout)
 
 
 def slope(lengths: list[int], values: list[float]) -> float:
@@ -106,7 +95,7 @@ def main() -> None:
     for _ in range(rounds):
         for key in keys:
             for index, length in enumerate(lengths):
-                found[key][index].append(in_process(*key, tokens // length, length, options.steps))
+                found[key][index].append(in_process(__file__, "--point", *key, tokens // length, length, options.steps))
     results = []
     for (member, precision), points in found.items():
         result = {"member": member, "precision": precision} | summary(lengths, points)

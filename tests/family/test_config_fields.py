@@ -119,6 +119,8 @@ UNSEEN = {
     ): "the parts of one pattern are told by one config, and the local one is the segment",
     "impl": "implementations give the same",
     "checkpoint": "what is kept between forward and backward, not what is computed",
+    "recompute": "the same",
+    "chunks": "the same",
     "redraw": "what the trainer does between its steps",
     "mask_token": "data is prepared with it, and the model treats it as any other token",
     "bos_token": "the same",
@@ -297,7 +299,9 @@ MEASURES = {
         lambda input: [input(torch.arange(10).view(2, 5), torch.arange(5).expand(2, -1))],
     ),
     "global_input": lambda config: seen(encoder(global_input=config)),
-    "stack": lambda config: seen(smallest(Decoder.Config).replace(stack=config)),
+    "stack": lambda config: seen(
+        smallest(Decoder.Config).replace(stack=config, head=LanguageModelHead.Config(tied=False))
+    ),
     "model": lambda config: found(config.build(), called),
 }
 _SEEN: dict[Config, tuple] = {}

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
-from kinformer.blocks.sublayers import Sublayers, fed
+from kinformer.blocks.sublayers import Sublayers, fed, feeding, reading
 from kinformer.core.config import Config
 from kinformer.core.encoder import EncoderMixerConfig, Text
 from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.stack import Branch
 
 
 class EncoderLayerConfig(Config):
@@ -41,6 +42,10 @@ class EncoderLayer(Sublayers):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), dim)
+
+    def branches(self) -> tuple[Branch, ...]:
+        """The sublayers without their residual sums, in order."""
+        return (reading(self.mixer, self.mixer_residual), feeding(self.feed_forward_residual, self.feed_forward))
 
     def forward(self, x: Tensor, text: Text) -> Tensor:
         x = self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))

@@ -1,16 +1,35 @@
-"""Feed-forward sublayers: the same two or three products for every token."""
+"""Feed-forward sublayers: the same two or three products for every token.
+
+With ``chunks`` above 1 a text goes through them in that many parts (Kitaev et al. 2020, section 3), and a training step
+computes each part's hidden layer again in the backward pass: one part's is in memory at a time, the outputs are equal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.slices import per_slice
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+
+
+def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random: bool = False) -> Tensor:
+    """``inner`` of x [batch, time, ...] in ``chunks`` parts of the time axis; ``random``: it draws random numbers."""
+    parts = x.tensor_split(min(chunks, x.shape[1]), dim=1) if x.dim() > 2 else (x,)
+    if len(parts) == 1:
+        return inner(x)
+    if not torch.is_grad_enabled():
+        return torch.cat([inner(part) for part in parts], dim=1)
+    again = (checkpoint(inner, part, use_reentrant=False, preserve_rng_state=random) for part in parts)
+    return torch.cat(list(again), dim=1)
+
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"]
 
@@ -28,6 +47,7 @@ class MLP(nn.Module):
         activation: Activation = "gelu"
         bias: bool = True
         slices: int = 1
+        chunks: int = 1
 
         def build(self, dim: int) -> nn.Module:
             return per_slice(lambda width: MLP(self, width), dim, self.slices)
@@ -35,11 +55,14 @@ class MLP(nn.Module):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         hidden_dim = config.hidden_dim or 4 * dim
-        self.activation = config.activation
+        self.activation, self.chunks = config.activation, config.chunks
         self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
         self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_chunks(self._part, x, self.chunks)
+
+    def _part(self, x: Tensor) -> Tensor:
         return self.down(_activate(self.up(x), self.activation))
 
 
@@ -61,6 +84,7 @@ class SwiGLU(nn.Module):
         kind = "swiglu"
         hidden_dim: int | None = None
         bias: bool = False
+        chunks: int = 1
 
         def build(self, dim: int) -> SwiGLU:
             return SwiGLU(self, dim)
@@ -68,10 +92,14 @@ class SwiGLU(nn.Module):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         hidden_dim = config.hidden_dim or -(-8 * dim // 3 // 8) * 8
+        self.chunks = config.chunks
         self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=config.bias)
         self.down = ResidualOutput(hidden_dim, dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_chunks(self._part, x, self.chunks)
+
+    def _part(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
 
@@ -89,6 +117,7 @@ class Boom(nn.Module):
         activation: Activation = "gelu_sigmoid"
         bias: bool = True
         dropout: float = 0.0  # of the activations
+        chunks: int = 1
 
         def build(self, dim: int) -> Boom:
             return Boom(self, dim)
@@ -100,11 +129,14 @@ class Boom(nn.Module):
             raise KinformerError(
                 f"hidden_dim = {hidden_dim} of the feed-forward 'boom' must be a multiple of dim = {dim}."
             )
-        self.activation = config.activation
+        self.activation, self.chunks = config.activation, config.chunks
         self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_chunks(self._part, x, self.chunks, random=self.dropout is not None)
+
+    def _part(self, x: Tensor) -> Tensor:
         y = _activate(self.up(x), self.activation)
         y = y if self.dropout is None else self.dropout(y)
         return y.unflatten(-1, (-1, x.shape[-1])).sum(dim=-2)

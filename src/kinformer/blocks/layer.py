@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
-from kinformer.blocks.sublayers import Sublayers, fed, mixed
+from kinformer.blocks.sublayers import Sublayers, fed, feeding, mixed, mixing
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.stack import Branch
 
 
 class LayerConfig(Config):
@@ -64,11 +65,19 @@ class DecoderLayer(Sublayers):
         x, after = self._mixed(chunk, state)
         return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid), after
 
+    def branches(self) -> tuple[Branch, ...]:
+        """The sublayers without their residual sums, in order."""
+        mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
+        return (*mixers, feeding(self.feed_forward_residual, self.feed_forward))
+
+    @property
+    def _residuals(self) -> tuple[Residual, ...]:
+        return (self.mixer_residual, *self.further_residuals)  # type: ignore[arg-type]
+
     def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """The stream after all mixers, and their states."""
-        residuals: tuple[Residual, ...] = (self.mixer_residual, *self.further_residuals)  # type: ignore[assignment]
         x, after = chunk.x, []
-        for mixer, residual, own in zip(self.mixers, residuals, state, strict=True):
+        for mixer, residual, own in zip(self.mixers, self._residuals, state, strict=True):
             y, own = mixed(mixer, chunk._replace(x=x), own, residual)
             x = residual.leave(x, y)
             after.append(own)

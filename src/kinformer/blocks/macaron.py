@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.sublayers import fed
+from kinformer.blocks.sublayers import fed, feeding
 from kinformer.core.contract import Chunk
+from kinformer.core.stack import Branch
 
 HALF = 0.5
 
@@ -37,6 +38,11 @@ class MacaronLayer(DecoderLayer):
         super().__init__(config, dim)
         self.first_feed_forward = config.feed_forward.build(dim)
         self.first_residual = config.residual.build(dim, config.norm, config.dropout)
+
+    def branches(self) -> tuple[Branch, ...]:
+        first = feeding(self.first_residual, self.first_feed_forward, HALF)
+        *mixers, _ = super().branches()
+        return (first, *mixers, feeding(self.feed_forward_residual, self.feed_forward, HALF))
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)

@@ -18,7 +18,12 @@ from kinformer.core.config import Config
 
 
 class Residual(nn.Module):
-    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``."""
+    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
+
+    ``additive``: what leaves is ``x + added(F(enter(x)))``.
+    """
+
+    additive: bool = False
 
     def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
         super().__init__()
@@ -36,6 +41,11 @@ class Residual(nn.Module):
         """The stream after the sublayer gave ``y``, of which ``share`` is added."""
         raise NotImplementedError
 
+    def added(self, y: Tensor, share: float = 1.0) -> Tensor:
+        """What ``share`` of the sublayer's output ``y`` adds to a stream."""
+        y = y if self.dropout is None else self.dropout(y)
+        return y if share == 1 else share * y
+
     def _sum(self, x: Tensor, y: Tensor, share: float) -> Tensor:
         y = y if self.dropout is None else self.dropout(y)
         return x + y if share == 1 else torch.add(x, y, alpha=share)
@@ -52,6 +62,8 @@ class ResidualConfig(Config):
 
 class PreNorm(Residual):
     """x + F(norm(x))"""
+
+    additive = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):

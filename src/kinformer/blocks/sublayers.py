@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from kinformer.blocks.residual import Residual
 from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.errors import KinformerError
+from kinformer.core.stack import Branch
 
 
 class Sublayers(nn.Module):
@@ -30,6 +32,46 @@ def mixed(mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module) -> tupl
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
     """The stream x [batch, time, dim] after ``feed_forward``, ``share`` of whose output is added."""
+    return residual.leave(x, _fed(residual, feed_forward, x, valid), share)
+
+
+def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     y = residual.enter(x)
-    y = feed_forward(y, valid) if getattr(feed_forward, "masked", False) else feed_forward(y)
-    return residual.leave(x, y, share)
+    return feed_forward(y, valid) if getattr(feed_forward, "masked", False) else feed_forward(y)
+
+
+def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
+    """The branch of a decoder's mixer."""
+
+    def run(x: Tensor, chunk: Any, state: Any) -> tuple[Tensor, Any]:
+        y, state = mixed(mixer, chunk._replace(x=x), state, residual)
+        return residual.added(y), state
+
+    return Branch(_additive(residual, run), mixes=True)
+
+
+def reading(mixer: nn.Module, residual: Residual) -> Branch:
+    """The branch of an encoder's mixer."""
+
+    def run(x: Tensor, text: Any, state: Any) -> tuple[Tensor, Any]:
+        return residual.added(mixer(residual.enter(x), text)), state
+
+    return Branch(_additive(residual, run), mixes=False)
+
+
+def feeding(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
+    """The branch of a feed-forward, ``share`` of whose output is added."""
+
+    def run(x: Tensor, context: Any, state: Any) -> tuple[Tensor, Any]:
+        return residual.added(_fed(residual, feed_forward, x, context.valid), share), state
+
+    return Branch(_additive(residual, run), mixes=False)
+
+
+def _additive(residual: Residual, run: Any) -> Any:
+    if residual.additive:
+        return run
+    raise KinformerError(
+        "the layer's residual changes the sum of stream and sublayer (a norm stands behind it), so that no sublayer "
+        "can be taken away again; use the residual 'pre' (--set layers.*.residual=pre), or the stack 'sequential'."
+    )

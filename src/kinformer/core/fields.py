@@ -21,6 +21,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "base": (lambda value: value > 1, "above 1"),
     "head_dim": (lambda value: value >= 1, "1 or more"),
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
+    "chunks": (lambda value: value >= 1, "1 or more"),
 }
 """What a number of this name has to be, in whichever config: what makes no model, or one whose outputs are no numbers,
 is refused."""

@@ -49,6 +49,11 @@ class ModelConfig(Config):
         """The config of the layer of every use, in order."""
         return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
 
+    @property
+    def width(self) -> int:
+        """Of the hidden states that the head reads."""
+        return self.stack.width(self.dim)
+
 
 class HeadConfig(Config):
     """``build(dim, input)``: a module (hidden_states [batch, time, dim], input, valid or None) -> logits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,17 @@ from kinformer.core.encoder import Text
 
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
+
+
+class Branch(NamedTuple):
+    """A sublayer without its residual sum, for stacks with streams of their own; a layer gives its ``branches()``.
+
+    ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose own
+    x is not looked at, or an encoder's ``Text``. ``state`` is that of the mixer, or whatever where ``mixes`` is False.
+    """
+
+    run: Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
+    mixes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,22 @@ class StackConfig(Config):
         """The number of the layer that is applied in each use, in order; a layer may be used more than once."""
         return tuple(range(layers))
 
+    def width(self, dim: int) -> int:
+        """How wide what comes out is, in a model of width ``dim``."""
+        return dim
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a training step computes layers a second time rather than keep what they made."""
+        return self.checkpoint
+
+    def once(self) -> StackConfig:
+        """A stack that costs what this one does, and applies every layer once."""
+        return StackConfig(checkpoint=self.checkpoint)
+
+    def check(self, position: nn.Module) -> None:
+        """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
+
     def build(self, layers: Sequence[nn.Module]) -> Stack:
         return Stack(self, layers)
 
@@ -42,8 +69,10 @@ class Stack(nn.Module):
     """Owns the layers, applies them in the order of ``config.uses`` and has one state per use.
 
     ``units`` are the modules that an engine shards or compiles one by one. Parts that the layers share belong to the
-    stack (see :func:`share`).
+    stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP).
     """
+
+    shardable: bool = True
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()

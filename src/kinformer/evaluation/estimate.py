@@ -20,7 +20,7 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError, choose
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import units_of
-from kinformer.evaluation.estimate_checkpoint import held_bytes, is_checkpointed, measure_held
+from kinformer.evaluation.estimate_checkpoint import held_bytes, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
 from kinformer.evaluation.estimate_parts import Costs, distinct, measure, measure_state
 from kinformer.training.optimiser import sparse_tables
@@ -63,7 +63,7 @@ def estimate(
     An encoder, which has no state, is taken to predict every token of texts without padding.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
-    include the bfloat16 copies of the weights that autocast keeps. With ``checkpoint`` in the config, activations are
+    include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
     the most that is alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
     state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
 
@@ -76,10 +76,10 @@ def estimate(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     costs = _costs(config, model, batch, length, precision)
     rows = _table(config, model, costs)
-    if is_checkpointed(config):
+    if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
         held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
-        rows = _with_checkpoints(rows, held_bytes(config, held, batch * length, handed), len(config.uses))
+        rows = _with_recomputed(rows, held_bytes(config, held, batch * length, handed), config)
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -159,7 +159,7 @@ def _window(module: Any) -> int:
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
     """The costs of the model of distinct layers."""
     single = distinct(config)
-    measures = [measure, measure_held] if is_checkpointed(config) else [measure]
+    measures = [measure, measure_held] if config.stack.recomputes else [measure]
     costs: Costs = {}
     for one in measures:
         costs |= at_length(partial(one, single, batch), length, horizon_of(model), is_even(model))
@@ -222,18 +222,19 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(each, model, batch, length, dtype) for each in (config, single))
-    if precision == "fp32":
+    if precision == "fp32" or not config.stack.checkpoint:
         return whole - part
     with torch.device("meta"):
         own = sum(parameter.numel() for parameter in single.build().parameters())
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - own)
 
 
-def _with_checkpoints(rows: list[PartCost], held: int, depth: int) -> list[PartCost]:
+def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
     """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
     held -= sum(row.activation_bytes for row in rows)
     own = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
-    return [*rows, PartCost(part="checkpoints", count=depth, **own)]
+    part = "checkpoints" if config.stack.checkpoint else "recomputed"
+    return [*rows, PartCost(part=part, count=len(config.uses), **own)]
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:

@@ -1,7 +1,8 @@
-"""What a training step with gradient checkpointing holds: every live tensor is counted while it runs on shapes only.
+"""What a training step that recomputes layers holds: every live tensor is counted while it runs on shapes only.
 
-Every layer keeps its input, and the state that it hands on until the loss is known; in the backward one layer at a time
-is computed again. Memory is highest either where the loss is or in the widest layer's backward.
+With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it hands on is there until
+the loss is known. In the backward one layer at a time is computed again. Memory is highest either where the loss is or
+in the widest layer's backward.
 """
 
 from __future__ import annotations
@@ -50,13 +51,8 @@ class Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def is_checkpointed(config: Any) -> bool:
-    """Whether a model config asks for gradient checkpointing."""
-    return config.stack.checkpoint
-
-
 def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
-    """Bytes ``held`` at the ``loss`` and, at most, in the ``backward`` of a step, in which the state is let go of.
+    """Bytes ``held`` at most until the ``loss`` is known, and in the ``backward``, in which the state is let go of.
 
     Arguments as of ``estimate_parts.measure``. Weights and their gradients, which are there before, do not count.
     """
@@ -71,19 +67,20 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits, state = outputs(model, tokens)
                 loss = loss_of(logits, tokens)
-            at_loss = live.now
+            until_loss = live.most
             del logits, state
             live.most = live.now
             loss.backward()
-    return {("held", "loss"): at_loss, ("held", "backward"): live.most}
+    return {("held", "loss"): until_loss, ("held", "backward"): live.most}
 
 
 def held_bytes(config: Any, held: Mapping[str, int], tokens: int, handed: int) -> int:
     """Bytes at the highest moment of a step of the whole model.
 
-    held: of the model of distinct layers, at the ``loss`` and at most in the ``backward``. tokens: batch * length.
-    handed: what further layers leave until the loss is known; they keep their inputs until their backward (the residual
-    stream is float32 also under autocast).
+    held: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
+    handed: what further layers leave until the loss is known; checkpointed ones keep their inputs until their backward
+    (the residual stream is float32 also under autocast).
     """
-    further = FLOAT * tokens * config.dim * (len(config.uses) - len(set(config.layers)))
+    inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
+    further = FLOAT * tokens * config.dim * inputs
     return further + max(held["loss"] + handed, held["backward"])

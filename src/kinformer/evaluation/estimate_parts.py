@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
-from kinformer.core.stack import Stack, StackConfig, units_of
+from kinformer.core.stack import Stack, units_of
 
 Costs = dict[tuple[str, str], int]
 """Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
@@ -104,8 +104,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def distinct(config: Any) -> Any:
     """The model config with each distinct layer once."""
-    stack = StackConfig(checkpoint=config.stack.checkpoint)
-    return config.replace(layers=tuple(dict.fromkeys(config.layers)), stack=stack)
+    return config.replace(layers=tuple(dict.fromkeys(config.layers)), stack=config.stack.once())
 
 
 def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:

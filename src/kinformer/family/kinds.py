@@ -43,7 +43,7 @@ def _models() -> list[type[Config]]:
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, tokens
     from kinformer.models import decoder
-    from kinformer.stacks import sequential
+    from kinformer.stacks import reversible, sequential
 
     return [
         decoder.Decoder.Config,
@@ -51,6 +51,7 @@ def _models() -> list[type[Config]]:
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
+        reversible.Reversible.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         modulus_head.ModulusHead.Config,

@@ -44,7 +44,7 @@ class KeyedDecoder(nn.Module):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
-        self.representation, self.width = HIDDEN, decoder.config.dim
+        self.representation, self.width = HIDDEN, decoder.config.width
         seen = self._probe()
         if seen is not None:
             self.representation, self.width = FEED_FORWARD, seen

@@ -46,10 +46,11 @@ class CommonModel(nn.Module):
         self.input = config.input.build(config.dim)
         self.position = config.position.build_model(config.dim, len(config.uses))
         self._build_entrance(config)
+        config.stack.check(self.position)
         self.stack = config.stack.build([layer.build(config.dim) for layer in config.layers])
-        self.norm = config.norm.build(config.dim) if config.norm else nn.Identity()
-        config.head.check(config.dim, self.input)
-        self.head = config.head.build(config.dim, self.input)
+        self.norm = config.norm.build(config.width) if config.norm else nn.Identity()
+        config.head.check(config.width, self.input)
+        self.head = config.head.build(config.width, self.input)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         config.initialisation.apply(self)
 

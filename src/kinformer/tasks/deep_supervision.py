@@ -40,7 +40,7 @@ class DeepSupervision(nn.Module):
                 "train it with next-token."
             )
         config: Any = model.config
-        return cls(config.dim, config.input.vocab_size, len(config.uses))
+        return cls(config.width, config.input.vocab_size, len(config.uses))
 
     def active(self, progress: float) -> list[int]:
         """The indices (from 0) of the layers below the last that still have a loss at ``progress``."""

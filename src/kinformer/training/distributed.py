@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.stack import units_of
+from kinformer.core.stack import Stack, units_of
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
 
@@ -128,6 +128,11 @@ def check_shared(model: nn.Module, group: Group) -> None:
         raise KinformerError(
             f"--devices {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
             "--set layers.*.feed_forward.norm=layer."
+        )
+    if group.strategy == "fsdp" and any(not stack.shardable for stack in model.modules() if isinstance(stack, Stack)):
+        raise KinformerError(
+            "--strategy fsdp: a stack that computes layers again from their outputs needs whole weights then; train "
+            "with --strategy ddp, or with --set stack=sequential."
         )
     if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
         where = "--strategy fsdp" if group.strategy == "fsdp" else f"--devices {group.world} on GPUs"

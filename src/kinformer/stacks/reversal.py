@@ -1,0 +1,235 @@
+"""The backward pass of reversible layers: inputs from outputs, the same random numbers again, gradients on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from kinformer.core import state as states
+from kinformer.core.derivatives import Gradients, first_order
+from kinformer.core.errors import KinformerError
+from kinformer.core.stack import Branch
+
+NAME = "the reversible stack"
+REMEDY = "use --set stack.recompute=false for that"
+
+
+class Trail:
+    """Where a backward pass is: the ``streams`` a and b behind the use of a layer that is undone next."""
+
+    streams: tuple[Tensor, Tensor]
+
+
+class Use:
+    """One use of a layer: its ``branches`` read and add to the streams a and b [batch, time, dim] in turns.
+
+    A branch reads b and adds to a, then the two change places. ``context`` is what branches know of the tokens,
+    ``dtype`` that of what they read; ``random`` says whether they may draw random numbers.
+    """
+
+    def __init__(self, branches: Sequence[Branch], context: Any, dtype: torch.dtype, random: bool) -> None:
+        self.branches, self.context, self.dtype, self.random = branches, context, dtype, random
+        self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.drawn: list[Callable[[], AbstractContextManager[object]]] = []
+
+    def forward(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        """The streams and the mixers' states after the layer."""
+        given, after = iter(state), []
+        for branch in self.branches:
+            added, own = self._added(branch, b, next(given) if branch.mixes else ())
+            a, b = b, a + added
+            if branch.mixes:
+                after.append(own)
+        return a, b, tuple(after)
+
+    def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The same, cut from the graph, and the states' tensors; what the backward pass must set up again is noted.
+
+        Branches are computed as they will be again, with a graph, since some do otherwise without one; but what the
+        graph would keep is let go of at once.
+        """
+        self.autocast, self.drawn = _autocast(a.device), []
+        given, after = iter(state), []
+        with self.autocast(), saved_tensors_hooks(lambda _: _NOTHING, _never):
+            for branch in self.branches:
+                self.drawn.append(_generators(b) if self.random else nullcontext)
+                own = states.detach(next(given)) if branch.mixes else ()
+                with torch.enable_grad():
+                    added, own = self._added(branch, b.detach(), own)
+                a, b = b, a + added.detach()
+                if branch.mixes:
+                    after += [each.detach().clone() for each in states.tensors(own)]
+        return a, b, after
+
+    def backward(
+        self,
+        streams: tuple[Tensor, Tensor],
+        gradients: tuple[Tensor | None, Tensor | None],
+        before: Sequence[tuple[Any, list[Tensor], Sequence[Tensor | None]]],
+        weights: Sequence[Tensor],
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """From what is behind the layer, what was before it: streams, their gradients, those of the states' tensors,
+        in order, and those of ``weights``.
+
+        before: of each mixer its state before as a form and its tensors, and the gradients of those of the state after.
+        """
+        (a, b), (of_a, of_b) = streams, gradients
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        of_states: list[Tensor | None] = []
+        mixers = list(before)
+        for branch, drawn in zip(reversed(self.branches), reversed(self.drawn), strict=True):
+            own = mixers.pop() if branch.mixes else ((), [], ())
+            with self.autocast(), drawn():
+                added, found = self._undone(branch, a, own, of_b, weights)
+            a, b = b - added, a
+            of_a, of_b = of_b, _sum(of_a, found[0])
+            count = 1 + len(own[1])
+            of_states = [*found[1:count], *of_states]
+            of_weights = [_sum(*pair) for pair in zip(of_weights, found[count:], strict=True)]
+        return (a, b), (of_a, of_b), of_states, of_weights
+
+    def _undone(
+        self, branch: Branch, x: Tensor, own: tuple[Any, Any, Any], of_added: Tensor | None, weights: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """What ``branch`` added after reading x, and the gradients of x, of the state's tensors and of ``weights``."""
+        form, tensors, of_after = own
+        with torch.enable_grad():
+            x, *tensors = inputs = [each.detach().requires_grad_(each.is_floating_point()) for each in (x, *tensors)]
+            views = [each.view_as(each) for each in inputs]  # FlopCounterMode's hooks fail on leaves in a nested pass
+            added, after = self._added(branch, views[0], filled(form, views[1:]))
+        ends = zip([added, *states.tensors(after)], [of_added, *of_after], strict=True)
+        pairs = [(y, g.to(y.dtype)) for y, g in ends if g is not None and y.requires_grad]
+        leaves = [each for each in (x, *tensors, *weights) if each.requires_grad]
+        found: Iterable[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            outputs, gradients = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        rest = iter(found)
+        return added.detach(), [next(rest) if each.requires_grad else None for each in (x, *tensors, *weights)]
+
+    def _added(self, branch: Branch, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return branch.run(x.to(self.dtype), self.context, state)
+
+
+class UseLayer(torch.autograd.Function):
+    """``a, b, *tensors of the states after`` of a layer; what goes in is saved, but for the streams."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        use: Use,
+        trail: Trail,
+        state: Any,
+        weights: Callable[[], Sequence[Tensor]],
+        a: Tensor,
+        b: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.use, ctx.trail, ctx.weights = use, trail, weights
+        ctx.forms = [states.map_tensors(lambda _: _NOTHING, each) for each in state]
+        a, b, after = use.forward_to_undo(a, b, state)
+        return a, b, *after
+
+    @staticmethod
+    @first_order(NAME, REMEDY)
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *gradients: Tensor | None) -> Gradients:
+        weights = ctx.weights()
+        _check_same(weights, saved[len(saved) - len(weights) :])
+        given, of_after, before = iter(saved), iter(gradients[2:]), []
+        for form in ctx.forms:
+            tensors = [next(given) for _ in states.tensors(form)]
+            before.append((form, tensors, [next(of_after) for _ in tensors]))
+        streams, of_streams, of_states, of_weights = ctx.use.backward(
+            ctx.trail.streams, (gradients[0], gradients[1]), before, weights
+        )
+        ctx.trail.streams = streams
+        return None, None, None, None, *of_streams, *of_states, *of_weights
+
+
+class Join(torch.autograd.Function):
+    """``joined`` streams, and others that pass through, so that this backward comes before that of all layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, trail: Trail, mean: bool, dtype: torch.dtype, a: Tensor, b: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        y = joined(a, b, mean, dtype)
+        ctx.save_for_backward(*((a, b) if mean or dtype != a.dtype else (y,)))
+        ctx.trail, ctx.mean, ctx.dtype = trail, mean, a.dtype
+        return y, *others
+
+    @staticmethod
+    @first_order(NAME, REMEDY)
+    def backward(ctx: Any, saved: tuple[Tensor, ...], of_y: Tensor | None, *of_others: Tensor | None) -> Gradients:
+        a, b = saved if len(saved) == 2 else saved[0].chunk(2, dim=-1)
+        ctx.trail.streams = a, b
+        of_streams: tuple[Tensor | None, ...] = (None, None)
+        if of_y is not None:
+            of_y = of_y.to(ctx.dtype)
+            of_streams = (0.5 * of_y,) * 2 if ctx.mean else of_y.chunk(2, dim=-1)
+        return None, None, None, *of_streams, *of_others
+
+
+def joined(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+    """What comes of the streams [batch, time, dim]: their mean, or both side by side."""
+    return (0.5 * (a + b) if mean else torch.cat([a, b], dim=-1)).to(dtype)
+
+
+def filled(form: Any, tensors: Iterable[Tensor]) -> Any:
+    """A state of the same form with other ``tensors``."""
+    rest = iter(tensors)
+    return states.map_tensors(lambda _: next(rest), form)
+
+
+_NOTHING = torch.empty(0)
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("a graph that nobody goes through was gone through")
+
+
+def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def _check_same(now: Sequence[Tensor], then: Sequence[Tensor]) -> None:
+    if any(a.untyped_storage()._cdata != b.untyped_storage()._cdata for a, b in zip(now, then, strict=False)):
+        raise KinformerError(
+            f"{NAME} has other weights in the backward pass than in the forward pass, but computes layers again with "
+            f"the present ones; {REMEDY}."
+        )
+
+
+def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Autocast as it is now. Its cache of weights is off: those without a graph would do for those with one."""
+    if device.type == "meta":
+        return nullcontext
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return partial(torch.autocast, device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
+    """Contexts in which the random generators are as they are now."""
+    own, (devices, others), kind = torch.get_rng_state(), get_device_states(x), x.device.type
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(devices=devices, device_type=kind if devices else "cuda"):
+            torch.set_rng_state(own)
+            if devices:
+                set_device_states(devices, others, device_type=kind)
+            yield
+
+    return again

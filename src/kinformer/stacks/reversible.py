@@ -1,0 +1,150 @@
+"""Reversible layers (RevNet, Gomez et al. 2017; Reformer, Kitaev et al. 2020, section 3): inputs made of outputs.
+
+Two streams x1 and x2 begin as the input. A layer of attention f and feed-forward g, each behind its own norm, gives
+
+    y1 = x1 + f(x2),    y2 = x2 + g(y1)         backwards    x2 = y2 - g(y1),    x1 = y1 - f(x2)
+
+so that a training step keeps the last streams only, and its activations do not grow with depth. The output is [y1, y2]
+side by side, as in Trax and in Hugging Face's Reformer: the last norm and the head are twice as wide. With ``join =
+"mean"`` it is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
+
+Sublayers add to the streams in turns (Trax swaps the streams after each), so a layer may have any number of them.
+
+The streams are float32 at least. What is subtracted again differs from what was by rounding: after 32 layers by up to
+4e-6 of the largest value in float32 and by 7e-15 in float64 (``benchmarks/reversible.py``; streams in bfloat16 would be
+off by 0.05). Gradients in float32 are off by 1e-6 of their norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core import state as states
+from kinformer.core.contract import Chunk, state_dtype
+from kinformer.core.derivatives import check_reverse
+from kinformer.core.encoder import Text
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import Position
+from kinformer.core.stack import BeforeUse, Branch, Stack, StackConfig
+from kinformer.stacks.reversal import NAME, REMEDY, Join, Trail, Use, UseLayer, filled, joined
+
+
+class Reversible(Stack):
+    """x -> both streams, through all layers, -> joined. States and partitions are those of any other stack.
+
+    ``recompute = False`` is the same function with everything kept for the backward pass. With it, layers are computed
+    again by an autograd function of their own: there are no second derivatives, FSDP cannot shard the layers, and
+    ``torch.compile`` leaves the stack as it is (with ``fullgraph=True`` it says so), because a compiler would keep what
+    the stack exists not to keep.
+    """
+
+    shardable = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(StackConfig):
+        kind = "reversible"
+        join: Literal["concatenate", "mean"] = "concatenate"
+        recompute: bool = True
+
+        def __post_init__(self) -> None:
+            if self.checkpoint:
+                raise KinformerError(
+                    "the stack 'reversible' keeps no layer's input, so there is nothing that checkpoint = true could "
+                    "save; leave it out, or use the stack 'sequential'."
+                )
+
+        def width(self, dim: int) -> int:
+            return dim if self.join == "mean" else 2 * dim
+
+        @property
+        def recomputes(self) -> bool:
+            return self.recompute
+
+        def once(self) -> StackConfig:
+            return self
+
+        def check(self, position: nn.Module) -> None:
+            if isinstance(position, Position) and type(position).layer_input is not Position.layer_input:
+                raise KinformerError(
+                    "the stack 'reversible' has two streams, but this position enters every layer of one; use another "
+                    "position, such as --set position=sinusoidal, or the stack 'sequential'."
+                )
+
+        def build(self, layers: Sequence[nn.Module]) -> Reversible:
+            return Reversible(self, layers)
+
+    def __init__(self, config: Config, layers: Sequence[nn.Module]) -> None:
+        super().__init__(config, layers)
+        self.mean = config.join == "mean"
+        for number in range(len(self.layers)):
+            self._branches(number)
+
+    def absorb(
+        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        return self._run(chunk.x, chunk._replace(x=cast(Any, None)), state, taps)
+
+    def read(
+        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, _, tapped = self._run(x, text, ((),) * len(self.order), taps)
+        return y, tapped
+
+    def _branches(self, index: int) -> tuple[Branch, ...]:
+        layer: Any = self.layers[index]
+        if not hasattr(layer, "branches"):
+            raise KinformerError(
+                f"the stack 'reversible' needs layers whose sublayers add to a stream, which {type(layer).__name__} "
+                "does not have; use the layer 'decoder', or the stack 'sequential'."
+            )
+        return layer.branches()
+
+    def _run(
+        self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
+    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        if self.config.recomputes and torch.is_grad_enabled():
+            return self._recomputed(x, context, state, taps)
+        a = b = x.to(state_dtype(x.dtype))
+        tapped, after = [], []
+        for number, index in enumerate(self.order):
+            use = Use(self._branches(index), context, x.dtype, self.training)
+            a, b, own = use.forward(a, b, state[number])
+            after.append(own)
+            if number in taps:
+                tapped.append(joined(a, b, self.mean, x.dtype))
+        return joined(a, b, self.mean, x.dtype), tuple(after), tuple(tapped)
+
+    @torch.compiler.disable(reason="a reversible stack computes layers again in the backward pass; recompute = false")
+    def _recomputed(
+        self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
+    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        """The same, with nothing kept but what comes out."""
+        trail = Trail()
+        a = b = x.to(state_dtype(x.dtype))
+        tapped, after = [], []
+        for number, index in enumerate(self.order):
+            use = Use(self._branches(index), context, x.dtype, self.training)
+            given = (*states.tensors(state[number]), *self._weights(index))
+            check_reverse(NAME, a, *given, remedy=REMEDY)
+            a, b, *own = UseLayer.apply(use, trail, state[number], partial(self._weights, index), a, b, *given)
+            after.append(filled(state[number], own))
+            if number in taps:
+                tapped.append(joined(a, b, self.mean, x.dtype))
+        # All goes through one node, whose backward is the first and brings the streams that the others begin with.
+        others = tuple(tapped), tuple(after)
+        moving = [each for each in states.tensors(others) if each.requires_grad]
+        y, *moved = Join.apply(trail, self.mean, x.dtype, a, b, *moving)
+        rest = iter(moved)
+        tapped, after = states.map_tensors(lambda each: next(rest) if each.requires_grad else each, others)
+        return y, after, tapped
+
+    def _weights(self, index: int) -> tuple[nn.Parameter, ...]:
+        """What a layer can learn, shared parts included."""
+        parameters = (*self.layers[index].parameters(), *self.shared.parameters())
+        return tuple(each for each in parameters if each.requires_grad)
