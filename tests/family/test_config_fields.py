@@ -50,7 +50,7 @@ SMALL = {
     "window": 4, "stride": 3, "block": 4, "segment": 6, "memory": 6, "summary": 2, "random": 1, "max_distance": 9,
     "num_buckets": 8, "max_length": 32, "height": 6, "width": 6, "block_height": 2, "block_width": 2,
     "flange_height": 1, "flange_width": 1, "compressed": 3, "rate": 2, "topk": 4, "memory_size": 12,
-    "num_keys": 4, "key_dim": 8, "cutoffs": (5, 11), "divisor": 2, "classes": 3, "vocab_size": VOCAB,
+    "num_keys": 4, "rank": 4, "key_dim": 8, "cutoffs": (5, 11), "divisor": 2, "classes": 3, "vocab_size": VOCAB,
     "dim": DIM, "starts": (7,), "hidden_dim": 32, "pattern": Local.Config(window=3),
     "patterns": (Local.Config(window=2), Local.Config(window=5)) * 2, "position": NoPosition.Config(),
     "input": Tokens.Config(vocab_size=VOCAB), "feed_forward": MLP.Config(hidden_dim=8),

@@ -50,6 +50,8 @@ class EncoderMixer(nn.Module):
 
     even_costs: bool = True
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
+    max_length: int | None = None
+    """How many tokens a text may have, None for any number."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""

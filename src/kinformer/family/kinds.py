@@ -111,7 +111,7 @@ def _mixers() -> list[type[Config]]:
 def _encoders() -> list[type[Config]]:
     from kinformer.blocks import encoder_layer, global_input
     from kinformer.heads import classification, masked_language
-    from kinformer.mixers import bidirectional, bidirectional_linear, etc
+    from kinformer.mixers import bidirectional, bidirectional_linear, etc, linformer
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
 
@@ -123,6 +123,7 @@ def _encoders() -> list[type[Config]]:
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
         etc.EtcAttention.Config,
+        linformer.Linformer.Config,
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,

@@ -27,6 +27,7 @@ from kinformer.family import (
     image_transformer,
     knn_lm,
     linear_transformer,
+    linformer,
     local,
     longformer,
     macaron,
@@ -83,6 +84,7 @@ MEMBERS: dict[str, Member] = {
         etc,
         big_bird,
         blockbert,
+        linformer,
     )
 }
 
