@@ -30,7 +30,6 @@ from kinformer.inputs.tokens import Tokens
 from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -219,10 +218,16 @@ def absorbed(mixer) -> list[Tensor]:
 def read(mixer) -> list[Tensor]:
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
     sentences = torch.cat([torch.arange(3), own]).expand(2, -1)
-    with_global = mixer(numbers(2, 3 + TIME, DIM), Text(None, None, sentences, 3))
-    if isinstance(mixer, EtcAttention):
-        return [with_global]
-    return [with_global, mixer(numbers(2, TIME, DIM), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0))]
+    texts = [Text(), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0), Text(None, None, sentences, 3)]
+    return [mixer(numbers(2, text.num_global + TIME, DIM), text) for text in texts if reads(mixer, text)]
+
+
+def reads(mixer, text: Text) -> bool:
+    try:
+        mixer.check(text.global_positions is not None, text.num_global > 0)
+    except KinformerError:
+        return False
+    return True
 
 
 def mapped(module) -> list[Tensor]:

@@ -43,6 +43,7 @@ from kinformer.family import (
     shaw,
     spalm,
     sparse_transformer,
+    star,
     t5,
     transformer_xl,
 )
@@ -85,6 +86,7 @@ MEMBERS: dict[str, Member] = {
         big_bird,
         blockbert,
         linformer,
+        star,
     )
 }
 
