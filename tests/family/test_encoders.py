@@ -18,7 +18,11 @@ from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
-WITHOUT_KINDS = {"etc": "its global tokens are a global input", "star": "its relay is the one global token"}
+WITHOUT_KINDS = {
+    "etc": "its global tokens are a global input",
+    "star": "its relay is the one global token",
+    "sinkhorn": "it sorts blocks alone",
+}
 
 
 def build(name, **changes):

@@ -41,6 +41,7 @@ from kinformer.family import (
     rope,
     sha_rnn,
     shaw,
+    sinkhorn,
     spalm,
     sparse_transformer,
     star,
@@ -87,6 +88,7 @@ MEMBERS: dict[str, Member] = {
         blockbert,
         linformer,
         star,
+        sinkhorn,
     )
 }
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, within
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
@@ -107,7 +107,7 @@ class Linformer(EncoderMixer):
 
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         x, count = select_valid(x, text.valid), text.num_global
-        long, valid = self._checked(x[:, count:], text.long_valid)
+        long, valid = within(x[:, count:], text.long_valid, self.config.max_length, "linformer")
         k, v = self._summaries(long, valid)
         hidden = None if valid is None or self.config.method == "learned" else ~_windows(valid, self.width).any(-1)
         if count:
@@ -120,19 +120,6 @@ class Linformer(EncoderMixer):
         seen = Visibility(key_padding_mask=hidden)
         y = attention(self._heads(self.query(x)), k, v, seen, scoring, impl=self.config.impl).out
         return select_valid(self.out(merge_heads(y)), text.valid)
-
-    def _checked(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The long input, refused where it is too long; padding beyond the maximum is cut off."""
-        end = self.config.max_length
-        if x.shape[1] <= end:
-            return x, valid
-        if valid is None or bool(valid[:, end:].any()):
-            longest = x.shape[1] if valid is None else int(valid.sum(1).max())
-            raise KinformerError(
-                f"a text of {longest} tokens is longer than max_length = {end} of the mixer linformer, which has no "
-                "weights for more; give shorter texts, or --set layers.*.mixer.max_length."
-            )
-        return x[:, :end], valid[:, :end]
 
     def _summaries(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, heads, summaries, head_dim]."""

@@ -21,7 +21,7 @@ from torch.nn.functional import leaky_relu, pad
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
@@ -70,11 +70,8 @@ class StarAttention(EncoderMixer):
         )
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        if global_tokens or global_input:
-            raise KinformerError(
-                "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens; "
-                "leave their kinds, global_tokens and global_input out."
-            )
+        why = "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens"
+        refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
