@@ -190,6 +190,8 @@ def test_long_lengths_are_continued_exactly(name):
     changes = {"position.max_length": 10_000} if CONFIGS[name].position.kind == "learned" else {}
     if name == "compressive":  # fewer, longer segments: each takes as many operations, whatever its length
         changes = {"layers.*.mixer.segment": 128, "layers.*.mixer.memory": 128}
+    if hasattr(CONFIGS[name].layers[0].mixer, "max_length"):
+        changes["layers.*.mixer.max_length"] = 10_000
     config, length = configure_like(CONFIGS[name], changes), 2637
     mixers = (module for module in config.build().modules() if isinstance(module, CausalMixer | EncoderMixer))
     even = all(mixer.even_costs for mixer in mixers)

@@ -30,7 +30,6 @@ from kinformer.inputs.tokens import Tokens
 from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
-from kinformer.mixers.etc import EtcAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -50,7 +49,7 @@ SMALL = {
     "window": 4, "stride": 3, "block": 4, "segment": 6, "memory": 6, "summary": 2, "random": 1, "max_distance": 9,
     "num_buckets": 8, "max_length": 32, "height": 6, "width": 6, "block_height": 2, "block_width": 2,
     "flange_height": 1, "flange_width": 1, "compressed": 3, "rate": 2, "topk": 4, "memory_size": 12,
-    "num_keys": 4, "key_dim": 8, "cutoffs": (5, 11), "divisor": 2, "classes": 3, "vocab_size": VOCAB,
+    "num_keys": 4, "rank": 4, "key_dim": 8, "cutoffs": (5, 11), "divisor": 2, "classes": 3, "vocab_size": VOCAB,
     "dim": DIM, "starts": (7,), "hidden_dim": 32, "pattern": Local.Config(window=3),
     "patterns": (Local.Config(window=2), Local.Config(window=5)) * 2, "position": NoPosition.Config(),
     "input": Tokens.Config(vocab_size=VOCAB), "feed_forward": MLP.Config(hidden_dim=8),
@@ -221,10 +220,16 @@ def absorbed(mixer) -> list[Tensor]:
 def read(mixer) -> list[Tensor]:
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
     sentences = torch.cat([torch.arange(3), own]).expand(2, -1)
-    with_global = mixer(numbers(2, 3 + TIME, DIM), Text(None, None, sentences, 3))
-    if isinstance(mixer, EtcAttention):
-        return [with_global]
-    return [with_global, mixer(numbers(2, TIME, DIM), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0))]
+    texts = [Text(), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0), Text(None, None, sentences, 3)]
+    return [mixer(numbers(2, text.num_global + TIME, DIM), text) for text in texts if reads(mixer, text)]
+
+
+def reads(mixer, text: Text) -> bool:
+    try:
+        mixer.check(text.global_positions is not None, text.num_global > 0)
+    except KinformerError:
+        return False
+    return True
 
 
 def mapped(module) -> list[Tensor]:

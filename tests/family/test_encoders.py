@@ -18,7 +18,11 @@ from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
-WITHOUT_KINDS = {"etc": "its global tokens are a global input"}
+WITHOUT_KINDS = {
+    "etc": "its global tokens are a global input",
+    "star": "its relay is the one global token",
+    "sinkhorn": "it sorts blocks alone",
+}
 
 
 def build(name, **changes):
@@ -32,7 +36,7 @@ def test_contract(name, check):
     ENCODER_MODEL_CHECKS[check](subject)
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("pooling", ["first", "mean", "max"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_classes_of_texts(name, pooling):
     head = ClassificationHead.Config(classes=4, pooling=pooling)

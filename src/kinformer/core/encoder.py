@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.core.errors import KinformerError
 
 LOCAL, GLOBAL = 0, 1
 """Kinds of tokens of the long input, as ``model(tokens, kinds=...)`` takes them."""
@@ -50,6 +51,8 @@ class EncoderMixer(nn.Module):
 
     even_costs: bool = True
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
+    max_length: int | None = None
+    """How many tokens a text may have, None for any number."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""
@@ -66,6 +69,26 @@ class EncoderMixerConfig(Config):
 
     def build(self, dim: int) -> EncoderMixer:
         raise NotImplementedError
+
+
+def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
+    """For a mixer's ``check``, where it knows no global tokens; ``why`` is the first half of the sentence."""
+    if global_tokens or global_input:
+        raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
+
+
+def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:
+    """The long input x [batch, time, dim] of a mixer of this ``kind``, refused where a text has more than ``end``
+    tokens; padding beyond is cut off, as it counts towards no limit."""
+    if x.shape[1] <= end:
+        return x, valid
+    if valid is None or bool(valid[:, end:].any()):
+        longest = x.shape[1] if valid is None else int(valid.sum(1).max())
+        raise KinformerError(
+            f"a text of {longest} tokens is longer than max_length = {end} of the mixer {kind}, which has no weights "
+            "for more; give shorter texts, or --set layers.*.mixer.max_length."
+        )
+    return x[:, :end], valid[:, :end]
 
 
 def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:

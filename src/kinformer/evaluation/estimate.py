@@ -133,7 +133,7 @@ def _check(model: Any, length: int, batch: int) -> None:
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(
             f"length is {length}, but the learned positions of this model end at max_length = {model.max_length}; "
-            f"use a shorter length, or --set position.max_length={length}."
+            f"use a shorter length, or --set position.max_length={length}, and the max_length of mixers that have one."
         )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kinformer.evaluation.estimate import Estimate, Precision, horizon_of, is_even
-from kinformer.evaluation.estimate_checkpoint import is_checkpointed, measure_held
+from kinformer.evaluation.estimate_checkpoint import measure_held
 from kinformer.evaluation.estimate_length import at_length
 from kinformer.evaluation.estimate_parts import distinct, measure, without_data
 
@@ -23,7 +23,7 @@ ALLOCATOR = 0.35
 def peak(config: Any, found: Estimate, *, length: int, batch: int, precision: Precision = "fp32") -> dict[str, int]:
     """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
     same config and sizes, on a CPU."""
-    temporaries = 0 if is_checkpointed(config) else _temporaries(config, length, batch)
+    temporaries = 0 if config.stack.recomputes else _temporaries(config, length, batch)
     moving = found.memory["train"]["activations"] + temporaries
     return {
         "interpreter": INTERPRETER,

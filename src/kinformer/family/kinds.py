@@ -110,20 +110,24 @@ def _mixers() -> list[type[Config]]:
 
 
 def _encoders() -> list[type[Config]]:
-    from kinformer.blocks import encoder_layer, global_input
+    from kinformer.blocks import bare, encoder_layer, global_input
     from kinformer.heads import classification, masked_language
-    from kinformer.mixers import bidirectional, bidirectional_linear, etc
+    from kinformer.mixers import bidirectional, bidirectional_linear, etc, linformer, sinkhorn, star
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
 
     return [
         encoder.Encoder.Config,
         encoder_layer.EncoderLayer.Config,
+        bare.BareLayer.Config,
         global_input.ExtraTokens.Config,
         global_input.Sentences.Config,
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
         etc.EtcAttention.Config,
+        linformer.Linformer.Config,
+        star.StarAttention.Config,
+        sinkhorn.SinkhornAttention.Config,
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,

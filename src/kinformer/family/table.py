@@ -27,6 +27,7 @@ from kinformer.family import (
     image_transformer,
     knn_lm,
     linear_transformer,
+    linformer,
     local,
     longformer,
     macaron,
@@ -40,8 +41,10 @@ from kinformer.family import (
     rope,
     sha_rnn,
     shaw,
+    sinkhorn,
     spalm,
     sparse_transformer,
+    star,
     t5,
     transformer_xl,
 )
@@ -83,6 +86,9 @@ MEMBERS: dict[str, Member] = {
         etc,
         big_bird,
         blockbert,
+        linformer,
+        star,
+        sinkhorn,
     )
 }
 

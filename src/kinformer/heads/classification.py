@@ -18,8 +18,8 @@ from kinformer.core.model_config import HeadConfig
 class ClassificationHead(nn.Module):
     """hidden_states [batch, time, dim] -> logits [batch, classes].
 
-    ``pooling``: ``first`` takes the first valid token ([CLS]), ``mean`` the mean of all valid ones; then
-    output(dropout(activation(dense(pooled)))).
+    ``pooling``: ``first`` takes the first valid token ([CLS]), ``mean`` the mean of all valid ones, ``max`` each
+    feature's largest value among them; then output(dropout(activation(dense(pooled)))).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ClassificationHead(nn.Module):
         kind = "classification"
         per_position = False
         classes: int
-        pooling: Literal["first", "mean"] = "first"
+        pooling: Literal["first", "mean", "max"] = "first"
         activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
         dropout: float = 0.0
 
@@ -48,6 +48,10 @@ class ClassificationHead(nn.Module):
         if self.pooling == "first":
             first = 0 if valid is None else valid.int().argmax(1)
             pooled = hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
+        elif self.pooling == "max":
+            lowest = hidden_states.new_full((), torch.finfo(hidden_states.dtype).min)
+            shown = hidden_states if valid is None else torch.where(valid[..., None], hidden_states, lowest)
+            pooled = shown.amax(1)
         elif valid is None:
             pooled = hidden_states.mean(1)
         else:

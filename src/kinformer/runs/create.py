@@ -213,7 +213,7 @@ def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
     if longest is not None and plan.settings.length > longest:
         raise KinformerError(
             f"--length {plan.settings.length}: this model's positions end at {longest}; give --length {longest} or "
-            f"less, or --set position.max_length={plan.settings.length}."
+            f"less, or --set position.max_length={plan.settings.length}, and the max_length of mixers that have one."
         )
 
 

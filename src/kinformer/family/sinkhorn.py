@@ -1,0 +1,59 @@
+"""Sparse Sinkhorn Transformer: blocks that see themselves, and one that a learned sorting brings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, encoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder import Encoder
+
+
+def _recipe(
+    shape: Shape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
+) -> Recipe:
+    """``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and itself."""
+
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.mixers.sinkhorn import SinkhornAttention
+        from kinformer.positions.learned import Learned
+
+        mixer = SinkhornAttention.Config(
+            num_heads=shape.num_heads, block=block, max_length=max_length, iterations=iterations, cut=cut
+        )
+        return encoder(shape, vocab or vocab_size, mixers=[mixer], position=Learned.Config(max_length=max_length))
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post")
+
+
+MEMBER = Member(
+    name="sinkhorn",
+    title="Sparse Sinkhorn Transformer (sorted blocks)",
+    paper="Tay et al. 2020, Sparse Sinkhorn Attention (arXiv 2002.11296)",
+    year=2020,
+    axes=("pattern",),
+    causal=False,
+    growth="none",
+    departures=(
+        "encoders alone: balancing under a causal mask still divides by sums over later blocks, which leaks (tested)",
+        "the own and the sorted block are in one softmax",
+        "a last block that is not full, and texts of any length up to max_length: what is missing has no weight",
+        "Gumbel noise in training alone",
+        "the mixture with plain attention is a list of layers (--set layers.0.mixer=bidirectional)",
+        "the recipes predict masked tokens; the paper's encoders classify",
+    ),
+    exact_limit="one block (block >= length), or two that change places",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), 16, 128),
+        "small": _recipe(_shape(256, 4, 4, hidden_dim=896), 64, 512),
+        "benchmark": _recipe(_shape(256, 4, 4), 64, 4096),
+        "sortcut": _recipe(_shape(256, 4, 4, hidden_dim=896), 64, 512, cut=2),
+        "paper": _recipe(_shape(512, 6, 8, hidden_dim=2048), 32, 2048, vocab_size=32000),
+    },
+)

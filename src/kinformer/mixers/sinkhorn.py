@@ -1,0 +1,166 @@
+"""Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
+
+    R_i = W_2 relu(W_1 sum of the tokens in block i)        sort logits of block i for every block, head by head
+    S   = exp of N normalisations of (R + Gumbel noise) / temperature in the log domain, of rows and columns in turns
+    K'_i = sum_j S_ij K_j,   V'_i = sum_j S_ij V_j          blocks of keys, and values with them
+    y   = softmax(q [K'_i; K_i]^T / sqrt(head_dim)) [V'_i; V_i]   for the queries of block i
+
+With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2 block (or
+time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
+
+Where the last block is not full, what is missing has no weight in a sorted block: the others' weights at that slot are
+scaled up to the sum that all would have. Noise is drawn in training only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kinformer.core.contract import select_valid, state_dtype
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global, within
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.projections.multi_head import MultiHead
+
+
+class SinkhornAttention(EncoderMixer):
+    """x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim / num_heads.
+
+    ``iterations``: N, each of rows and then of columns; ``cut``: 0 without SortCut.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "sinkhorn"
+        num_heads: int = 4
+        head_dim: int | None = None
+        block: int = 64
+        max_length: int = 512
+        iterations: int = 5
+        temperature: float = 0.75
+        noise: bool = True
+        cut: int = 0
+        bias: bool = True
+        dropout: float = 0.0  # of the attention probabilities
+        impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            for name, least in (("block", 1), ("iterations", 1), ("cut", 0)):
+                if getattr(self, name) < least:
+                    raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
+            if self.max_length < 1 or self.max_length % self.block:
+                raise KinformerError(
+                    f"max_length = {self.max_length} is no multiple of block = {self.block}, but a text is cut into "
+                    "blocks; choose a multiple."
+                )
+            if not self.temperature > 0:
+                raise KinformerError(f"temperature must be above 0, but is {self.temperature}.")
+
+        def build(self, dim: int) -> SinkhornAttention:
+            return SinkhornAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
+        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "sinkhorn")
+        self.config, self.scale, self.max_length = config, head_dim**-0.5, config.max_length
+        self.even_costs = 512 % config.block == 0 and 512 % (max(1, config.cut) * config.block) == 0
+        self.projection = MultiHead.Config(bias=config.bias).build(dim, heads, head_dim)
+        self.sorting = SortingNetwork(config, dim)
+        self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        refuse_global("this mixer (sinkhorn) sorts blocks and knows no global tokens", global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        time, block = x.shape[1], self.config.block
+        x, valid = within(select_valid(x, text.valid), text.valid, self.config.max_length, "sinkhorn")
+        short = -x.shape[1] % block
+        if short:
+            valid = pad(x.new_ones(x.shape[:2], dtype=torch.bool) if valid is None else valid, (0, short))
+            x = pad(x, (0, 0, 0, short))
+        present = None if valid is None else valid.unflatten(1, (-1, block))
+        q, k, v = (each.unflatten(2, (-1, block)) for each in self.projection(x))
+        if present is not None:
+            zero, kept = k.new_zeros(()), present[:, None, ..., None]
+            k, v = torch.where(kept, k, zero), torch.where(kept, v, zero)
+        weights = self.sorting(x.unflatten(1, (-1, block)).sum(2), None if present is None else present[..., 0])
+        weights = weights[:, :, : self.config.cut or None]
+        y = (self._cut if self.config.cut else self._blocks)(q, k, v, *_sorted(weights, k, v, present), present)
+        return select_valid(pad(self.out(y)[:, :time], (0, 0, 0, max(0, time - y.shape[1]))), text.valid)
+
+    def _blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None
+    ) -> Tensor:
+        """Every block sees what was sorted to it, and itself."""
+        hidden = None
+        if present is not None:  # the first block lacks the slots that no block has
+            hidden = ~torch.cat([present[:, :1].expand_as(present), present], 2).flatten(0, 1)
+        k, v = torch.cat([sorted_k, k], 3), torch.cat([sorted_v, v], 3)
+        rows, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        return merge_heads(self._attend(rows, keys, values, hidden)).unflatten(0, (-1, q.shape[2])).flatten(1, 2)
+
+    def _cut(
+        self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None
+    ) -> Tensor:
+        """All see the first sorted blocks, as many as there are."""
+        hidden = None
+        if present is not None:
+            filled = present[:, : sorted_k.shape[2], :1] & present[:, :1]
+            hidden = ~filled.flatten(1)
+        return merge_heads(self._attend(q.flatten(2, 3), sorted_k.flatten(2, 3), sorted_v.flatten(2, 3), hidden))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+        scoring = Scoring(self.scale, dropout=Dropout.drawn(self.config.dropout, self.training))
+        return attention(q, k, v, Visibility(key_padding_mask=hidden), scoring, impl=self.config.impl).out
+
+
+class SortingNetwork(nn.Module):
+    """Sums of blocks [batch, blocks, dim] -> S [batch, heads, blocks, blocks], in float32 or better.
+
+    ``filled`` [batch, blocks] bool or None: which blocks hold a token; the others are no part of the sorting.
+    """
+
+    def __init__(self, config: SinkhornAttention.Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.inner = nn.Linear(dim, dim)
+        self.outer = nn.Linear(dim, config.num_heads * (config.max_length // config.block))
+
+    def forward(self, sums: Tensor, filled: Tensor | None) -> Tensor:
+        logits = self.outer(self.inner(sums).relu()).unflatten(-1, (self.config.num_heads, -1))
+        logits = logits[..., : sums.shape[1]].transpose(1, 2).to(state_dtype(logits.dtype))
+        if self.config.noise and self.training:
+            drawn = torch.empty_like(logits).exponential_().clamp_min(torch.finfo(logits.dtype).tiny)
+            logits = logits - drawn.log()
+        pairs = None if filled is None else (filled[:, :, None] & filled[:, None])[:, None]
+        return sinkhorn(logits / self.config.temperature, self.config.iterations, pairs)
+
+
+def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
+    """Sinkhorn's balancing of exp(logits) [..., n, n] in the log domain (Sinkhorn 1964; Mena et al. 2018): rows, then
+    columns are divided by their sums, ``iterations`` times. ``pairs`` bool: which entries there are; others are 0."""
+    lowest = logits.new_full((), torch.finfo(logits.dtype).min / 4)
+    for _ in range(iterations):
+        for axis in (-1, -2):
+            logits = logits if pairs is None else torch.where(pairs, logits, lowest)
+            logits = logits - logits.logsumexp(axis, keepdim=True)
+    return logits.exp() if pairs is None else torch.where(pairs, logits, lowest).exp()
+
+
+def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch, heads, blocks, block, head_dim] summed over blocks by ``weights``."""
+    if present is not None:
+        some = weights @ present[:, None].to(weights.dtype)
+        scaled = weights.sum(-1, keepdim=True) / some.clamp_min(torch.finfo(weights.dtype).tiny)
+    weights, found = weights.to(k.dtype), []
+    for each in (k, v):
+        mixed = (weights @ each.flatten(3)).unflatten(3, each.shape[3:])
+        found.append(mixed if present is None else mixed * scaled.to(k.dtype).unsqueeze(-1))
+    return found[0], found[1]
