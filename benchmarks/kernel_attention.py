@@ -3,8 +3,9 @@
     python benchmarks/kernel_attention.py            # about five minutes on two cores
 
 The first part times, in rounds, causal attention by the members' rules with 64 features a head, feature maps included;
-beside them PyTorch's causal softmax attention and, where it is installed, performer-pytorch's FAVOR+. Every kernel must
-first give the values and gradients of its recurrence, for a shorter text.
+beside them PyTorch's causal softmax attention and, where they are installed, performer-pytorch's FAVOR+ and the gated
+delta rule of transformers' Qwen3-Next in PyTorch. Every kernel must first give the values and gradients of its
+recurrence, for a shorter text; transformers' must give those of ours.
 The second part absorbs a million tokens in chunks with the mixers of the tiny recipes in float32 and float64, and
 compares the outputs of the last 4096.
 """
@@ -76,6 +77,11 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, impl: str
     return delta_rule(phi(q), phi(k), v, g.sigmoid(), empty, log_decay=functional.logsigmoid(g), impl=impl)[0]
 
 
+def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, impl: str) -> Tensor:
+    phi, empty = Unit.Config().build(q.shape[3]), q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
+    return delta_rule(phi(q), phi(k), v, g.sigmoid(), empty, impl=impl)[0]
+
+
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -88,6 +94,23 @@ def peer_performer(head_dim: int) -> Attention | None:
 
     attention = FastAttention(dim_heads=head_dim, nb_features=head_dim, causal=True)
     return lambda q, k, v, *_: attention(q, k, v)
+
+
+def peer_gated_delta(short: tuple[Tensor, ...]) -> Attention | None:
+    """The chunked gated delta rule of transformers, or None where it is not installed; held to ours on ``short``."""
+    if peer("transformers") is None:
+        return None
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor) -> Tensor:
+        q, k, v, beta, decay = (x.transpose(1, 2) for x in (q, k, v, g.sigmoid(), functional.logsigmoid(g)))
+        y = torch_chunk_gated_delta_rule(q, k, v, decay, beta, use_qk_l2norm_in_kernel=True)[0]
+        return y.transpose(1, 2) * q.shape[-1] ** 0.5  # queries are scaled there
+
+    pair = gradients(partial(gated_delta, impl="reference"), short), gradients(attend, short)
+    for values in zip(*pair, strict=True):
+        gate_equal("transformers, gated delta", *values, TOLERANCE)
+    return attend
 
 
 def gradients(attend: Attention, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -108,6 +131,7 @@ def race(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
         "rfa": partial(rfa, phi=RandomFourier.Config(features=width // 2).build_heads(shape[1], width)),
         "gla": gla,
         "gated-deltanet": gated_delta,
+        "delta rule, no decay": delta,
     }
     inputs = tuple(torch.randn(size) for size in (shape, shape, shape, shape[:3], shape))
     short = tuple(x[:, :, :SHORT] for x in inputs)
@@ -115,7 +139,11 @@ def race(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
     for name, attend in ours.items():
         pair = (gradients(partial(attend, impl=impl), short) for impl in ("chunked", "reference"))
         gaps[name] = max(gate_equal(name, *values, TOLERANCE) for values in zip(*pair, strict=True))
-    others = {"SDPA causal": softmax, "performer-pytorch": peer_performer(width)}
+    others = {
+        "SDPA causal": softmax,
+        "performer-pytorch": peer_performer(width),
+        "transformers, gated delta": peer_gated_delta(short),
+    }
     everyone = {name: partial(attend, impl="auto") for name, attend in ours.items()} | {
         name: attend for name, attend in others.items() if attend
     }
