@@ -54,6 +54,7 @@ from kinformer.positions.xl import TransformerXL
 from kinformer.projections.complex import Complex
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
+from kinformer.projections.normalised import Normalised
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
 from kinformer.scores.dot import Dot
@@ -71,6 +72,12 @@ MIXERS = {
     "softmax, window": SoftmaxAttention.Config(num_heads=2, pattern=Local.Config(window=5)),
     "softmax, itself only": SoftmaxAttention.Config(num_heads=2, pattern=Local.Config(window=1)),
     "softmax, grouped": SoftmaxAttention.Config(num_heads=4, projection=Grouped.Config(num_kv_heads=2)),
+    "softmax, normalised, rope, one key head": SoftmaxAttention.Config(
+        num_heads=2, projection=Normalised.Config(inner=Grouped.Config()), position=Rope.Config()
+    ),
+    "softmax, normalised, convolved": SoftmaxAttention.Config(
+        num_heads=2, projection=Normalised.Config(inner=Convolved.Config())
+    ),
     "softmax, rope": SoftmaxAttention.Config(num_heads=2, position=Rope.Config()),
     "softmax, rope by YaRN of half the features": SoftmaxAttention.Config(
         num_heads=2, position=Rope.Config(fraction=0.5, scaling="yarn", factor=4.0, original_length=16)

@@ -33,7 +33,7 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
                 compression=Convolution.Config(rate=rate),
             ),
             head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(scale_residual=False),
+            initialisation=Initialisation(residual="plain"),
             scale=True,
         ).replace(norm=None)
 

@@ -30,7 +30,7 @@ def _recipe(shape: Shape) -> Recipe:
                 bias=False,
             ),
             head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(scale_residual=False),
+            initialisation=Initialisation(residual="plain"),
         )
 
     return recipe

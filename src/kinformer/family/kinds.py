@@ -149,7 +149,7 @@ def _other_parts() -> list[type[Config]]:
         sum_normalised,
         unit,
     )
-    from kinformer.projections import complex, convolved, grouped, multi_head
+    from kinformer.projections import complex, convolved, grouped, multi_head, normalised
     from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
 
     return [
@@ -160,6 +160,7 @@ def _other_parts() -> list[type[Config]]:
         modulus.Modulus.Config,
         multi_head.MultiHead.Config,
         grouped.Grouped.Config,
+        normalised.Normalised.Config,
         convolved.Convolved.Config,
         complex.Complex.Config,
         elu.Elu.Config,

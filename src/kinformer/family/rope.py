@@ -21,7 +21,7 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
             shape,
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
-            initialisation=Initialisation(scale_residual=shape.residual == "pre"),
+            initialisation=Initialisation(residual="scaled" if shape.residual == "pre" else "plain"),
         )
         return config if shape.residual == "pre" else config.replace(norm=None)
 

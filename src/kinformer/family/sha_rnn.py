@@ -36,7 +36,7 @@ def _recipe(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size:
             head=LanguageModelHead.Config(tied=True, bias=True),
             norm=None,
             dropout=dropout,
-            initialisation=Initialisation(std=0.1 * dim**-0.5, scale_residual=False),
+            initialisation=Initialisation(std=0.1 * dim**-0.5, residual="plain"),
         )
 
     return recipe

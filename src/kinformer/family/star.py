@@ -27,7 +27,7 @@ def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab
             mixers=[mixer],
             position=Learned.Config(max_length=max_length),
             embedding_norm=None,
-            initialisation=Initialisation(scheme="xavier", scale_residual=False),
+            initialisation=Initialisation(scheme="xavier", residual="plain"),
         )
         return config.replace(layers=(BareLayer.Config(mixer=mixer),))
 

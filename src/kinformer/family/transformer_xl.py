@@ -28,7 +28,7 @@ def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int
                 memory=segment if memory is None else memory,
             ),
             head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(scale_residual=False),
+            initialisation=Initialisation(residual="plain"),
             scale=True,
         ).replace(norm=None)
 

@@ -47,7 +47,7 @@ class Encoder(CommonModel):
         global_tokens: int = 0
         global_input: GlobalInputConfig | None = None
         embedding_norm: NormConfig | None = LayerNorm()
-        initialisation: Initialisation = Initialisation(scale_residual=False)
+        initialisation: Initialisation = Initialisation(residual="plain")
 
         def __post_init__(self) -> None:
             super().__post_init__()

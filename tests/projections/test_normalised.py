@@ -1,0 +1,29 @@
+"""QK-norm: the formula, grouped heads, and scores that do not grow with the stream."""
+
+import torch
+from torch.nn.functional import rms_norm
+
+from kinformer.projections.grouped import Grouped
+from kinformer.projections.normalised import Normalised
+
+
+def test_it_is_the_formula_and_keys_alone_are_the_same():
+    projection = Normalised.Config(inner=Grouped.Config(num_kv_heads=2)).build(16, 4, 8).double()
+    torch.nn.init.uniform_(projection.q_norm.weight, 0.5, 2)
+    torch.nn.init.uniform_(projection.k_norm.weight, 0.5, 2)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    q, k, v = projection(x)
+    plain_q, plain_k, plain_v = projection.inner(x)
+    assert q.shape == (2, 4, 5, 8) and k.shape == v.shape == (2, 2, 5, 8)
+    torch.testing.assert_close(q, rms_norm(plain_q, (8,), eps=1e-6) * projection.q_norm.weight)
+    torch.testing.assert_close(k, rms_norm(plain_k, (8,), eps=1e-6) * projection.k_norm.weight)
+    torch.testing.assert_close(v, plain_v)
+    for found, expected in zip(projection.keys_values(x), (k, v), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_queries_and_keys_do_not_grow_with_the_stream():
+    projection = Normalised.Config(inner=Grouped.Config(bias=False)).build(16, 4, 8)
+    x = torch.randn(2, 5, 16)
+    for one, hundred in zip(projection(x)[:2], projection(100 * x)[:2], strict=True):
+        torch.testing.assert_close(one, hundred, rtol=1e-4, atol=1e-4)
