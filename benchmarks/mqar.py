@@ -1,0 +1,281 @@
+"""What does a state of so many bytes remember? Multi-query associative recall (Arora et al. 2023) by one recipe.
+
+Each member's mixer as its page has it, but of one head, in two layers of width 64 without feed-forwards and positions:
+a causal convolution of four tokens, then the mixer, each behind a norm and in a residual (the setting in which Zoology
+compares recall and state; a convolution of a mixer's own is left out). 256 symbols, 64 tokens, 8 pairs; AdamW with
+weight decay 0.1, one cycle of the learning rate, clipping at 1; training ends when 99 % of a validation are right. The
+learning rate is swept with the first seed, the best one is run with further seeds, and the last weights are measured on
+new rows.
+
+It can be stopped at any time: every finished run is in the result file, and the next call goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common import RESULTS, arguments, prepare, save, show
+from kinformer.blocks.initialise import Initialisation
+from kinformer.blocks.layer import DecoderLayer
+from kinformer.core import state as states
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
+from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.redrawn import due, redrawn
+from kinformer.data.mqar import Recall
+from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
+from kinformer.evaluation.figure import save as save_figure
+from kinformer.family.build import configure
+from kinformer.family.table import MEMBERS as ALL
+from kinformer.heads.language import LanguageModelHead
+from kinformer.inputs.tokens import Tokens
+from kinformer.models.decoder import Decoder
+from kinformer.positions.none import NoPosition
+from kinformer.projections.short_convolution import ShortConvolution
+from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, answers
+
+DIM, DEPTH, WIDTH, LENGTH, ROWS = 64, 2, 4, 64, 32
+DATA = Recall(pairs=(8,), symbols=256)
+MEMBERS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "local": {"pattern.window": 16},
+    "linear-transformer": {},
+    "performer": {},
+    "rfa": {},
+    "retnet": {"value_dim": 128},
+    "gla": {"head_dim": 32, "value_dim": 64},
+    "fast-weights": {},
+    "gated-deltanet": {"convolution": 0},
+    "reformer": {},
+    "routing": {},
+}
+"""What is changed of each member's mixer beside the number of heads; those that do not exist are left out."""
+RATES, SEEDS = (3e-3, 1e-2), (0, 1, 2)
+SOLVED, EXAM, PATIENCE = 0.99, 16, 100
+
+
+class Recent(NamedTuple):
+    """The last tokens [batch, 1, WIDTH - 1, dim]."""
+
+    tokens: Tensor
+
+
+class Convolution(CausalMixer):
+    """A causal convolution of each channel, and SiLU."""
+
+    growth = "constant"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "short_convolution"
+
+        def build(self, dim: int) -> Convolution:
+            return Convolution(dim)
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.convolution = dim, ShortConvolution(WIDTH, 1, dim)
+
+    def initial_state(self, batch: int, *, device: Any = None, dtype: Any = None) -> Recent:
+        return Recent(torch.zeros(batch, 1, WIDTH - 1, self.dim, device=device, dtype=dtype))
+
+    def forward(self, chunk: Chunk, state: Recent) -> tuple[Tensor, Recent]:
+        y, recent = self.convolution(chunk.x[:, None], state.tokens, chunk.valid, real_resets(chunk))
+        return select_valid(y[:, 0], chunk.valid), Recent(recent)
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        return (WIDTH - 1) * self.dim * dtype.itemsize
+
+
+class Nothing(nn.Module):
+    """A feed-forward that adds nothing."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(FeedForwardConfig):
+        kind = "nothing"
+
+        def build(self, dim: int) -> nn.Module:
+            return Nothing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+class Run(NamedTuple):
+    """A training: of a member, at a learning rate, with a seed."""
+
+    member: str
+    rate: float
+    seed: int
+
+
+def build(member: str) -> Decoder:
+    changes = {f"layers.0.mixer.{path}": value for path, value in {"num_heads": 1, **MEMBERS[member]}.items()}
+    mixer = configure(member, "small", set=changes).layers[0].mixer
+    layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
+    return Decoder.Config(
+        input=Tokens.Config(vocab_size=DATA.symbols),
+        dim=DIM,
+        layers=(layer,) * DEPTH,
+        position=NoPosition.Config(),
+        head=LanguageModelHead.Config(tied=True),
+        initialisation=Initialisation(),
+    ).build()
+
+
+def accuracy(model: Decoder, split: str) -> float:
+    """Of new rows of the split."""
+    right = queries = 0
+    with torch.inference_mode():
+        for part in range(EXAM):
+            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, ROWS, LENGTH)))
+            right, queries = right + int((logits.argmax(-1) == labels).sum()), queries + len(labels)
+    return right / queries
+
+
+def train(run: Run, steps: int) -> dict[str, Any]:
+    """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    model, objective, begun = build(run.member), RecallLoss(DATA.pairs), time.monotonic()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
+    features, curve = redrawn(model), []
+    for step in range(steps):
+        for number, module in due(features, step):
+            module.draw(1000 * (1 + run.seed) + step + number)
+        model.train()
+        batch = RecallBatch.of(DATA.rows("train", step, ROWS, LENGTH, run.seed))
+        objective(model, batch, None, step / steps)[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        if (step + 1) % PATIENCE == 0 or step + 1 == steps:
+            curve.append((step + 1, accuracy(model.eval(), "validation")))
+            if curve[-1][1] >= SOLVED:
+                break
+    _, state = model(torch.zeros(1, LENGTH, dtype=torch.int64))
+    return {
+        **run._asdict(),
+        "accuracy": accuracy(model.eval(), "test"),
+        "state_bytes": states.nbytes(state.layers),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "steps": curve[-1][0],
+        "curve": curve,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def best_rate(records: list[dict[str, Any]], member: str) -> float:
+    """Of the first seed's runs the one that is right most often, and among equal ones soonest."""
+    first = [each for each in records if (each["member"], each["seed"]) == (member, SEEDS[0])]
+    return max(first, key=lambda each: (round(each["accuracy"], 2), -each["steps"]))["rate"]
+
+
+def wanted(records: list[dict[str, Any]], members: list[str]) -> Iterator[Run]:
+    """What is to be run and can be by now: first the rates, then further seeds at a member's best."""
+    done = {Run(each["member"], each["rate"], each["seed"]) for each in records}
+    sweep = [Run(member, rate, SEEDS[0]) for rate in RATES for member in members]
+    yield from (run for run in sweep if run not in done)
+    for seed in SEEDS[1:]:
+        for member in members:
+            if all(Run(member, rate, SEEDS[0]) in done for rate in RATES):
+                run = Run(member, best_rate(records, member), seed)
+                if run not in done:
+                    yield run
+
+
+def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each member the accuracies of all seeds at its best rate."""
+    rows = []
+    for member in dict.fromkeys(each["member"] for each in records):
+        rate = best_rate(records, member)
+        chosen = [each for each in records if (each["member"], each["rate"]) == (member, rate)]
+        found = [each["accuracy"] for each in chosen]
+        facts = {"accuracy": statistics.median(found), "least": min(found), "most": max(found), "seeds": len(found)}
+        steps = statistics.median(each["steps"] for each in chosen)
+        rows.append({"member": member, "state_bytes": chosen[0]["state_bytes"], **facts, "rate": rate, "steps": steps})
+    return sorted(rows, key=lambda row: row["state_bytes"])
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy against the bytes of the state, with the spread over seeds."""
+    with figure(6.4, 4.0) as drawn:
+        axes = drawn.subplots()
+        bare(axes, "left", "bottom")
+        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.axhline(1 / DATA.pairs[0], color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
+        for number, row in enumerate(rows):
+            colour, x = SERIES[number % len(SERIES)], row["state_bytes"]
+            axes.plot([x, x], [row["least"], row["most"]], color=colour, linewidth=1.6)
+            style = {"color": colour, "marker": "os"[number // len(SERIES)], "markersize": 6, "linestyle": ""}
+            axes.plot([x], [row["accuracy"]], label=row["member"], **style)
+        style = {"textcoords": "offset points", "ha": "right", "color": QUIET, "fontsize": 7.5}
+        where = (1, 1 / DATA.pairs[0])
+        axes.annotate("guessing a value of the row", where, (-2, 3), xycoords=("axes fraction", "data"), **style)
+        axes.set(xscale="log", ylim=(-0.02, 1.04), xlabel=f"bytes of the state after {LENGTH} tokens")
+        axes.set_ylabel(f"accuracy ({DATA.pairs[0]} pairs, {DATA.symbols} symbols)")
+        axes.legend(fontsize=8, frameon=False, bbox_to_anchor=(1.0, 0.5), loc="center left")
+        drawn.tight_layout()
+        save_figure(drawn, path)
+    print(f"wrote {path}")
+
+
+def keep(options: argparse.Namespace, records: list[dict[str, Any]], steps: int) -> None:
+    settings = {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": ROWS, "steps": steps, "data": DATA.identity}
+    save(options, "mqar", {"settings": settings, "summary": summary(records), "runs": records})
+
+
+def known(path: Path, steps: int) -> list[dict[str, Any]]:
+    """The finished runs of a result file of the same number of steps."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["runs"] if found["settings"]["steps"] == steps else []
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=1000, help="steps of a run at most")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this long")
+    parser.add_argument("--members", nargs="+", help="only these")
+    options = prepare(parser)
+    steps, begun = 20 if options.quick else options.steps, time.monotonic()
+    members = [name for name in MEMBERS if name in ALL and name in (options.members or MEMBERS)]
+    records = [] if options.quick else known(options.out or RESULTS / "mqar.json", steps)
+    running: dict[Future[dict[str, Any]], Run] = {}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        while True:
+            late = time.monotonic() - begun > 60 * options.minutes
+            open_runs = [] if late else [run for run in wanted(records, members) if run not in running.values()]
+            for run in open_runs[: options.jobs - len(running)]:
+                running[pool.submit(train, run, steps)] = run
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                records.append(done.result())
+                print(*running.pop(done), f"{records[-1]['accuracy']:.1%} {records[-1]['seconds']:.0f} s", flush=True)
+                keep(options, records, steps)
+    rows = summary(records)
+    show("multi-query associative recall", tuple(rows[0]), [list(row.values()) for row in rows])
+    keep(options, records, steps)
+    if not options.quick or options.out:
+        draw(rows, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Multi-query associative recall (Arora et al. 2023, Zoology: section 4 and appendix E): pairs, then keys in any order.
+
+A row begins with ``pairs`` keys, each followed by its value. The rest is cut into slots of two tokens; as many of them
+are drawn as there are keys, slot i with a probability proportional to i^(gap_power - 1), and begin with a key. There
+the value of that key is asked for, as the next token. What fills the rest is random, or the token 0.
+
+    pairs        |  slots
+    7 201 3 180  |  94 12  7 33  51 8  3 77  ...         asked: at 7 for 201, at 3 for 180
+
+Keys lie from 1 and below symbols / 2, values from there on; in a row both are distinct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.data.buckets import IGNORED
+
+VERSION = "1"
+SPLITS = ("train", "validation", "test")
+
+
+class RecallRows(NamedTuple):
+    """``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is asked; how many ``pairs`` int64 [rows]
+    a row has."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    pairs: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Rows that are drawn when they are asked for, of any of ``pairs`` alike often."""
+
+    pairs: tuple[int, ...] = (8,)
+    symbols: int = 256
+    gap_power: float = 0.01
+    random_fillers: bool = True
+    name: str = "recall"
+    version: str = VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows, but for their length and number."""
+        fillers = "random" if self.random_fillers else "zero"
+        pairs = "-".join(map(str, self.pairs))
+        return f"mqar{self.version}:{pairs}:{self.symbols}:{self.gap_power:g}:{fillers}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run folder keeps; figures compare only where identities are equal."""
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+    def check(self, length: int, pairs: tuple[int, ...] | None = None) -> None:
+        """Refuse rows of a ``length`` without room for the queries, and more ``pairs`` than there are keys."""
+        most = max(self.pairs if pairs is None else pairs)
+        if most > self.symbols // 2 - 1:
+            raise KinformerError(
+                f"{most} pairs need as many keys, but {self.symbols} symbols have {self.symbols // 2 - 1}; give "
+                f"--symbols {2 * most + 2} or more, or fewer pairs."
+            )
+        if 4 * most > length:
+            raise KinformerError(
+                f"--length {length}: {most} pairs and as many queries take {4 * most} tokens; give a longer length, or "
+                "fewer pairs."
+            )
+
+    def rows(
+        self, split: str, part: int, count: int, length: int, seed: int = 0, pairs: tuple[int, ...] | None = None
+    ) -> RecallRows:
+        """``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part`` decide; other ``pairs`` if given."""
+        self.check(length, pairs)
+        draw = np.random.default_rng([SPLITS.index(split), seed, part])
+        own = draw.choice(self.pairs if pairs is None else pairs, count)
+        tokens = draw.integers(self.symbols, size=(count, length)) if self.random_fillers else np.zeros((count, length))
+        rows = RecallRows(tokens.astype(np.int64), np.full((count, length), IGNORED, np.int64), own.astype(np.int64))
+        for number in np.unique(own).tolist():
+            self._write(draw, rows, np.flatnonzero(own == number)[:, None], number)
+        return rows
+
+    def _write(self, draw: np.random.Generator, rows: RecallRows, which: np.ndarray, number: int) -> None:
+        """Put the pairs and the queries into the rows ``which`` [n, 1]."""
+        half, slots = self.symbols // 2, (rows.tokens.shape[1] - 2 * number) // 2
+        keys = 1 + _distinct(draw.random((len(which), half - 1)), number)
+        values = half + _distinct(draw.random((len(which), self.symbols - half)), number)
+        rows.tokens[which, np.arange(0, 2 * number, 2)] = keys
+        rows.tokens[which, np.arange(1, 2 * number, 2)] = values
+        weight = (self.gap_power - 1) * np.log(np.arange(1, slots + 1))
+        # The largest of logarithms of weights with Gumbel noise are a draw without replacement, in order.
+        slot = 2 * number + 2 * _distinct(-weight - draw.gumbel(size=(len(which), slots)), number)
+        rows.tokens[which, slot] = keys
+        rows.labels[which, slot] = values
+
+
+def _distinct(costs: np.ndarray, number: int) -> np.ndarray:
+    """The columns of the ``number`` least ``costs`` of every row, in order."""
+    least = np.argpartition(costs, number - 1, axis=1)[:, :number]
+    order = np.take_along_axis(costs, least, 1).argsort(axis=1)
+    return np.take_along_axis(least, order, 1)
