@@ -91,6 +91,7 @@ def _mixers() -> list[type[Config]]:
         segment_memory,
         single_head,
         softmax,
+        tensorized,
     )
 
     return [
@@ -102,6 +103,7 @@ def _mixers() -> list[type[Config]]:
         single_head.SingleHead.Config,
         memorizing.Memorizing.Config,
         cross.CrossAttention.Config,
+        tensorized.TensorizedAttention.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
         compression.DilatedConvolution.Config,

@@ -46,6 +46,7 @@ from kinformer.family import (
     sparse_transformer,
     star,
     t5,
+    tensorized,
     transformer_xl,
 )
 from kinformer.family.record import Member
@@ -81,6 +82,7 @@ MEMBERS: dict[str, Member] = {
         memorizing,
         knn_lm,
         spalm,
+        tensorized,
         bert,
         longformer,
         etc,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import NormConfig
-from kinformer.core.contract import select_valid
+from kinformer.core.contract import CausalMixer, select_valid
+from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import HeadConfig, ModelConfig
 from kinformer.core.parts import PositionConfig
@@ -51,6 +52,8 @@ class CommonModel(nn.Module):
         self.norm = config.norm.build(config.width) if config.norm else nn.Identity()
         config.head.check(config.width, self.input)
         self.head = config.head.build(config.width, self.input)
+        mixers = (each.max_length for each in self.modules() if isinstance(each, CausalMixer | EncoderMixer))
+        self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         config.initialisation.apply(self)
 
@@ -66,8 +69,8 @@ class CommonModel(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """How long a sequence can get (a learned position's limit), or None."""
-        return self.position.max_length
+        """How long a sequence can get, as its position and every mixer say, or None."""
+        return self._max_length
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         """``values`` [batch, time, ...] as vectors [batch, time, dim], with what their ``positions`` add."""

@@ -68,12 +68,6 @@ class Encoder(CommonModel):
         self.global_input = config.global_input.build(config.dim) if config.global_input else None
         self.embedding_norm = config.embedding_norm.build(config.dim) if config.embedding_norm else nn.Identity()
 
-    @property
-    def max_length(self) -> int | None:
-        """How many tokens a text may have: as many as the position and every mixer read."""
-        mixers = (each.max_length for each in self.modules() if isinstance(each, EncoderMixer))
-        return min((end for end in (self.position.max_length, *mixers) if end is not None), default=None)
-
     def forward(
         self,
         values: Tensor,
