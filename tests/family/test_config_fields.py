@@ -59,6 +59,7 @@ SMALL = {
 OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
+    ("mixer", "lsh"): {"num_buckets": 2, "chunk_size": 2, "rounds": 2},
     ("mixer", "compressive"): {"segment": 8, "memory": 8, "compression": Convolution.Config(rate=2)},
     ("feed_forward", "boom"): {"hidden_dim": 32},
     ("projection", "convolved"): {"width": 3},
