@@ -114,7 +114,7 @@ def _mixers() -> list[type[Config]]:
 def _encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input
     from kinformer.heads import classification, masked_language
-    from kinformer.mixers import bidirectional, bidirectional_linear, etc, linformer, sinkhorn, star
+    from kinformer.mixers import bidirectional, bidirectional_linear, bidirectional_lsh, etc, linformer, sinkhorn, star
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
 
@@ -126,6 +126,7 @@ def _encoders() -> list[type[Config]]:
         global_input.Sentences.Config,
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
+        bidirectional_lsh.BidirectionalLSH.Config,
         etc.EtcAttention.Config,
         linformer.Linformer.Config,
         star.StarAttention.Config,

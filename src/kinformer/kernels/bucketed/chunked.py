@@ -42,6 +42,12 @@ class BucketedCall(NamedTuple):
     itself: bool
     scale: float
 
+    @classmethod
+    def of(cls, arguments: Any) -> BucketedCall:
+        """Rows of q, k, v adjacent."""
+        q, k, v, *rest = arguments
+        return cls(q.contiguous(), k.contiguous(), v.contiguous(), *rest)
+
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor runs, Tensor ranks, SymInt size, SymInt buckets, bool itself, float scale"
@@ -175,7 +181,7 @@ def _rounds(call: BucketedCall, memory: _Memory) -> Iterator[_Round]:
     "kinformer::bucketed_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = BucketedCall(*arguments)
+    call = BucketedCall.of(arguments)
     memory, width = _Memory(call.q), call.v.shape[-1]
     lowest = torch.finfo(memory.dtype).min
     tokens = math.prod(call.q.shape[:3])
@@ -211,7 +217,7 @@ def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from those of the results."""
-    call = BucketedCall(*arguments)
+    call, grad_out = BucketedCall.of(arguments), grad_out.contiguous()
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse).flatten()
     top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).flatten()
     memory = _Memory(call.q)
