@@ -27,6 +27,7 @@ from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.routing import RoutingAttention
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -212,6 +213,10 @@ MIXERS = {
     "fast weight, sum": FAST_WEIGHT.replace(rule="linear"),
     "lsh": LSHAttention.Config(num_heads=2, num_buckets=2, chunk_size=2, rounds=2),
     "lsh, one bucket": LSHAttention.Config(num_heads=2, num_buckets=1, chunk_size=3, rounds=1, bias=True),
+    "routing": RoutingAttention.Config(
+        num_heads=3, head_dim=4, local_heads=1, num_clusters=3, window=4, commitment=0.1
+    ),
+    "routing, no local heads": RoutingAttention.Config(num_heads=2, local_heads=0, num_clusters=2, window=6),
     "lstm": LSTM.Config(),
     "memorizing": Memorizing.Config(num_heads=2, window=5, segment=8, memory_size=16, topk=4),
     "memorizing, exact, strictly before, t5": Memorizing.Config(

@@ -89,6 +89,7 @@ def _mixers() -> list[type[Config]]:
         lsh,
         lstm,
         memorizing,
+        routing,
         segment_memory,
         single_head,
         softmax,
@@ -103,6 +104,7 @@ def _mixers() -> list[type[Config]]:
         lstm.LSTM.Config,
         single_head.SingleHead.Config,
         memorizing.Memorizing.Config,
+        routing.RoutingAttention.Config,
         cross.CrossAttention.Config,
         compression.Pool.Config,
         compression.Convolution.Config,
@@ -114,7 +116,16 @@ def _mixers() -> list[type[Config]]:
 def _encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input
     from kinformer.heads import classification, masked_language
-    from kinformer.mixers import bidirectional, bidirectional_linear, bidirectional_lsh, etc, linformer, sinkhorn, star
+    from kinformer.mixers import (
+        bidirectional,
+        bidirectional_linear,
+        bidirectional_lsh,
+        bidirectional_routing,
+        etc,
+        linformer,
+        sinkhorn,
+        star,
+    )
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
 
@@ -127,6 +138,7 @@ def _encoders() -> list[type[Config]]:
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
         bidirectional_lsh.BidirectionalLSH.Config,
+        bidirectional_routing.BidirectionalRouting.Config,
         etc.EtcAttention.Config,
         linformer.Linformer.Config,
         star.StarAttention.Config,

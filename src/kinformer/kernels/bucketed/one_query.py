@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended
@@ -25,7 +26,9 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: f
         k, v = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
     wide = state_dtype(q.dtype)
     blind = ~seen.any(-1, keepdim=True)
-    scores = (k.to(wide) @ q.to(wide).mT * scale).squeeze(-1).masked_fill(~seen, -torch.inf).masked_fill(blind, 0)
+    with no_autocast(q.device):
+        scores = (k.to(wide) @ q.to(wide).mT * scale).squeeze(-1)
+    scores = scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0)
     weights = scores.softmax(-1).masked_fill(blind, 0).unsqueeze(2)
     lse = scores.logsumexp(-1, keepdim=True).masked_fill(blind, -torch.inf)
     return Attended((weights @ v.to(wide)).to(v.dtype), lse)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
 
 _HIDDEN, _ITSELF = -1e9, -1e5
@@ -49,7 +50,8 @@ def sorted_attention(
     wide = state_dtype(q.dtype)
     q, k, v = (_sorted(x.to(wide), positions) for x in (q, k, v))
     k, v = (torch.cat([_of_chunks(x, before), x], -2) for x in (k, v))
-    scores = q @ k.mT
+    with no_autocast(q.device):
+        scores = q @ k.mT
     hidden = seen > own if causal else None
     if valid is not None:
         real = valid[:, None, None, None].expand(*seen.shape[:-1], -1)
@@ -59,7 +61,8 @@ def sorted_attention(
         scores = scores.masked_fill(hidden, _HIDDEN)
     scores = scores.masked_fill(seen == own, _ITSELF)
     lse = scores.logsumexp(-1).reshape(batch, heads, rounds, time)
-    out = (scores.softmax(-1) @ v).reshape(batch, heads, rounds, time, -1)
+    with no_autocast(q.device):
+        out = (scores.softmax(-1) @ v).reshape(batch, heads, rounds, time, -1)
     inverse = torch.argsort(order, dim=-1)
     shares = lse.gather(-1, inverse).softmax(2).unsqueeze(-1)
     return (out.gather(3, inverse.unsqueeze(-1).expand_as(out)) * shares).sum(2)
