@@ -29,6 +29,8 @@ from kinformer.inputs.lookup import Lookup
 from kinformer.inputs.tokens import Tokens
 from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
+from kinformer.mixers.bidirectional_routing import BidirectionalRouting
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.single_head import SingleHead
@@ -59,6 +61,10 @@ SMALL = {
 OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
+    ("encoder_mixer", "routing"): {"num_clusters": 3, "window": 4},
+    ("mixer", "routing"): {"num_clusters": 3, "window": 4},
+    ("encoder_mixer", "lsh"): {"num_buckets": 4, "chunk_size": 4, "rounds": 2},
+    ("mixer", "lsh"): {"num_buckets": 2, "chunk_size": 2, "rounds": 2},
     ("mixer", "compressive"): {"segment": 8, "memory": 8, "compression": Convolution.Config(rate=2)},
     ("feed_forward", "boom"): {"hidden_dim": 32},
     ("projection", "convolved"): {"width": 3},
@@ -120,6 +126,7 @@ UNSEEN = {
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
     "chunks": "the same",
+    "centroid_decay": "what the trainer does between its steps",
     "redraw": "what the trainer does between its steps",
     "mask_token": "data is prepared with it, and the model treats it as any other token",
     "bos_token": "the same",
@@ -218,6 +225,8 @@ def absorbed(mixer) -> list[Tensor]:
 
 
 def read(mixer) -> list[Tensor]:
+    if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
+        return [mixer(numbers(2, TIME, DIM))]
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
     sentences = torch.cat([torch.arange(3), own]).expand(2, -1)
     texts = [Text(), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0), Text(None, None, sentences, 3)]

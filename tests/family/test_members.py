@@ -24,8 +24,10 @@ from kinformer.features.sum_normalised import SumNormalised
 from kinformer.memory import compression
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.routing import RoutingAttention
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -216,6 +218,12 @@ MIXERS = {
     "fast weight, delta, decay, convolution": FAST_WEIGHT.replace(decay=Softplus.Config(), convolution=3, gate=True),
     "fast weight, delta, elu": FAST_WEIGHT.replace(feature_map=SumNormalised.Config(inner=Elu.Config())),
     "fast weight, sum": FAST_WEIGHT.replace(rule="linear"),
+    "lsh": LSHAttention.Config(num_heads=2, num_buckets=2, chunk_size=2, rounds=2),
+    "lsh, one bucket": LSHAttention.Config(num_heads=2, num_buckets=1, chunk_size=3, rounds=1, bias=True),
+    "routing": RoutingAttention.Config(
+        num_heads=3, head_dim=4, local_heads=1, num_clusters=3, window=4, commitment=0.1
+    ),
+    "routing, no local heads": RoutingAttention.Config(num_heads=2, local_heads=0, num_clusters=2, window=6),
     "lstm": LSTM.Config(),
     "memorizing": Memorizing.Config(num_heads=2, window=5, segment=8, memory_size=16, topk=4),
     "memorizing, exact, strictly before, t5": Memorizing.Config(
@@ -241,6 +249,7 @@ COMPILED = (
     "segment memory",
     "softmax, convolved",
     "linear, elu",
+    "lsh",
     "fast weight, delta, decay, convolution",
 )
 """A graph takes a second or two to make: one mixer per kernel is compiled here."""

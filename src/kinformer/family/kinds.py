@@ -86,8 +86,10 @@ def _mixers() -> list[type[Config]]:
         compressive,
         cross,
         linear,
+        lsh,
         lstm,
         memorizing,
+        routing,
         segment_memory,
         single_head,
         softmax,
@@ -99,9 +101,11 @@ def _mixers() -> list[type[Config]]:
         segment_memory.SegmentMemory.Config,
         compressive.Compressive.Config,
         linear.LinearAttention.Config,
+        lsh.LSHAttention.Config,
         lstm.LSTM.Config,
         single_head.SingleHead.Config,
         memorizing.Memorizing.Config,
+        routing.RoutingAttention.Config,
         cross.CrossAttention.Config,
         tensorized.TensorizedAttention.Config,
         compression.Pool.Config,
@@ -114,7 +118,16 @@ def _mixers() -> list[type[Config]]:
 def _encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input
     from kinformer.heads import classification, masked_language
-    from kinformer.mixers import bidirectional, bidirectional_linear, etc, linformer, sinkhorn, star
+    from kinformer.mixers import (
+        bidirectional,
+        bidirectional_linear,
+        bidirectional_lsh,
+        bidirectional_routing,
+        etc,
+        linformer,
+        sinkhorn,
+        star,
+    )
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
 
@@ -126,6 +139,8 @@ def _encoders() -> list[type[Config]]:
         global_input.Sentences.Config,
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
+        bidirectional_lsh.BidirectionalLSH.Config,
+        bidirectional_routing.BidirectionalRouting.Config,
         etc.EtcAttention.Config,
         linformer.Linformer.Config,
         star.StarAttention.Config,

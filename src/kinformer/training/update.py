@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.online import online
 from kinformer.core.redrawn import due, redrawn
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, take_rows
@@ -47,7 +48,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        self.rows, self.redrawn = settings.rows(group.world), redrawn(engine)
+        self.rows, self.redrawn, self.online = settings.rows(group.world), redrawn(engine), online(engine)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""
@@ -77,6 +78,8 @@ class Updater:
                 costs.append(self._part(part, batch, progress))
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
+        for module in self.online:
+            module.learn(self.group.sum)
         loss, *metrics = torch.stack(costs).mean(dim=0)
         return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
 

@@ -1,0 +1,178 @@
+"""Buckets (reformer) and clusters (routing): the speed of a training step, its growth, and what leaks.
+
+    python benchmarks/hashing.py
+
+Members of the recipe benchmark (4 layers, dim 256, 4 heads x 64; 4 rounds of 64 buckets, chunks of 64; 32 clusters,
+window 128) in fp32 as `kinformer train` computes, with AdamW, on real text. The first part times 1 x 4096 tokens in
+rounds beside gpt; the second one row of every length, and gives the slope of log seconds against log length. Before
+either, the kernel must give the values and gradients of its reference, and each model must learn.
+
+The last part masks the published forms, which sort or rank the whole text, as a decoder would: it changes the later
+half of 1,024 tokens and counts which outputs before them change, and by how much of their norm. The same of the members'
+own forms is 0.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import kinformer
+from common import (
+    Contestant,
+    arguments,
+    gate_equal,
+    gate_learning,
+    interleave,
+    prepare,
+    products,
+    save,
+    show,
+    text_bytes,
+)
+from kinformer.features.centroids import Centroids
+from kinformer.features.hashes import Hashes, normalised
+from kinformer.kernels.bucketed import bucketed_attention, members
+from kinformer.kernels.bucketed.balanced import balanced_attention
+from kinformer.kernels.bucketed.sorted import sorted_attention
+
+MEMBERS = ("reformer", "routing", "gpt")
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
+GPT_LENGTHS = (1024, 2048, 4096, 8192)
+PEERS = {
+    "reformer": {"name": "reformer-pytorch", "tokens_per_second": 2235, "asked": 3.0},
+    "routing": {"name": "routing-transformer", "tokens_per_second": 6830, "asked": 1.2},
+}
+"""Measured elsewhere, on two cores of another machine, at 1 x 4096; HF GPT-2 made 3,160 there."""
+STEEPEST = {"reformer": 1.1, "routing": 1.5}
+
+
+class Training:
+    """A model and its AdamW; a call makes a step and returns the loss before it."""
+
+    def __init__(self, member: str) -> None:
+        torch.manual_seed(0)
+        self.model = kinformer.build(member, recipe="benchmark", vocab_size=256, set=_sizes(member)).train()
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    def __call__(self, window: Tensor) -> float:
+        logits = self.model(window[:, :-1])[0]
+        loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        del logits
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return float(loss.detach())
+
+
+def _sizes(member: str) -> dict[str, Any]:
+    return {"position.max_length": max(GPT_LENGTHS)} if member == "gpt" else {}
+
+
+def kernel_gap() -> float:
+    """The largest gap of the kernel's values and gradients to the reference's, in float64, at 1,024 tokens."""
+    inputs = [torch.randn(1, 2, 1024, 64, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    buckets = torch.randint(16, (1, 2, 4, 1024))
+    membership = members(buckets, buckets.new_zeros(1, 2, 4, 16), 0, 64)
+    found = []
+    for impl in ("chunked", "reference"):
+        out = bucketed_attention(*inputs, membership, impl=impl).out
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
+    return max(gate_equal("bucketed attention", *pair, 1e-9) for pair in zip(*found, strict=True))
+
+
+def race(length: int, rounds: int) -> dict[str, Any]:
+    """All members at 1 x ``length``, in turns."""
+    window = text_bytes(None, length + 1)[None]
+    contestants, rows = [], {}
+    for member in MEMBERS:
+        training = Training(member)
+        with products(True):
+            rows[member] = {"gate": gate_learning(member, [training(window) for _ in range(3)])}
+        contestants.append(Contestant(member, lambda training=training: training(window), fast=True))
+    interleave(contestants, rounds)
+    for each in contestants:
+        speed = length / each.median
+        rows[each.name] |= {"seconds": each.median, "fastest_seconds": min(each.seconds), "tokens_per_second": speed}
+        if each.name in PEERS:
+            rows[each.name] |= {"peer": PEERS[each.name], "times_peer": speed / PEERS[each.name]["tokens_per_second"]}
+    return rows
+
+
+def growth(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """Of every member the median seconds of a step at 1 x each length, the lengths in turns, and the slope."""
+    found = {}
+    for member in MEMBERS:
+        own = [length for length in lengths if member != "gpt" or length in GPT_LENGTHS]
+        training = Training(member)
+        windows = {length: text_bytes(None, length + 1)[None] for length in own}
+        contestants = [Contestant(str(n), lambda n=n: training(windows[n]), fast=True) for n in own]  # noqa: B023
+        interleave(contestants, rounds)
+        seconds = [each.median for each in contestants]
+        slope = statistics.linear_regression(list(map(math.log, own)), list(map(math.log, seconds))).slope
+        found[member] = {"lengths": own, "seconds": seconds, "slope": slope, "asked": STEEPEST.get(member)}
+    return found
+
+
+def leaks(time: int = 1024) -> dict[str, dict[str, float]]:
+    """Of each form, masked, the share of outputs before ``time`` / 2 that change with later tokens, and their change."""
+    q, v = torch.randn(2, 1, 4, time, 64, dtype=torch.float64).unbind()
+    half = time // 2
+    others = torch.cat([q[:, :, :half], 6 * torch.randn(1, 4, half, 64, dtype=torch.float64)], 2)
+    hashes, centroids = Hashes(4, 64, 4, 32).double(), Centroids(4, 64, 8, 0.999).double()
+
+    def by_rank(q: Tensor, key: Tensor, buckets: Tensor, number: int) -> Tensor:
+        counts = buckets.new_zeros(*buckets.shape[:3], number)
+        return bucketed_attention(q, key, v, members(buckets, counts, 0, 64)).out
+
+    def forms(q: Tensor) -> dict[str, Tensor]:
+        key, unit = normalised(q), functional.normalize(q, dim=-1)
+        buckets, similar = hashes(q), centroids(unit)
+        return {
+            "reformer, published": sorted_attention(q, key, v, buckets, 64, causal=True),
+            "reformer": by_rank(q, key, buckets, 32),
+            "routing, published": balanced_attention(q, unit, v, (similar, None), 128, causal=True),
+            "routing": by_rank(q, unit, similar.argmax(-1).unsqueeze(2), 8),
+        }
+
+    found = {}
+    for name, before, after in (
+        (name, x[:, :, :half], forms(others)[name][:, :, :half]) for name, x in forms(q).items()
+    ):
+        changed = (before - after).norm(dim=-1) > 1e-9 * before.norm(dim=-1)
+        found[name] = {
+            "outputs_that_change": float(changed.double().mean()),
+            "change_of_norm": float((before - after).norm() / before.norm()),
+        }
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    options = prepare(parser)
+    rounds = options.rounds or (1 if options.quick else 7)
+    gap = kernel_gap()
+    length, lengths = (512, LENGTHS[:2]) if options.quick else (4096, LENGTHS)
+    speeds = race(length, rounds)
+    rows = [[name, row["seconds"], row["tokens_per_second"], row.get("times_peer")] for name, row in speeds.items()]
+    show(f"training step at 1 x {length}", ("member", "seconds", "tokens/s", "x peer"), rows)
+    grown = growth(lengths, max(1, rounds // 2))
+    rows = [
+        [name, *row["seconds"], *[None] * (len(lengths) - len(row["seconds"])), row["slope"]]
+        for name, row in grown.items()
+    ]
+    show("seconds of a step at 1 x length", ("member", *map(str, lengths), "slope"), rows)
+    leaked = leaks()
+    rows = [[name, *row.values()] for name, row in leaked.items()]
+    show("outputs that later tokens change", ("form, masked", "share", "of their norm"), rows)
+    result = {"length": length, "rounds": rounds, "dtype": "float32", "kernel_gap": gap}
+    save(options, "hashing", result | {"speed": speeds, "growth": grown, "leaks": leaked})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Locality-sensitive hashes of vectors by random rotations (Andoni et al. 2015; Reformer, equation 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.autocast import no_autocast
+from kinformer.core.contract import state_dtype
+from kinformer.core.errors import KinformerError
+
+
+class Hashes(nn.Module):
+    """x [batch, heads, time, head_dim] -> buckets [batch, heads, rounds, time] int64 below ``num_buckets``.
+
+        bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
+
+    The rotations are drawn when the module is made and kept with the weights. They have no gradient, and neither has x.
+    """
+
+    rotations: Tensor
+
+    def __init__(self, num_heads: int, head_dim: int, rounds: int, num_buckets: int) -> None:
+        super().__init__()
+        self.num_buckets = num_buckets
+        self.register_buffer("rotations", torch.randn(num_heads, head_dim, rounds, num_buckets // 2))
+
+    @staticmethod
+    def check(num_buckets: int, rounds: int) -> None:
+        """Refuse numbers that no rotation gives."""
+        if num_buckets < 1 or (num_buckets > 1 and num_buckets % 2):
+            raise KinformerError(
+                f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
+                f"buckets, but is {num_buckets}."
+            )
+        if rounds < 1:
+            raise KinformerError(f"rounds must be 1 or more, but is {rounds}.")
+        if num_buckets == 1 and rounds > 1:
+            raise KinformerError(f"rounds = {rounds} of one bucket are all the same; use rounds = 1.")
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        heads, width, rounds, half = self.rotations.shape
+        if not half:
+            return torch.zeros(len(x), heads, rounds, x.shape[2], dtype=torch.int64, device=x.device)
+        wide = state_dtype(x.dtype)
+        with no_autocast(x.device):
+            turned = x.to(wide) @ self.rotations.to(wide).flatten(2)
+        turned = turned.unflatten(-1, (rounds, half))
+        largest = turned.abs().max(-1).indices
+        negative = turned.gather(-1, largest.unsqueeze(-1)).squeeze(-1) < 0
+        return (largest + half * negative).transpose(2, 3)
+
+
+def normalised(q: Tensor) -> Tensor:
+    """Keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares (the authors' code)."""
+    wide = q.to(state_dtype(q.dtype))
+    return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * q.shape[-1] ** -0.5).to(q.dtype)

@@ -1,0 +1,61 @@
+"""Attention within clusters of equal size, as the Routing Transformer is published (Roy et al. 2021, section 4.1).
+
+A cluster takes the ``window`` queries and the ``window`` keys that are most similar to its centroid. So a token may be
+in several clusters, whose outputs are averaged, or in none: then its output is 0. What a cluster takes depends on the
+whole text, so that a decoder must not use it even with later tokens masked (``causal``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.autocast import no_autocast
+from kinformer.core.contract import state_dtype
+
+_ITSELF, _EPS = -5e4, 1e-5
+"""As in routing-transformer: the score of a token with itself where queries are keys, and what is added to counts."""
+
+
+def balanced_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    similar: tuple[Tensor, Tensor | None],
+    window: int,
+    *,
+    valid: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Outputs [batch, heads, time, head_dim].
+
+    q, k, v: [batch, heads, time, head_dim]; scores are q . k / sqrt(head_dim). similar: [batch, heads, time, clusters]
+        of queries and of keys, whose second is None where both are the same tokens; then a token sees itself only
+        where it sees nothing else. valid: [batch, time] bool, of keys.
+    """
+    wide, time = state_dtype(q.dtype), q.shape[2]
+    asking = similar[0].topk(min(window, time), dim=2).indices.mT
+    keys = asking if similar[1] is None else similar[1].topk(min(window, time), dim=2).indices.mT
+    with no_autocast(q.device):
+        scores = _picked(q.to(wide), asking) @ _picked(k.to(wide), keys).mT * q.shape[-1] ** -0.5
+    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+    if valid is not None:
+        real = valid[:, None, None].expand(-1, *keys.shape[1:3], -1)
+        hidden = ~(real.gather(3, asking).unsqueeze(-1) & real.gather(3, keys).unsqueeze(-2))
+    if causal:
+        hidden = hidden | (asking.unsqueeze(-1) < keys.unsqueeze(-2))
+    scores = scores.masked_fill(hidden, torch.finfo(wide).min)
+    if similar[1] is None:
+        scores = scores.masked_fill(asking.unsqueeze(-1) == keys.unsqueeze(-2), _ITSELF)
+    with no_autocast(q.device):
+        found = (scores.softmax(-1) @ _picked(v.to(wide), keys)).flatten(2, 3)
+    index = asking.flatten(2, 3).unsqueeze(-1)
+    out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(found), found)
+    counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
+    return (out / (counts + _EPS)).to(v.dtype)
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """``x`` [batch, heads, time, width] by ``index`` [batch, heads, clusters, n]: [..., clusters, n, width]."""
+    picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+    return picked.unflatten(2, index.shape[2:])

@@ -1,0 +1,279 @@
+"""Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
+
+Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
+contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an earlier
+round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the lse
+of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``
+and ``errors`` is dP, then dS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.core.autocast import autocast_together
+from kinformer.core.contract import state_dtype
+from kinformer.core.derivatives import check_reverse, first_order
+from kinformer.kernels.bucketed.layout import Layout, chunk_numbers, lay_out, rows_per_tile
+from kinformer.kernels.bucketed.membership import Membership
+from kinformer.kernels.softmax.request import Attended, unfilled
+
+_LOG2_E = math.log2(math.e)
+
+PAIRS = 1 << 18
+"""In a block: few enough to stay in a cache."""
+
+
+class BucketedCall(NamedTuple):
+    """The operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    runs: Tensor
+    ranks: Tensor
+    size: int
+    buckets: int
+    itself: bool
+    scale: float
+
+    @classmethod
+    def of(cls, arguments: Any) -> BucketedCall:
+        """Rows of q, k, v adjacent."""
+        q, k, v, *rest = arguments
+        return cls(q.contiguous(), k.contiguous(), v.contiguous(), *rest)
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor runs, Tensor ranks, SymInt size, SymInt buckets, bool itself, float scale"
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
+    """Arguments and result as of ``bucketed_attention``, with gradients of output and log-sum-exp."""
+    check_reverse("bucketed attention", q, k, v)
+    q, k, v = autocast_together(q, k, v)
+    return Attended(*_forward(q, k, v, *membership, itself, scale))
+
+
+class _Block(NamedTuple):
+    """Some tiles of queries at one depth, and the tiles of keys that they see, each a slice of tiles."""
+
+    queries: slice
+    keys: list[slice]
+
+
+class _Memory:
+    """Room that the rounds use one after the other, as fresh memory is slow to touch."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.dtype = like, state_dtype(like.dtype)
+        self._rooms: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """Unfilled, of the dtype of sums; until ``name`` is asked for again."""
+        size = math.prod(shape)
+        if name not in self._rooms or len(self._rooms[name]) < size:
+            self._rooms[name] = self.like.new_empty(size + size // 4, dtype=self.dtype)
+        return self._rooms[name][:size].view(shape)
+
+    def picked(self, name: str, x: Tensor, index: Tensor) -> Tensor:
+        """Rows of ``x`` [.., width] by ``index`` [n]: [n, width]."""
+        x = x.reshape(-1, x.shape[-1])
+        if x.dtype != self.dtype:
+            return x.index_select(0, index).to(self.dtype)
+        return torch.index_select(x, 0, index, out=self(name, len(index), x.shape[1]))
+
+
+class _Round:
+    """The lines of one round, and the steps that forward and backward share."""
+
+    def __init__(self, call: BucketedCall, memory: _Memory, number: int, earlier: list[Tensor]) -> None:
+        runs, ranks = (each[:, :, number].flatten(0, 1) for each in (call.runs, call.ranks))
+        self.rows, self.call, self.memory = rows_per_tile(call.size), call, memory
+        slots, time = runs.shape[1], call.q.shape[2]
+        self.layout: Layout = lay_out(runs, ranks, slots - time, self.rows)
+        token = self.layout.token
+        asking = token if slots == time else token // slots * time + (token % slots + time - slots).clamp_min(0)
+        self.asking = asking
+        self.own = self.layout.line.view(-1, slots)[:, slots - time :].flatten()
+        self.scale2 = call.scale * _LOG2_E
+        self.q, self.k, self.v = (
+            self.gathered(name, x, index)
+            for name, x, index in (("q", call.q, asking), ("k", call.k, token), ("v", call.v, token))
+        )
+        self.future = torch.full((self.rows, self.rows), -torch.inf, dtype=memory.dtype, device=token.device)
+        self.future = self.future.tril(-1 if call.itself else 0)
+        self.earlier = [each[token].to(memory.dtype).view(-1, self.rows) for each in earlier]
+
+    def gathered(self, name: str, x: Tensor, index: Tensor) -> Tensor:
+        """``x`` [batch, heads, n, width] as tiles [tiles, rows, width]."""
+        return self.memory.picked(name, x, index).view(-1, self.rows, x.shape[-1])
+
+    def blocks(self) -> Iterator[_Block]:
+        per_chunk, (first, counts) = self.call.size // self.rows, self.layout[3:]
+        for depth, tiles in enumerate(counts):
+            lowest = max(0, depth // per_chunk - 1) * per_chunk
+            step = max(1, PAIRS // (self.rows**2 * (depth - lowest + 1)))
+            for begin in range(0, tiles, step):
+                end = min(begin + step, tiles)
+                keys = [slice(first[each] + begin, first[each] + end) for each in range(lowest, depth + 1)]
+                yield _Block(keys[-1], keys)
+
+    def empty(self, name: str, *width: int) -> Tensor:
+        """[tiles + 1, rows, ..], of which the last tile, which stands for nowhere, is to be filled."""
+        return self.memory(name, len(self.q) + 1, self.rows, *width)
+
+    def room(self, name: str, block: _Block) -> Tensor:
+        """Scratch memory [tiles of keys, block, keys, queries]."""
+        return self.memory(name, len(block.keys), block.queries.stop - block.queries.start, self.rows, self.rows)
+
+    def products(self, name: str, block: _Block, left: Tensor, right: Tensor) -> Tensor:
+        """[.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
+        found, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
+        for out, keys in zip(found, block.keys, strict=True):
+            torch.bmm(left[keys], turned, out=out)
+        return found
+
+    def scores(self, block: _Block) -> Tensor:
+        """Unscaled; what is not earlier is at -inf."""
+        found = self.products("scores", block, self.k, self.q)
+        found[-1].add_(self.future)
+        return found
+
+    def weigh(self, scores: Tensor, top: Tensor, block: _Block) -> Tensor:
+        """2 ** (scale * log2(e) * scores - top) in place, 0 where an earlier round saw the key; ``top`` [.., queries].
+
+        A key that an earlier round saw is part of the whole sum there, so nothing is lost where it is the largest.
+        """
+        weights = torch.add(-top.unsqueeze(-2), scores, alpha=self.scale2, out=scores).exp2_()
+        for numbers in self.earlier:
+            apart = self.room("apart", block)
+            asking = numbers[block.queries].unsqueeze(1) - 0.5
+            for out, keys in zip(apart, block.keys, strict=True):
+                torch.sub(asking, numbers[keys].unsqueeze(2), out=out)
+            weights.mul_(apart.abs_().clamp_max_(1).floor_())
+        return weights
+
+    def mixed(self, weights: Tensor, values: Tensor, block: _Block, total: Tensor) -> Tensor:
+        """``total`` [block, queries, width]: the sum of what stands at the keys, by ``weights`` [.., keys, queries]."""
+        torch.bmm(weights[0].mT, values[block.keys[0]], out=total)
+        for part, keys in zip(weights[1:], block.keys[1:], strict=True):
+            total.baddbmm_(part.mT, values[keys])
+        return total
+
+
+def _rounds(call: BucketedCall, memory: _Memory) -> Iterator[_Round]:
+    earlier: list[Tensor] = []
+    for number in range(call.runs.shape[2]):
+        yield _Round(call, memory, number, earlier)
+        if number + 1 < call.runs.shape[2]:
+            runs, ranks = (each[:, :, number].flatten(0, 1) for each in (call.runs, call.ranks))
+            earlier = [*earlier, chunk_numbers(runs, ranks, call.size)]
+
+
+@torch.library.custom_op(
+    "kinformer::bucketed_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = BucketedCall.of(arguments)
+    memory, width = _Memory(call.q), call.v.shape[-1]
+    lowest = torch.finfo(memory.dtype).min
+    tokens = math.prod(call.q.shape[:3])
+    whole, sums = call.q.new_zeros(tokens, width, dtype=memory.dtype), memory("sums", tokens).fill_(-torch.inf)
+    for one in _rounds(call, memory):
+        out, lse = one.empty("out", width), one.empty("lse")
+        out[-1], lse[-1] = 0, -torch.inf
+        for block in one.blocks():
+            scores = one.scores(block)
+            top = scores.amax(2).amax(0).mul_(one.scale2).clamp_(min=lowest)
+            weights = one.weigh(scores, top, block)
+            total = weights.sum(2).sum(0)
+            lse[block.queries] = total.log().add_(top, alpha=1 / _LOG2_E)
+            one.mixed(weights, one.v, block, out[block.queries]).div_(total.masked_fill_(total == 0, 1).unsqueeze(-1))
+        own = lse.flatten()[one.own]
+        both = torch.logaddexp(sums, own)
+        safe = both.masked_fill(both == -torch.inf, 0)
+        whole.mul_((sums - safe).exp_().unsqueeze(-1))
+        whole.addcmul_(memory.picked("own", out, one.own), (own - safe).exp_().unsqueeze(-1))
+        sums = both
+    return whole.to(call.v.dtype).view(*call.q.shape[:3], width), sums.view(call.q.shape[:3])
+
+
+_forward.register_fake(unfilled)
+
+
+@torch.library.custom_op(
+    "kinformer::bucketed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from those of the results."""
+    call, grad_out = BucketedCall.of(arguments), grad_out.contiguous()
+    delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse).flatten()
+    top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).flatten()
+    memory = _Memory(call.q)
+    totals = [x.new_zeros(math.prod(x.shape[:3]), x.shape[3], dtype=memory.dtype) for x in call[:3]]
+    for one in _rounds(call, memory):
+        grad = one.gathered("grad", grad_out, one.asking)
+        tops = top[one.asking].masked_fill_(one.layout.spare, torch.inf)
+        if call.k.shape[2] > call.q.shape[2]:
+            tops.masked_fill_(_of_past(one, call), torch.inf)
+        deltas = delta[one.asking].view(-1, one.rows)
+        found = _gradients(one, grad, tops.view(-1, one.rows), deltas)
+        lines = (one.own, one.layout.line, one.layout.line)
+        for total, each, line in zip(totals, found, lines, strict=True):
+            total.add_(memory.picked("own", each, line))
+    dq, dk, dv = totals
+    dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
+    return tuple(d.to(x.dtype).view(x.shape) for d, x in zip((dq, dk, dv), call[:3], strict=True))  # type: ignore[return-value]
+
+
+def _of_past(one: _Round, call: BucketedCall) -> Tensor:
+    """The lines of tokens that ask nothing."""
+    slots = call.k.shape[2]
+    return one.layout.token % slots < slots - call.q.shape[2]
+
+
+def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the lines' q, k and v, without the scale."""
+    dq, dk, dv = (one.empty(f"d{name}", x.shape[-1]) for name, x in (("q", one.q), ("k", one.k), ("v", one.v)))
+    dq[-1] = 0
+    dk.zero_()
+    dv.zero_()
+    for block in one.blocks():
+        weights = one.weigh(one.scores(block), tops[block.queries], block)
+        errors = one.products("errors", block, one.v, grad)
+        errors.sub_(deltas[block.queries].unsqueeze(-2)).mul_(weights)
+        one.mixed(errors, one.k, block, dq[block.queries])
+        for error, weight, keys in zip(errors, weights, block.keys, strict=True):
+            dk[keys].baddbmm_(error, one.q[block.queries])
+            dv[keys].baddbmm_(weight, grad[block.queries])
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
+    return q, k, v
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, runs, ranks, *ctx.plain = inputs
+    ctx.save_for_backward(*output, q, k, v, runs, ranks)
+
+
+@first_order("bucketed attention")
+def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(grad_out, grad_lse, *saved, *ctx.plain), None, None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,34 @@
+"""Attention of one query of every row and head within its buckets: the keys that it sees are picked out of the
+slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.autocast import no_autocast
+from kinformer.core.contract import state_dtype
+from kinformer.kernels.bucketed.membership import Membership
+from kinformer.kernels.softmax.request import Attended
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
+    """Arguments and result as of ``bucketed_attention``, for one query."""
+    runs, ranks, size = membership.runs, membership.ranks, membership.size
+    own, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
+    seen = ((runs == own) & (own >= 0) & (ranks // size >= rank // size - 1)).any(2)
+    if not itself:
+        seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
+    most = 2 * size * runs.shape[2]
+    if most < slots:
+        seen, index = seen.to(torch.uint8).topk(most, dim=2)
+        seen = seen > 0
+        k, v = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
+    wide = state_dtype(q.dtype)
+    blind = ~seen.any(-1, keepdim=True)
+    with no_autocast(q.device):
+        scores = (k.to(wide) @ q.to(wide).mT * scale).squeeze(-1)
+    scores = scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0)
+    weights = scores.softmax(-1).masked_fill(blind, 0).unsqueeze(2)
+    lse = scores.logsumexp(-1, keepdim=True).masked_fill(blind, -torch.inf)
+    return Attended((weights @ v.to(wide)).to(v.dtype), lse)

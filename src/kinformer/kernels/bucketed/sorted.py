@@ -1,0 +1,91 @@
+"""Attention within chunks of a text that is sorted by bucket, as Reformer's authors have it (Kitaev et al. 2020).
+
+All rounds stand in one array, each sorted by bucket and then by position, and cut in chunks. A chunk sees itself and
+the one before it, whatever their buckets; the first chunk of a round sees the last one of the round before (of the
+first round: of the last). A key that several rounds see counts several times. Rounds are weighed by their log-sum-exps.
+
+What a token sees depends on the whole text, also where later tokens are masked (``causal``): how many of them share its
+bucket decides where chunks are cut. So a decoder must not use it; ``kernels.bucketed.bucketed_attention`` is for one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.autocast import no_autocast
+from kinformer.core.contract import state_dtype
+
+_HIDDEN, _ITSELF = -1e9, -1e5
+"""Scores of what is hidden and of a token with itself (the authors' code): it sees itself where all else is hidden."""
+
+
+def sorted_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    chunk_size: int,
+    *,
+    valid: Tensor | None = None,
+    by_row: bool = True,
+    causal: bool = False,
+) -> Tensor:
+    """Outputs [batch, heads, time, head_dim_v].
+
+    q, k, v: [batch, heads, time, head_dim], time a multiple of ``chunk_size``; scores are q . k.
+    buckets: [batch, heads, rounds, time] int64. valid: [batch, time] bool, a prefix of each row; padding stands behind
+        all buckets. ``by_row``: the last chunk of a round is the last one that holds a valid token, so that a row does
+        not depend on how far it was padded (the authors': the last of all).
+    """
+    batch, heads, rounds, time = buckets.shape
+    if valid is not None:
+        buckets = buckets.masked_fill(~valid[:, None, None], int(torch.iinfo(torch.int64).max))
+    order = torch.argsort(buckets, dim=-1, stable=True)
+    chunks = time // chunk_size
+    before = _chunks_before(order, chunks, valid if by_row else None, chunk_size)
+    positions = order.reshape(batch, heads, rounds * chunks, chunk_size)
+    seen = torch.cat([_of_chunks(positions, before), positions], -1).unsqueeze(-2)
+    own = positions.unsqueeze(-1)
+    wide = state_dtype(q.dtype)
+    q, k, v = (_sorted(x.to(wide), positions) for x in (q, k, v))
+    k, v = (torch.cat([_of_chunks(x, before), x], -2) for x in (k, v))
+    with no_autocast(q.device):
+        scores = q @ k.mT
+    hidden = seen > own if causal else None
+    if valid is not None:
+        real = valid[:, None, None, None].expand(*seen.shape[:-1], -1)
+        padding = ~real.gather(-1, seen)
+        hidden = padding if hidden is None else hidden | padding
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, _HIDDEN)
+    scores = scores.masked_fill(seen == own, _ITSELF)
+    lse = scores.logsumexp(-1).reshape(batch, heads, rounds, time)
+    with no_autocast(q.device):
+        out = (scores.softmax(-1) @ v).reshape(batch, heads, rounds, time, -1)
+    inverse = torch.argsort(order, dim=-1)
+    shares = lse.gather(-1, inverse).softmax(2).unsqueeze(-1)
+    return (out.gather(3, inverse.unsqueeze(-1).expand_as(out)) * shares).sum(2)
+
+
+def _chunks_before(order: Tensor, chunks: int, valid: Tensor | None, chunk_size: int) -> Tensor:
+    """The chunk before each, [batch, rounds * chunks] int64."""
+    batch, _, rounds, _ = order.shape
+    begin = torch.arange(rounds, device=order.device) * chunks
+    before = torch.arange(rounds * chunks, device=order.device).sub(1).expand(batch, -1).clone()
+    last = begin.new_full((batch,), chunks - 1)
+    if valid is not None:
+        last = ((valid.sum(1) - 1).clamp_min(0)) // chunk_size
+    before[:, begin] = begin.roll(1) + last[:, None]
+    return before
+
+
+def _of_chunks(x: Tensor, chunk: Tensor) -> Tensor:
+    """``x`` [batch, heads, chunks, ...] by ``chunk`` [batch, n]: [batch, heads, n, ...]."""
+    return x.transpose(1, 2)[torch.arange(len(x), device=x.device)[:, None], chunk].transpose(1, 2)
+
+
+def _sorted(x: Tensor, positions: Tensor) -> Tensor:
+    """``x`` [batch, heads, time, width] as [batch, heads, chunks, chunk_size, width]."""
+    index = positions.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, index).unflatten(2, positions.shape[2:])

@@ -1,0 +1,80 @@
+"""Attention within clusters of equal size over a whole text, as the Routing Transformer is published (Roy et al. 2021).
+
+Each of ``num_clusters`` takes the ``window`` queries and the ``window`` keys that are most similar to its centroid; see
+``kernels.bucketed.balanced``. The mixer ``routing`` of a decoder is another one: here the whole text decides which
+tokens a cluster takes. Centroids learn by online k-means; there is no cost that draws tokens to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import select_valid
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.errors import KinformerError
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.features.centroids import Centroids
+from kinformer.kernels.bucketed.balanced import balanced_attention
+
+
+class BidirectionalRouting(EncoderMixer):
+    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    With ``shared`` queries are keys, and a token sees itself only where it sees nothing else. ``centroid_decay``: of
+    their moving mean, a step. With ``window`` * ``num_clusters`` = length a token is in one cluster on average.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "routing"
+        num_heads: int = 4
+        head_dim: int | None = None
+        num_clusters: int = 4
+        window: int = 128
+        shared: bool = False
+        centroid_decay: float = 0.999
+        bias: bool = False
+
+        def __post_init__(self) -> None:
+            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
+
+        def build(self, dim: int) -> BidirectionalRouting:
+            return BidirectionalRouting(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.shape = (2 if config.shared else 3, config.num_heads, head_dim)
+        self.qkv = nn.Linear(dim, self.shape[0] * config.num_heads * head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
+        self.centroids = Centroids(config.num_heads, head_dim, config.num_clusters, config.centroid_decay)
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        if global_tokens or global_input:
+            raise KinformerError(
+                "the mixer routing has no global tokens, as a token sees the tokens of its clusters, but some are "
+                "marked as global; leave them out (global_tokens = 0, no global_input), or use bidirectional."
+            )
+
+    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(text.global_positions is not None, text.num_global > 0)
+        qkv = self.qkv(select_valid(x, text.valid)).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        q, v = qkv[0], qkv[-1]
+        unit = functional.normalize(q, dim=-1)
+        k = unit if self.config.shared else qkv[1]
+        found = [self._similar(unit, text.valid)]
+        if not self.config.shared:
+            found.append(self._similar(functional.normalize(k, dim=-1), text.valid))
+        similar = found[0], None if self.config.shared else found[1]
+        y = balanced_attention(q, k, v, similar, self.config.window, valid=text.valid)
+        return select_valid(self.out(merge_heads(y)), text.valid)
+
+    def _similar(self, unit: Tensor, valid: Tensor | None) -> Tensor:
+        """Padding is the least similar to every centroid."""
+        similar = self.centroids(unit, valid)
+        return similar if valid is None else similar.masked_fill(~valid[:, None, :, None], -torch.inf)

@@ -1,0 +1,161 @@
+"""Attention within clusters of content, and within a window (Roy et al. 2021, "Routing Transformer"), causal.
+
+    routed heads    softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last tokens j of i's cluster,   k = q / |q|
+    local heads     softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last ``window`` tokens
+    cluster         argmax_c k . mu_c
+
+The centroids mu learn by online k-means (``features.centroids``). A token's cluster is its own vector's alone, and of a
+cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``): what it
+sees depends on the past alone. Itself a routed token sees only where it sees nothing else. The state's ``aux`` adds up
+commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is the encoder mixer
+``routing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    activation_dtype,
+    newest,
+    positions_of,
+    select_valid,
+    state_dtype,
+)
+from kinformer.core.errors import KinformerError, choose
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.pattern import Band
+from kinformer.features.centroids import Centroids
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.kernels.bucketed import IMPLS, bucketed_attention
+from kinformer.kernels.bucketed.store import BucketState, Sizes, absorb
+
+
+class RoutingState(NamedTuple):
+    """``k``, ``v`` [batch, local_heads, past, head_dim] of the window, right-aligned; ``routed`` of the other heads;
+    ``aux`` [batch], the commitment's cost."""
+
+    k: Tensor
+    v: Tensor
+    routed: BucketState
+    aux: Tensor
+
+    slots = ("k", "v")  # type: ignore[misc]
+    aux_name = "commitment"  # type: ignore[misc]
+
+
+class RoutingAttention(CausalMixer):
+    """x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+
+    Of ``num_heads`` the first ``local_heads`` see the ``window``. ``centroid_decay``: of their moving mean, a step.
+    """
+
+    growth = "window"
+    even_costs = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "routing"
+        num_heads: int = 4
+        local_heads: int = 2
+        head_dim: int | None = None
+        num_clusters: int = 32
+        window: int = 128
+        centroid_decay: float = 0.999
+        commitment: float = 1e-4
+        bias: bool = False
+        impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            choose(self.impl, IMPLS, "impl of routing")
+            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
+            if self.window % 2:
+                raise KinformerError(f"window must be even, two chunks of a cluster, but is {self.window}.")
+            if not 0 <= self.local_heads < self.num_heads:
+                raise KinformerError(
+                    f"local_heads must be from 0 to below num_heads = {self.num_heads}, but is {self.local_heads}; for "
+                    "none that route use the mixer softmax with the pattern local."
+                )
+            if self.commitment < 0:
+                raise KinformerError(f"commitment must be 0 or more, but is {self.commitment}.")
+
+        def build(self, dim: int) -> RoutingAttention:
+            return RoutingAttention(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.local, self.routed = config.local_heads, config.num_heads - config.local_heads
+        self.qkv = nn.Linear(dim, (3 * self.local + 2 * self.routed) * self.head_dim, bias=config.bias)
+        self.out = ResidualOutput(config.num_heads * self.head_dim, dim, bias=config.bias)
+        self.centroids = Centroids(self.routed, self.head_dim, config.num_clusters, config.centroid_decay)
+        self.pattern = Band(behind=config.window - 1)
+        self.sizes = Sizes(self.routed, self.head_dim, 1, config.num_clusters, config.window // 2)
+
+    @property
+    def retained(self) -> int:
+        return max(self.sizes.most_slots, self.config.window - 1)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> RoutingState:
+        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+        empty = torch.zeros(batch, self.local, 0, self.head_dim, device=device, dtype=dtype)
+        aux = torch.zeros(batch, device=device, dtype=state_dtype(dtype))
+        return RoutingState(empty, empty, self.sizes.empty(batch, device, dtype), aux)  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        window = 2 * self.local * min(length, self.config.window - 1) * self.head_dim * dtype.itemsize
+        return window + self.sizes.state_bytes(length, dtype) + state_dtype(dtype).itemsize
+
+    def forward(self, chunk: Chunk, state: RoutingState) -> tuple[Tensor, RoutingState]:
+        heads = self.qkv(select_valid(chunk.x, chunk.valid)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        *near, q, v = heads.split([self.local] * 3 + [self.routed] * 2, dim=1)
+        key = functional.normalize(q, dim=-1)
+        similar = self.centroids(key, chunk.valid)
+        keys, values, membership, routed = absorb(
+            self.sizes, chunk, state.routed, key, v, similar.argmax(-1).unsqueeze(2)
+        )
+        scale, impl = self.head_dim**-0.5, self.config.impl
+        found = bucketed_attention(q, keys, values, membership, scale=scale, impl=impl)
+        assert found.lse is not None
+        y = torch.where((found.lse == -torch.inf).unsqueeze(-1), v, found.out.to(v.dtype))
+        k, v = state.k, state.v
+        if self.local:
+            local, k, v = self._window(chunk, state, near, routed.seen)
+            y = torch.cat([local, y], dim=1)
+        aux = state.aux + self._commitment(key, similar, chunk.valid).to(state.aux.dtype)
+        after = RoutingState(k, v, routed, aux)  # type: ignore[call-arg]
+        return select_valid(self.out(merge_heads(y)), chunk.valid), after
+
+    def _window(
+        self, chunk: Chunk, state: RoutingState, qkv: Sequence[Tensor], seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the local heads give, and the keys and values that a later token sees.
+
+        qkv: each [batch, local_heads, time, head_dim]. seen: [batch], after the chunk.
+        """
+        (q, k, v), past = qkv, state.k.shape[2]
+        if past:
+            k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in ((state.k, k), (state.v, v)))
+        whole = not past and chunk.reset is None
+        visibility = Visibility(self.pattern, positions_of(chunk, state.routed.seen), whole)
+        y = attention(q, k, v, visibility, Scoring(self.head_dim**-0.5), impl=self.config.impl).out
+        k, v = (newest(chunk, slots, seen, self.pattern.behind) for slots in (k, v))
+        return y, k, v
+
+    def _commitment(self, key: Tensor, similar: Tensor, valid: Tensor | None) -> Tensor:
+        """[batch]: the sum over tokens of commitment * the mean square of key - centroid."""
+        wide = state_dtype(key.dtype)
+        cost = (key.to(wide) - self.centroids.nearest(similar).to(wide)).square().mean((1, 3))
+        return self.config.commitment * select_valid(cost, valid).sum(1)

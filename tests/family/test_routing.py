@@ -1,0 +1,88 @@
+"""Routing Transformer: the limit in which it sees all of the past, and how its centroids learn."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import kinformer
+from kinformer.core.contract import Chunk
+from kinformer.core.errors import KinformerError
+from kinformer.core.online import online
+from kinformer.core.state import pop_aux
+from kinformer.mixers.routing import RoutingAttention
+
+DIM, TIME = 16, 23
+WHOLE = RoutingAttention.Config(num_heads=2, local_heads=0, num_clusters=1, window=24)
+
+
+def mixed(config):
+    torch.manual_seed(0)
+    mixer = config.build(DIM).double().eval()
+    x = torch.randn(2, TIME, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        return mixer, x, mixer(Chunk(x), mixer.initial_state(2, dtype=torch.float64))[0]
+
+
+def over_all_pairs(mixer, x):
+    q, v = mixer.qkv(x).view(2, TIME, 2, 2, 8).permute(2, 0, 3, 1, 4)
+    past = torch.ones(TIME, TIME, dtype=torch.bool).tril(-1)
+    past[0, 0] = True
+    weights = (q @ normalize(q, dim=-1).mT / 8**0.5).masked_fill(~past, -torch.inf).softmax(-1)
+    return mixer.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("window", [24, 1000])
+def test_one_cluster_that_holds_the_whole_length_is_attention_over_the_past(window):
+    mixer, x, got = mixed(WHOLE.replace(window=window))
+    with torch.no_grad():
+        assert (got - over_all_pairs(mixer, x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("change", [{"window": 22}, {"num_clusters": 2}])
+def test_one_step_off_the_limit_outputs_differ(change):
+    mixer, x, got = mixed(WHOLE.replace(**change))
+    with torch.no_grad():
+        assert (got - over_all_pairs(mixer, x)).abs().max() > 1e-5
+
+
+def test_tokens_are_drawn_to_the_centroids_that_they_are_nearest_to():
+    """The commitment's cost is a mean over heads and features, summed over tokens, and has a gradient."""
+    mixer, x, _ = mixed(WHOLE.replace(num_clusters=4, commitment=0.5))
+    _, state = mixer(Chunk(x), mixer.initial_state(2, dtype=torch.float64))
+    key = normalize(mixer.qkv(x).view(2, TIME, 2, 2, 8)[:, :, 0].transpose(1, 2), dim=-1)
+    nearest = mixer.centroids.nearest(key @ mixer.centroids.means.mT)
+    costs, _ = pop_aux(state)
+    assert (costs["commitment"] - 0.5 * (key - nearest).square().mean((1, 3)).sum(1)).abs().max() < 1e-12
+    assert torch.autograd.grad(costs["commitment"].sum(), mixer.qkv.weight)[0].any()
+
+
+def test_clusters_are_learned_in_training_steps_alone(tmp_path):
+    """By each step once; evaluation and generation leave them as they are; they are kept with the weights."""
+    options = {"recipe": "tiny", "length": 32, "batch_size": 2, "validation_tokens": 256}
+    moved = []
+    for steps in (1, 2):
+        kinformer.train("routing", data="stdlib", out=tmp_path / str(steps), steps=steps, **options)
+        model = kinformer.load(tmp_path / str(steps))
+        means = [module.means.clone() for module in online(model)]
+        assert len(means) == 2
+        with torch.no_grad():
+            model(torch.randint(256, (1, 20)))
+        assert all(torch.equal(module.means, before) for module, before in zip(online(model), means, strict=True))
+        moved.append(1 - torch.cat(means).norm(dim=-1))
+    # From length 1 a centroid shrinks as it turns: mu <- 0.999 mu + 0.001 m.
+    assert 0 < float(moved[0].max()) < 0.002 and float(moved[1].max()) > float(moved[0].max())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"window": 7}, "window must be even, two chunks of a cluster, but is 7"),
+        ({"local_heads": 2}, "local_heads must be from 0 to below num_heads = 2, but is 2"),
+        ({"commitment": -1.0}, "commitment must be 0 or more"),
+        ({"num_clusters": 0}, "num_clusters must be 1 or more, but is 0"),
+        ({"centroid_decay": 1.5}, "centroid_decay must be from 0 to below 1, but is 1.5"),
+    ],
+)
+def test_refusals(change, sentence):
+    with pytest.raises(KinformerError, match=sentence):
+        WHOLE.replace(**change)
