@@ -29,7 +29,7 @@ from kinformer.kernels.softmax.request import Visibility
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 
-SHAPES = [(1, 7), (3, 64), (2, 100)]
+SHAPES = [(1, 7), (2, 100)]
 CONFIGS = {name: configure(name, "tiny") for name in MEMBERS}
 CONFIGS["gpt, local window and rope"] = configure(
     "gpt", "tiny", set={"layers.*.mixer.pattern": '{"kind": "local", "window": 40}', "layers.1.mixer.position": "rope"}

@@ -56,10 +56,11 @@ def reset(subject: Subject) -> None:
     """After a reset, at any position of a chunk, everything is as in a new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
+    cuts = [[4, 5, subject.time - 9], [subject.time], [1] * subject.time]
     for reset in _reset_positions(subject):
-        cuts = ([subject.time], [1] * subject.time, [4, 5, subject.time - 9])
         plans = {f"resets, chunks of {_brief(sizes)}": Plan(inputs, sizes, reset=reset) for sizes in cuts}
         agree_with_rows_alone(subject, {f"{cut}, against sequences alone": plan for cut, plan in plans.items()})
+        cuts = cuts[:2]  # chunks of one token take longest: one of both kinds of resets is enough for them
 
 
 def ragged_reset(subject: Subject) -> None:
@@ -67,10 +68,9 @@ def ragged_reset(subject: Subject) -> None:
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=5), valid)
-    for seed in (1, 2):
-        chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(seed))
-        place = f"resets in ragged chunks of {_brief(sizes)} against sequences alone"
-        agree_with_rows_alone(subject, {place: Plan(inputs, sizes, valid, chance < 0.2)})
+    chance = torch.rand(valid.shape, generator=torch.Generator().manual_seed(1))
+    place = f"resets in ragged chunks of {_brief(sizes)} against sequences alone"
+    agree_with_rows_alone(subject, {place: Plan(inputs, sizes, valid, chance < 0.2)})
 
 
 def rows(subject: Subject) -> None:
