@@ -45,7 +45,7 @@ from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, answers
 
-DIM, DEPTH, WIDTH, LENGTH, ROWS = 64, 2, 4, 64, 32
+DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
 DATA = Recall(pairs=(8,), symbols=256)
 MEMBERS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -61,8 +61,8 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "routing": {},
 }
 """What is changed of each member's mixer beside the number of heads; those that do not exist are left out."""
-RATES, SEEDS = (3e-3, 1e-2), (0, 1, 2)
-SOLVED, EXAM, PATIENCE = 0.99, 16, 100
+RATES, SEEDS = (3e-3, 1e-3, 1e-2), (0, 1, 2)
+SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
 
 class Recent(NamedTuple):
@@ -138,13 +138,13 @@ def accuracy(model: Decoder, split: str) -> float:
     """Of new rows of the split."""
     right = queries = 0
     with torch.inference_mode():
-        for part in range(EXAM):
-            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, ROWS, LENGTH)))
+        for part in range(8):
+            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
             right, queries = right + int((logits.argmax(-1) == labels).sum()), queries + len(labels)
     return right / queries
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
+def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
@@ -156,7 +156,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
         for number, module in due(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
-        batch = RecallBatch.of(DATA.rows("train", step, ROWS, LENGTH, run.seed))
+        batch = RecallBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
         objective(model, batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -234,47 +234,57 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     print(f"wrote {path}")
 
 
-def keep(options: argparse.Namespace, records: list[dict[str, Any]], steps: int) -> None:
-    settings = {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": ROWS, "steps": steps, "data": DATA.identity}
-    save(options, "mqar", {"settings": settings, "summary": summary(records), "runs": records})
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a result file have in common."""
+    steps, rows = (20, 4) if options.quick else (options.steps, options.rows)
+    return {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": rows, "steps": steps, "data": DATA.identity}
 
 
-def known(path: Path, steps: int) -> list[dict[str, Any]]:
-    """The finished runs of a result file of the same number of steps."""
-    if not path.is_file():
+def keep(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    save(options, "mqar", {"settings": settings(options), "summary": summary(records), "runs": records})
+
+
+def known(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The finished runs of the result file, if they are of the same settings."""
+    path = options.out or RESULTS / "mqar.json"
+    if options.quick or not path.is_file():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found["runs"] if found["settings"]["steps"] == steps else []
+    if found["settings"] != settings(options):
+        raise SystemExit(f"{path} is of other settings, {found['settings']}; give another --out, or these.")
+    return found["runs"]
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="steps of a run at most")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of a run at most")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a step")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this long")
     parser.add_argument("--members", nargs="+", help="only these")
     options = prepare(parser)
-    steps, begun = 20 if options.quick else options.steps, time.monotonic()
+    steps, rows, begun = settings(options)["steps"], settings(options)["rows"], time.monotonic()
     members = [name for name in MEMBERS if name in ALL and name in (options.members or MEMBERS)]
-    records = [] if options.quick else known(options.out or RESULTS / "mqar.json", steps)
+    records = known(options)
     running: dict[Future[dict[str, Any]], Run] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         while True:
             late = time.monotonic() - begun > 60 * options.minutes
             open_runs = [] if late else [run for run in wanted(records, members) if run not in running.values()]
             for run in open_runs[: options.jobs - len(running)]:
-                running[pool.submit(train, run, steps)] = run
+                running[pool.submit(train, run, steps, rows)] = run
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 records.append(done.result())
                 print(*running.pop(done), f"{records[-1]['accuracy']:.1%} {records[-1]['seconds']:.0f} s", flush=True)
-                keep(options, records, steps)
-    rows = summary(records)
-    show("multi-query associative recall", tuple(rows[0]), [list(row.values()) for row in rows])
-    keep(options, records, steps)
+                keep(options, records)
+    found = summary(records)
+    if not found:
+        return
+    show("multi-query associative recall", tuple(found[0]), [list(row.values()) for row in found])
     if not options.quick or options.out:
-        draw(rows, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
+        draw(found, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
 
 
 if __name__ == "__main__":
