@@ -31,19 +31,20 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
+from kinformer.core.online import online
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.redrawn import due, redrawn
 from kinformer.data.mqar import Recall
 from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
 from kinformer.evaluation.figure import save as save_figure
 from kinformer.family.build import configure
-from kinformer.family.table import MEMBERS as ALL
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, answers
+from kinformer.training.objective import Step
 
 DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
 DATA = Recall(pairs=(8,), symbols=256)
@@ -57,10 +58,10 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "gla": {"head_dim": 32, "value_dim": 64},
     "fast-weights": {},
     "gated-deltanet": {"convolution": 0},
-    "reformer": {},
-    "routing": {},
+    "reformer": {"num_buckets": 8, "chunk_size": 8, "rounds": 4},
+    "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
-"""What is changed of each member's mixer beside the number of heads; those that do not exist are left out."""
+"""What is changed of each member's mixer beside the number of heads; windows are shorter than a row."""
 RATES, SEEDS = (3e-3, 1e-3, 1e-2), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
@@ -121,7 +122,7 @@ class Run(NamedTuple):
 
 
 def build(member: str) -> Decoder:
-    changes = {f"layers.0.mixer.{path}": value for path, value in {"num_heads": 1, **MEMBERS[member]}.items()}
+    changes = {f"layers.0.mixer.{path}": value for path, value in {**MEMBERS[member], "num_heads": 1}.items()}
     mixer = configure(member, "small", set=changes).layers[0].mixer
     layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
     return Decoder.Config(
@@ -148,19 +149,22 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    model, objective, begun = build(run.member), RecallLoss(DATA.pairs), time.monotonic()
+    model, begun = build(run.member), time.monotonic()
+    engine = Step(model, RecallLoss(DATA.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
-    features, curve = redrawn(model), []
+    features, learners, curve = redrawn(model), online(model), []
     for step in range(steps):
         for number, module in due(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
         batch = RecallBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
-        objective(model, batch, None, step / steps)[0].backward()
+        engine(batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
+        for module in learners:
+            module.learn(lambda sums: sums)
         schedule.step()
         if (step + 1) % PATIENCE == 0 or step + 1 == steps:
             curve.append((step + 1, accuracy(model.eval(), "validation")))
@@ -264,7 +268,7 @@ def main() -> None:
     parser.add_argument("--members", nargs="+", help="only these")
     options = prepare(parser)
     steps, rows, begun = settings(options)["steps"], settings(options)["rows"], time.monotonic()
-    members = [name for name in MEMBERS if name in ALL and name in (options.members or MEMBERS)]
+    members = [name for name in MEMBERS if name in (options.members or MEMBERS)]
     records = known(options)
     running: dict[Future[dict[str, Any]], Run] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
