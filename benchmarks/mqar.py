@@ -31,21 +31,22 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
+from kinformer.core.online import online
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.redrawn import due, redrawn
 from kinformer.data.mqar import Recall
 from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
 from kinformer.evaluation.figure import save as save_figure
 from kinformer.family.build import configure
-from kinformer.family.table import MEMBERS as ALL
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, answers
+from kinformer.training.objective import Step
 
-DIM, DEPTH, WIDTH, LENGTH, ROWS = 64, 2, 4, 64, 32
+DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
 DATA = Recall(pairs=(8,), symbols=256)
 MEMBERS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -57,12 +58,12 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "gla": {"head_dim": 32, "value_dim": 64},
     "fast-weights": {},
     "gated-deltanet": {"convolution": 0},
-    "reformer": {},
-    "routing": {},
+    "reformer": {"num_buckets": 8, "chunk_size": 8, "rounds": 4},
+    "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
-"""What is changed of each member's mixer beside the number of heads; those that do not exist are left out."""
-RATES, SEEDS = (3e-3, 1e-2), (0, 1, 2)
-SOLVED, EXAM, PATIENCE = 0.99, 16, 100
+"""What is changed of each member's mixer beside the number of heads; windows are shorter than a row."""
+RATES, SEEDS = (3e-3, 1e-3, 1e-2), (0, 1, 2)
+SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
 
 class Recent(NamedTuple):
@@ -121,7 +122,7 @@ class Run(NamedTuple):
 
 
 def build(member: str) -> Decoder:
-    changes = {f"layers.0.mixer.{path}": value for path, value in {"num_heads": 1, **MEMBERS[member]}.items()}
+    changes = {f"layers.0.mixer.{path}": value for path, value in {**MEMBERS[member], "num_heads": 1}.items()}
     mixer = configure(member, "small", set=changes).layers[0].mixer
     layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
     return Decoder.Config(
@@ -138,29 +139,32 @@ def accuracy(model: Decoder, split: str) -> float:
     """Of new rows of the split."""
     right = queries = 0
     with torch.inference_mode():
-        for part in range(EXAM):
-            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, ROWS, LENGTH)))
+        for part in range(8):
+            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
             right, queries = right + int((logits.argmax(-1) == labels).sum()), queries + len(labels)
     return right / queries
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
+def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    model, objective, begun = build(run.member), RecallLoss(DATA.pairs), time.monotonic()
+    model, begun = build(run.member), time.monotonic()
+    engine = Step(model, RecallLoss(DATA.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
-    features, curve = redrawn(model), []
+    features, learners, curve = redrawn(model), online(model), []
     for step in range(steps):
         for number, module in due(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
-        batch = RecallBatch.of(DATA.rows("train", step, ROWS, LENGTH, run.seed))
-        objective(model, batch, None, step / steps)[0].backward()
+        batch = RecallBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
+        engine(batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
+        for module in learners:
+            module.learn(lambda sums: sums)
         schedule.step()
         if (step + 1) % PATIENCE == 0 or step + 1 == steps:
             curve.append((step + 1, accuracy(model.eval(), "validation")))
@@ -234,47 +238,57 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     print(f"wrote {path}")
 
 
-def keep(options: argparse.Namespace, records: list[dict[str, Any]], steps: int) -> None:
-    settings = {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": ROWS, "steps": steps, "data": DATA.identity}
-    save(options, "mqar", {"settings": settings, "summary": summary(records), "runs": records})
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What all runs of a result file have in common."""
+    steps, rows = (20, 4) if options.quick else (options.steps, options.rows)
+    return {"dim": DIM, "depth": DEPTH, "length": LENGTH, "rows": rows, "steps": steps, "data": DATA.identity}
 
 
-def known(path: Path, steps: int) -> list[dict[str, Any]]:
-    """The finished runs of a result file of the same number of steps."""
-    if not path.is_file():
+def keep(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    save(options, "mqar", {"settings": settings(options), "summary": summary(records), "runs": records})
+
+
+def known(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The finished runs of the result file, if they are of the same settings."""
+    path = options.out or RESULTS / "mqar.json"
+    if options.quick or not path.is_file():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found["runs"] if found["settings"]["steps"] == steps else []
+    if found["settings"] != settings(options):
+        raise SystemExit(f"{path} is of other settings, {found['settings']}; give another --out, or these.")
+    return found["runs"]
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="steps of a run at most")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of a run at most")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a step")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this long")
     parser.add_argument("--members", nargs="+", help="only these")
     options = prepare(parser)
-    steps, begun = 20 if options.quick else options.steps, time.monotonic()
-    members = [name for name in MEMBERS if name in ALL and name in (options.members or MEMBERS)]
-    records = [] if options.quick else known(options.out or RESULTS / "mqar.json", steps)
+    steps, rows, begun = settings(options)["steps"], settings(options)["rows"], time.monotonic()
+    members = [name for name in MEMBERS if name in (options.members or MEMBERS)]
+    records = known(options)
     running: dict[Future[dict[str, Any]], Run] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         while True:
             late = time.monotonic() - begun > 60 * options.minutes
             open_runs = [] if late else [run for run in wanted(records, members) if run not in running.values()]
             for run in open_runs[: options.jobs - len(running)]:
-                running[pool.submit(train, run, steps)] = run
+                running[pool.submit(train, run, steps, rows)] = run
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 records.append(done.result())
                 print(*running.pop(done), f"{records[-1]['accuracy']:.1%} {records[-1]['seconds']:.0f} s", flush=True)
-                keep(options, records, steps)
-    rows = summary(records)
-    show("multi-query associative recall", tuple(rows[0]), [list(row.values()) for row in rows])
-    keep(options, records, steps)
+                keep(options, records)
+    found = summary(records)
+    if not found:
+        return
+    show("multi-query associative recall", tuple(found[0]), [list(row.values()) for row in found])
     if not options.quick or options.out:
-        draw(rows, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
+        draw(found, (options.out or RESULTS / "mqar.json").with_suffix(".png"))
 
 
 if __name__ == "__main__":
