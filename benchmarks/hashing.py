@@ -8,8 +8,8 @@ rounds beside gpt; the second one row of every length, and gives the slope of lo
 either, the kernel must give the values and gradients of its reference, and each model must learn.
 
 The last part masks the published forms, which sort or rank the whole text, as a decoder would: it changes the later
-half of 1,024 tokens and counts which outputs before them change, and by how much of their norm. The same of the members'
-own forms is 0.
+half of 1,024 tokens and counts which outputs before them change, and by how much of their norm. The same of the
+members' own forms is 0.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def growth(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
 
 
 def leaks(time: int = 1024) -> dict[str, dict[str, float]]:
-    """Of each form, masked, the share of outputs before ``time`` / 2 that change with later tokens, and their change."""
+    """Of each form, masked, the share of outputs before ``time`` / 2 that later tokens change, and by how much."""
     q, v = torch.randn(2, 1, 4, time, 64, dtype=torch.float64).unbind()
     half = time // 2
     others = torch.cat([q[:, :, :half], 6 * torch.randn(1, 4, half, 64, dtype=torch.float64)], 2)
