@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recurrence": {"model": {"member": "sha-rnn"}, "segments": True, "accumulate": 2},
     "memories": {"model": {"member": "memorizing"}, "segments": True},
     "sparse tables": {"model": PKM, "accumulate": 2},
+    "clusters": {"model": {"member": "routing"}, "segments": True},
     "random features": {"model": {"member": "performer", "layers.*.mixer.feature_map.redraw": 3}, "segments": True},
     "sparse tables, muon, batch norm": {
         "model": PKM | {"layers.1.feed_forward.norm": "batch"},

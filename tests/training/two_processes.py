@@ -26,6 +26,8 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp muon": ("fsdp", {"optimizer": "muon"}),
     "fsdp shared": ("fsdp", {"model": {"member": "t5"}}),
     "ddp sparse": ("ddp", {"model": {"member": "pkm"}, "accumulate": 2}),
+    "ddp clusters": ("ddp", {"model": {"member": "routing"}, "accumulate": 2}),
+    "fsdp clusters": ("fsdp", {"model": {"member": "routing"}, "segments": True}),
     "ddp masked": ("ddp", MASKED),
     "fsdp masked": ("fsdp", MASKED),
     "ddp labels": ("ddp", LABELS | {"accumulate": 2, "batch_size": 8}),
@@ -34,7 +36,16 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp deep": ("fsdp", {"model": {"member": "deep-char", "layers": 3}, "objective": "deep-supervision"}),
     "fsdp bf16": ("fsdp", {"precision": "bf16-mixed", "segments": True, "model": LINEAR}),
 }
-AGAIN = ("ddp sparse", "ddp segments", "ddp labels", "fsdp segments", "fsdp muon", "fsdp shared", "fsdp deep")
+AGAIN = (
+    "ddp sparse",
+    "ddp clusters",
+    "ddp segments",
+    "ddp labels",
+    "fsdp segments",
+    "fsdp muon",
+    "fsdp shared",
+    "fsdp deep",
+)
 """One of every kind of state that a checkpoint holds."""
 OPTIONS = {"steps": 4, "checkpoint_every": 2, "validate_every": 2}
 

@@ -194,8 +194,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             top = scores.amax(2).amax(0).mul_(one.scale2).clamp_(min=lowest)
             weights = one.weigh(scores, top, block)
             total = weights.sum(2).sum(0)
-            lse[block.queries] = total.log().add_(top, alpha=1 / _LOG2_E)
-            one.mixed(weights, one.v, block, out[block.queries]).div_(total.masked_fill_(total == 0, 1).unsqueeze(-1))
+            blind = total == 0
+            total.masked_fill_(blind, 1)  # the logarithm of 0 takes long
+            torch.add(total.log(), top, alpha=1 / _LOG2_E, out=lse[block.queries]).masked_fill_(blind, -torch.inf)
+            one.mixed(weights, one.v, block, out[block.queries]).div_(total.unsqueeze(-1))
         own = lse.flatten()[one.own]
         both = torch.logaddexp(sums, own)
         safe = both.masked_fill(both == -torch.inf, 0)
