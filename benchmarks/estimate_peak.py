@@ -6,11 +6,13 @@ that the system ever saw of it. The estimate is of the same config and sizes.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from common import arguments, kinformer, prepare, save, show
@@ -35,15 +37,18 @@ def measured(member: str, length: int, batch: int) -> int:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only these members")
+    parser.add_argument("--measured", type=Path, help="a result file, whose processes are not measured again")
     options = prepare(parser)
+    earlier = json.loads(options.measured.read_text())["members"] if options.measured else {}
     rows: list[list[Any]] = []
     result = {}
     for member in options.only or list(MEMBERS):
         for length, batch in SIZES[: 1 if options.quick else None]:
             told = kinformer("estimate", member, "--length", length, "--batch", batch)
-            peak = measured(member, length, batch)
+            name = f"{member} {length} x {batch}"
+            peak = earlier[name]["measured"] if name in earlier else measured(member, length, batch)
             ratio = told["peak_bytes"] / peak
-            result[f"{member} {length} x {batch}"] = {"measured": peak, "ratio": ratio} | told["peak"]
+            result[name] = {"measured": peak, "ratio": ratio} | told["peak"]
             rows.append([member, length, batch, peak / 2**20, told["peak_bytes"] / 2**20, ratio])
             print(*rows[-1], flush=True)
     ratios: list[Any] = sorted(row[-1] for row in rows)

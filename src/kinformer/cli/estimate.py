@@ -53,8 +53,7 @@ def run(options: Options) -> int:
         optimizer=options.optimizer,
         precision=options.precision,
     )
-    sizes = {"length": options.length, "batch": options.batch}
-    process = peak(config, result, **sizes, precision=options.precision)
+    process = peak(config, result, length=options.length, batch=options.batch)
     rules = rules_of_thumb(
         config,
         length=options.length,

@@ -2,8 +2,8 @@
 
 Interpreter: Python, PyTorch and Kinformer themselves. Temporaries: what lives for a moment at the widest point of a
 step, counted as it runs on shapes only. Allocator: what was freed and cannot be used again. glibc cuts every tensor
-out of a free block that is larger than it by its alignment, so that blocks of like tensors do not fit again; its share
-was measured (``benchmarks/estimate_peak.py``) and is the least certain of all terms.
+out of a free block that is larger than it by its alignment, so that blocks of like tensors do not fit again, and large
+ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.py``) and is the least certain term.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kinformer.evaluation.estimate import Estimate, Precision, horizon_of, is_even
-from kinformer.evaluation.estimate_checkpoint import measure_held
+from kinformer.evaluation.estimate import Estimate, horizon_of, is_even
+from kinformer.evaluation.estimate_checkpoint import FLOAT, measure_held
 from kinformer.evaluation.estimate_length import at_length
 from kinformer.evaluation.estimate_parts import distinct, measure, without_data
 
 INTERPRETER = 345 << 20
-ALLOCATOR = 0.35
+ALLOCATOR, ALLOCATOR_LARGE = 0.35, 0.55
+"""Of activations and temporaries: what the allocator holds beyond them, where a layer's input is LARGE or is not."""
+LARGE = 2 << 20
 
 
-def peak(config: Any, found: Estimate, *, length: int, batch: int, precision: Precision = "fp32") -> dict[str, int]:
+def peak(config: Any, found: Estimate, *, length: int, batch: int) -> dict[str, int]:
     """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
     same config and sizes, on a CPU."""
     temporaries = 0 if config.stack.recomputes else _temporaries(config, length, batch)
     moving = found.memory["train"]["activations"] + temporaries
+    large = FLOAT * batch * length * config.dim >= LARGE
     return {
         "interpreter": INTERPRETER,
         "training": found.train_bytes,
         "temporaries": temporaries,
-        "allocator": round(ALLOCATOR * moving),
+        "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
     }
 
 
