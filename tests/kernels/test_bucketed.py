@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, members
-from kinformer.kernels.bucketed.layout import lay_out, rows_per_tile
+from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, layout, members
+from kinformer.kernels.bucketed.layout import Block, lay_out, rows_per_tile
 from kinformer.kernels.bucketed.membership import members_of_last
 
 CASES = {
@@ -47,8 +47,10 @@ def case(rounds, buckets, size, past, time, itself=False, reset=False):
     return (q, k, v), membership, itself
 
 
+@pytest.mark.parametrize("order", ["by depth", "by run"])
 @pytest.mark.parametrize("name", CASES)
-def test_chunked_is_the_reference_and_so_are_its_gradients(name):
+def test_chunked_is_the_reference_and_so_are_its_gradients(name, order, monkeypatch):
+    monkeypatch.setattr(layout, "SHORT", 0 if order == "by run" else 1 << 30)
     inputs, membership, itself = case(**CASES[name])
     found = []
     for impl in ("reference", "chunked"):
@@ -116,15 +118,26 @@ def test_tiles_divide_chunks(size, rows):
 
 def test_runs_that_nobody_asks_for_are_not_laid_out():
     runs, ranks = torch.tensor([[0, 0, 1, 1, 1, 2, -1]]), torch.tensor([[0, 1, 0, 1, 2, 0, 0]])
-    layout = lay_out(runs, ranks, past=4, rows=2)
-    assert layout.counts == [2, 1]  # runs 1 and 2, of which run 1 has a second tile
-    assert layout.line.tolist() == [6, 6, 0, 1, 4, 2, 6]
-    assert layout.token.tolist() == [2, 3, 5, 0, 4, 0] and layout.spare.tolist() == [False] * 3 + [True, False, True]
+    found = lay_out(runs, ranks, past=4, size=2)
+    first, second = slice(0, 2), slice(2, 3)  # runs 1 and 2, of which run 1 has a second tile
+    assert found.blocks == [Block(first, [first]), Block(second, [slice(0, 1), second])] and found.hidden is None
+    assert found.line.tolist() == [6, 6, 0, 1, 4, 2, 6]
+    assert found.token.tolist() == [2, 3, 5, 0, 4, 0] and found.spare.tolist() == [False] * 3 + [True, False, True]
+
+
+def test_many_depths_of_few_runs_are_few_blocks():
+    """One run of 4,096 tokens, as of hashes that cannot tell tokens apart, beside a short one."""
+    runs = torch.tensor([0] * 4096 + [1] * 100)[None]
+    ranks = torch.cat([torch.arange(4096), torch.arange(100)])[None]
+    found = lay_out(runs, ranks, past=0, size=64)
+    assert len(found.blocks) == 3 and found.token[found.line].equal(torch.arange(4196))
+    hidden = found.hidden[:, 3 + 128 :]  # of the short run: as far back as its chunk and the one before it reach
+    assert (~hidden).sum(0).tolist() == [1, 2, 3, 4]
 
 
 def test_work_follows_the_pairs(monkeypatch):
     """Of 2,048 tokens in 32 even buckets a chunked call computes fewer than 1.6 pairs for each that is seen."""
-    monkeypatch.setattr(chunked, "PAIRS", 1 << 30)
+    monkeypatch.setattr(layout, "PAIRS", 1 << 30)
     time, buckets = 2048, 32
     found = (torch.arange(time) % buckets)[None, None, None]
     membership = members(found, torch.zeros(1, 1, 1, buckets, dtype=torch.int64), 0, 64)

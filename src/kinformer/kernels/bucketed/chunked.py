@@ -19,14 +19,11 @@ from torch import Tensor
 from kinformer.core.autocast import autocast_together
 from kinformer.core.contract import state_dtype
 from kinformer.core.derivatives import check_reverse, first_order
-from kinformer.kernels.bucketed.layout import Layout, chunk_numbers, lay_out, rows_per_tile
+from kinformer.kernels.bucketed.layout import Block, Layout, chunk_numbers, lay_out, rows_per_tile
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended, unfilled
 
 _LOG2_E = math.log2(math.e)
-
-PAIRS = 1 << 18
-"""In a block: few enough to stay in a cache."""
 
 
 class BucketedCall(NamedTuple):
@@ -61,13 +58,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float
     return Attended(*_forward(q, k, v, *membership, itself, scale))
 
 
-class _Block(NamedTuple):
-    """Some tiles of queries at one depth, and the tiles of keys that they see, each a slice of tiles."""
-
-    queries: slice
-    keys: list[slice]
-
-
 class _Memory:
     """Room that the rounds use one after the other, as fresh memory is slow to touch."""
 
@@ -97,7 +87,7 @@ class _Round:
         runs, ranks = (each[:, :, number].flatten(0, 1) for each in (call.runs, call.ranks))
         self.rows, self.call, self.memory = rows_per_tile(call.size), call, memory
         slots, time = runs.shape[1], call.q.shape[2]
-        self.layout: Layout = lay_out(runs, ranks, slots - time, self.rows)
+        self.layout: Layout = lay_out(runs, ranks, slots - time, call.size)
         token = self.layout.token
         asking = token if slots == time else token // slots * time + (token % slots + time - slots).clamp_min(0)
         self.asking = asking
@@ -115,38 +105,30 @@ class _Round:
         """``x`` [batch, heads, n, width] as tiles [tiles, rows, width]."""
         return self.memory.picked(name, x, index).view(-1, self.rows, x.shape[-1])
 
-    def blocks(self) -> Iterator[_Block]:
-        per_chunk, (first, counts) = self.call.size // self.rows, self.layout[3:]
-        for depth, tiles in enumerate(counts):
-            lowest = max(0, depth // per_chunk - 1) * per_chunk
-            step = max(1, PAIRS // (self.rows**2 * (depth - lowest + 1)))
-            for begin in range(0, tiles, step):
-                end = min(begin + step, tiles)
-                keys = [slice(first[each] + begin, first[each] + end) for each in range(lowest, depth + 1)]
-                yield _Block(keys[-1], keys)
-
     def empty(self, name: str, *width: int) -> Tensor:
         """[tiles + 1, rows, ..], of which the last tile, which stands for nowhere, is to be filled."""
         return self.memory(name, len(self.q) + 1, self.rows, *width)
 
-    def room(self, name: str, block: _Block) -> Tensor:
+    def room(self, name: str, block: Block) -> Tensor:
         """Scratch memory [tiles of keys, block, keys, queries]."""
         return self.memory(name, len(block.keys), block.queries.stop - block.queries.start, self.rows, self.rows)
 
-    def products(self, name: str, block: _Block, left: Tensor, right: Tensor) -> Tensor:
+    def products(self, name: str, block: Block, left: Tensor, right: Tensor) -> Tensor:
         """[.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
         found, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
         for out, keys in zip(found, block.keys, strict=True):
             torch.bmm(left[keys], turned, out=out)
         return found
 
-    def scores(self, block: _Block) -> Tensor:
+    def scores(self, block: Block) -> Tensor:
         """Unscaled; what is not earlier is at -inf."""
         found = self.products("scores", block, self.k, self.q)
         found[-1].add_(self.future)
+        if self.layout.hidden is not None:
+            found.masked_fill_(self.layout.hidden[:, block.queries, None, None], -torch.inf)
         return found
 
-    def weigh(self, scores: Tensor, top: Tensor, block: _Block) -> Tensor:
+    def weigh(self, scores: Tensor, top: Tensor, block: Block) -> Tensor:
         """2 ** (scale * log2(e) * scores - top) in place, 0 where an earlier round saw the key; ``top`` [.., queries].
 
         A key that an earlier round saw is part of the whole sum there, so nothing is lost where it is the largest.
@@ -160,7 +142,7 @@ class _Round:
             weights.mul_(apart.abs_().clamp_max_(1).floor_())
         return weights
 
-    def mixed(self, weights: Tensor, values: Tensor, block: _Block, total: Tensor) -> Tensor:
+    def mixed(self, weights: Tensor, values: Tensor, block: Block, total: Tensor) -> Tensor:
         """``total`` [block, queries, width]: the sum of what stands at the keys, by ``weights`` [.., keys, queries]."""
         torch.bmm(weights[0].mT, values[block.keys[0]], out=total)
         for part, keys in zip(weights[1:], block.keys[1:], strict=True):
@@ -189,7 +171,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     for one in _rounds(call, memory):
         out, lse = one.empty("out", width), one.empty("lse")
         out[-1], lse[-1] = 0, -torch.inf
-        for block in one.blocks():
+        for block in one.layout.blocks:
             scores = one.scores(block)
             top = scores.amax(2).amax(0).mul_(one.scale2).clamp_(min=lowest)
             weights = one.weigh(scores, top, block)
@@ -251,7 +233,7 @@ def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple
     dq[-1] = 0
     dk.zero_()
     dv.zero_()
-    for block in one.blocks():
+    for block in one.layout.blocks:
         weights = one.weigh(one.scores(block), tops[block.queries], block)
         errors = one.products("errors", block, one.v, grad)
         errors.sub_(deltas[block.queries].unsqueeze(-2)).mul_(weights)

@@ -1,31 +1,46 @@
 """The tokens of every run side by side, in tiles: what attention within a run computes are blocks of tiles.
 
-Tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within one depth by the length
-of their runs, the longest first. So the runs that have a tile at some depth are the first ones at every depth before
-it, and what the tiles of one depth see lies in slices.
+``by_depth``: tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within one depth
+by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones at every
+depth before it, and what the tiles of one depth see lies in slices: nothing is computed in vain. Where a few runs are
+long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs lie one
+after the other (``by_run``), a tile's keys lie so many tiles before it, and what another run's are is masked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+PAIRS = 1 << 18
+"""In a block: few enough to stay in a cache."""
+SHORT = 2
+"""So many times the blocks, none of which is masked, are as fast as one of all tiles."""
+
+
+class Block(NamedTuple):
+    """Some tiles of queries, and the tiles of keys that they see, each a slice of tiles, their own last."""
+
+    queries: slice
+    keys: list[slice]
 
 
 class Layout(NamedTuple):
     """Of one round of a row's and head's slots, all of them flattened to [batch * heads * slots] tokens.
 
     ``token`` [lines] int64: whose line it is; lines that are left over at the ends of runs stand for token 0. ``line``
-    [tokens] int64: where a token stands, ``lines`` if nowhere. ``spare`` [lines] bool: left over.
-    ``first``, ``counts``: of each depth, its first tile and its number of tiles.
+    [tokens] int64: where a token stands, ``lines`` if nowhere. ``spare`` [lines] bool: left over. ``hidden`` [tiles of
+    keys of a block, tiles] bool or None: which of them a tile of queries does not see.
     """
 
     token: Tensor
     line: Tensor
     spare: Tensor
-    first: list[int]
-    counts: list[int]
+    blocks: list[Block]
+    hidden: Tensor | None
 
 
 def rows_per_tile(size: int) -> int:
@@ -35,10 +50,10 @@ def rows_per_tile(size: int) -> int:
     return max((rows for rows in range(16, 65) if size % rows == 0), key=lambda rows: (rows <= 32, rows), default=size)
 
 
-def lay_out(runs: Tensor, ranks: Tensor, past: int, rows: int) -> Layout:
-    """runs, ranks: [batch * heads, slots] int64 of one round. Runs without a token after ``past`` slots are left out,
-    as nobody asks what they hold."""
-    flat, number = flat_runs(runs)
+def lay_out(runs: Tensor, ranks: Tensor, past: int, size: int) -> Layout:
+    """runs, ranks: [batch * heads, slots] int64 of one round; ``size``: of a chunk. Runs without a token after ``past``
+    slots are left out, as nobody asks what they hold."""
+    rows, (flat, number) = rows_per_tile(size), flat_runs(runs)
     tile = ranks.flatten() // rows
     tiles = tile.new_zeros(number + 1).scatter_reduce_(0, flat, tile + 1, "amax")
     if past:
@@ -46,19 +61,58 @@ def lay_out(runs: Tensor, ranks: Tensor, past: int, rows: int) -> Layout:
         last = tile.new_zeros(number + 1).scatter_reduce_(0, flat, slot, "amax")
         tiles.masked_fill_(last < past, 0)
     tiles[-1] = 0
-    order = torch.argsort(tiles, descending=True, stable=True)
-    column = torch.empty_like(order).scatter_(0, order, torch.arange(number + 1, device=order.device))
-    depth = int(tiles[order[0]])
-    counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
-    first = counts.cumsum(0) - counts
-    lines = int(counts.sum()) * rows
+    depth, total = int(tiles.max()), int(tiles.sum())
     inside = tile < tiles[flat]
-    begin = torch.cat([first, first.new_zeros(1)])[torch.where(inside, tile, depth)]
-    line = torch.where(inside, (begin + column[flat]) * rows + ranks.flatten() % rows, lines)
-    token = torch.full((lines + 1,), -1, device=line.device)
+    many = depth > SHORT * (1 + total * rows**2 * 2 * (size // rows) // PAIRS)
+    place, whole, blocks, hidden = (_by_run if many else _by_depth)(tiles, depth, size // rows, rows)
+    at = place(torch.where(inside, flat, number), torch.where(inside, tile, 0))
+    line = torch.where(inside, at * rows + ranks.flatten() % rows, whole * rows)
+    token = torch.full((whole * rows + 1,), -1, device=line.device)
     token.scatter_(0, line, torch.arange(len(line), device=line.device))
     token = token[:-1]
-    return Layout(token.clamp_min(0), line, token < 0, first.tolist(), counts.tolist())
+    return Layout(token.clamp_min(0), line, token < 0, blocks, hidden)
+
+
+_Order = tuple[Callable[[Tensor, Tensor], Tensor], int, list[Block], Tensor | None]
+"""Where the tiles of runs stand, how many tiles there are, their blocks, and what of these is hidden."""
+
+
+def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
+    """``tiles`` [runs]: how many tiles each has, ``depth`` at most."""
+    order = torch.argsort(tiles, descending=True, stable=True)
+    column = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
+    first = counts.cumsum(0) - counts
+    begins = first if depth else tiles.new_zeros(1)
+    blocks = list(_blocks_of_depths(first.tolist(), counts.tolist(), per_chunk, rows))
+    return lambda run, tile: begins[tile] + column[run], int(counts.sum()), blocks, None
+
+
+def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int) -> Iterator[Block]:
+    for depth, tiles in enumerate(counts):
+        lowest = max(0, depth // per_chunk - 1) * per_chunk
+        step = max(1, PAIRS // (rows**2 * (depth - lowest + 1)))
+        for begin in range(0, tiles, step):
+            end = min(begin + step, tiles)
+            keys = [slice(first[each] + begin, first[each] + end) for each in range(lowest, depth + 1)]
+            yield Block(keys[-1], keys)
+
+
+def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
+    """As ``_by_depth``; before the first run stand as many tiles of nobody as a tile looks back."""
+    back = 2 * per_chunk - 1
+    begins = tiles.cumsum(0) - tiles + back
+    whole = back + int(tiles.sum())
+    depths = torch.arange(back, whole, device=tiles.device) - begins.repeat_interleave(tiles)
+    reach = torch.minimum(depths, per_chunk + depths % per_chunk)
+    offsets = torch.arange(back, -1, -1, device=tiles.device)
+    hidden = torch.cat([tiles.new_zeros(back), reach]) < offsets[:, None]
+    step = max(1, PAIRS // (rows**2 * (back + 1)))
+    blocks = []
+    for begin in range(back, whole, step):
+        end = min(begin + step, whole)
+        blocks.append(Block(slice(begin, end), [slice(begin - each, end - each) for each in range(back, -1, -1)]))
+    return lambda run, tile: begins[run] + tile, whole, blocks, hidden
 
 
 def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
