@@ -38,6 +38,8 @@ PEERS = {
     "transformers": "transformers",
     "local_attention": "local-attention",
     "performer_pytorch": "performer-pytorch",
+    "reformer_pytorch": "reformer-pytorch",
+    "routing_transformer": "routing-transformer",
 }
 
 

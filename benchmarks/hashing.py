@@ -4,10 +4,10 @@
 
 Members of the recipe benchmark (4 layers, dim 256, 4 heads x 64; 4 rounds of 64 buckets, chunks of 64; 32 clusters,
 window 128) in fp32 as `kinformer train` computes, with AdamW, on real text. The first part times 1 x 4096 tokens in
-rounds beside gpt; the second one row of every length, and gives the slope of log seconds against log length. Before
-either, the kernel must give the values and gradients of its reference, and each model must learn. Beside the clock's
-seconds stand the processor's, over all threads, which the slope is of, as others disturb them less: with `--threads 1`
-they are what a step takes on a quiet core.
+rounds, beside gpt and the peers of equal sizes; the second one row of every length, and gives the slope of log seconds
+against log length. Before either, the kernel must give the values and gradients of its reference, and each model must
+learn. Beside the clock's seconds stand the processor's, over all threads, which the slope is of, as others disturb them
+less: with `--threads 1` they are what a step takes on a quiet core.
 
 The last part masks the published forms, which sort or rank the whole text, as a decoder would: it changes the later
 half of 1,024 tokens and counts which outputs before them change, and by how much of their norm. The same of the
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import kinformer
@@ -32,6 +32,7 @@ from common import (
     gate_equal,
     gate_learning,
     interleave,
+    peer,
     prepare,
     products,
     save,
@@ -47,20 +48,16 @@ from kinformer.kernels.bucketed.sorted import sorted_attention
 MEMBERS = ("reformer", "routing", "gpt")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)
 GPT_LENGTHS = (1024, 2048, 4096, 8192)
-PEERS = {
-    "reformer": {"name": "reformer-pytorch", "tokens_per_second": 2235, "asked": 3.0},
-    "routing": {"name": "routing-transformer", "tokens_per_second": 6830, "asked": 1.2},
-}
-"""Measured elsewhere, on two cores of another machine, at 1 x 4096; HF GPT-2 made 3,160 there."""
+PEERS = {"reformer": "reformer-pytorch", "routing": "routing-transformer"}
+"""Of equal sizes, in the same rounds, where they are installed."""
 STEEPEST = {"reformer": 1.1, "routing": 1.5}
 
 
 class Training:
     """A model and its AdamW; a call makes a step and returns the loss before it."""
 
-    def __init__(self, member: str) -> None:
-        torch.manual_seed(0)
-        self.model = kinformer.build(member, recipe="benchmark", vocab_size=256, set=_sizes(member)).train()
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.train()
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.processor: dict[int, list[float]] = {}
         """Processor seconds of all steps, by length."""
@@ -72,17 +69,36 @@ class Training:
         return loss
 
     def _step(self, window: Tensor) -> float:
-        logits = self.model(window[:, :-1])[0]
+        found = self.model(window[:, :-1])
+        logits, *rest = found if isinstance(found, tuple) else (found,)
         loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-        del logits
-        loss.backward()
+        del logits, found
+        cost = rest[0] if rest and isinstance(rest[0], Tensor) else 0.0  # the peer's commitment to its centroids
+        (loss + cost).backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
         return float(loss.detach())
 
 
-def _sizes(member: str) -> dict[str, Any]:
-    return {"position.max_length": max(GPT_LENGTHS)} if member == "gpt" else {}
+def ours(member: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"position.max_length": max(GPT_LENGTHS)} if member == "gpt" else {}
+    return kinformer.build(member, recipe="benchmark", vocab_size=256, set=sizes)
+
+
+def peers(length: int) -> dict[str, nn.Module]:
+    """Those that are installed, causal as they call it."""
+    sizes = {"num_tokens": 256, "dim": 256, "depth": 4, "heads": 4, "max_seq_len": length, "causal": True}
+    found = {}
+    if peer("reformer_pytorch"):
+        from reformer_pytorch import ReformerLM
+
+        found[PEERS["reformer"]] = ReformerLM(**sizes, bucket_size=64, n_hashes=4)
+    if peer("routing_transformer"):
+        from routing_transformer import RoutingTransformerLM
+
+        found[PEERS["routing"]] = RoutingTransformerLM(**sizes, window_size=128)
+    return found
 
 
 def kernel_gap() -> float:
@@ -98,21 +114,24 @@ def kernel_gap() -> float:
 
 
 def race(length: int, rounds: int) -> dict[str, Any]:
-    """All members at 1 x ``length``, in turns."""
+    """All members, and their peers, at 1 x ``length``, in turns."""
     window = text_bytes(None, length + 1)[None]
     contestants, rows = [], {}
-    models = {member: Training(member) for member in MEMBERS}
-    for member, training in models.items():
-        with products(True):
-            rows[member] = {"gate": gate_learning(member, [training(window) for _ in range(3)])}
-        contestants.append(Contestant(member, lambda training=training: training(window), fast=True))
+    models = {name: Training(model) for name, model in ({each: ours(each) for each in MEMBERS} | peers(length)).items()}
+    for name, training in models.items():
+        fast = name in MEMBERS
+        with products(fast):
+            rows[name] = {"gate": gate_learning(name, [training(window) for _ in range(3)])}
+        contestants.append(Contestant(name, lambda training=training: training(window), fast=fast))
     interleave(contestants, rounds)
     for each in contestants:
         speed = length / each.median
         processor = statistics.median(models[each.name].processor[length][-rounds:])
         rows[each.name] |= {"seconds": each.median, "processor_seconds": processor, "tokens_per_second": speed}
-        if each.name in PEERS:
-            rows[each.name] |= {"peer": PEERS[each.name], "times_peer": speed / PEERS[each.name]["tokens_per_second"]}
+    for member, name in PEERS.items():
+        if name in rows:
+            times = rows[member]["tokens_per_second"] / rows[name]["tokens_per_second"]
+            rows[member] |= {"peer": name, "times_peer": times}
     return rows
 
 
@@ -121,7 +140,7 @@ def growth(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
     found = {}
     for member in MEMBERS:
         own = [length for length in lengths if member != "gpt" or length in GPT_LENGTHS]
-        training = Training(member)
+        training = Training(ours(member))
         windows = {length: text_bytes(None, length + 1)[None] for length in own}
         contestants = [Contestant(str(n), lambda n=n: training(windows[n]), fast=True) for n in own]  # noqa: B023
         interleave(contestants, rounds)
