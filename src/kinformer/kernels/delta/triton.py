@@ -5,9 +5,9 @@ gives -R diag(beta) K and R diag(beta) V of all blocks, or R^T K and R^T P^T Y; 
 
     U = R diag(beta) V - R diag(beta) K W,   W <- W + K^T U        G = R^T P^T Y + R^T K dW,   dW <- dW + Q^T Y - K^T dV
 
-The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what the
-key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W), what
-a token found wrong in the memory, dV = diag(beta) G and dbeta = rowsum(G * E).
+The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what
+the key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W),
+what a token found wrong in the memory, dV = diag(beta) G and dbeta = rowsum(G * E).
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype, product_dtype
-from kinformer.kernels.linear.triton import LARGEST, Cut, between, factors, product, side, tile
+from kinformer.kernels.linear.triton import (
+    Cut,
+    between,
+    block_flops,
+    block_size,
+    factors,
+    product,
+    side,
+    tile,
+)
 
 _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset"
 
 
 @triton.jit
 def inverse(lower, LEVELS: tl.constexpr, SIZE: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower triangular matrix by doubling: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']].
+    """(I + lower)^-1 for ``lower`` strictly so, by doubling: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']].
 
     Unlike a product of powers it does not cancel where many keys are alike.
     """
@@ -94,7 +104,7 @@ def run(
     inner, wide = f < m, d < n
     held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
     W = tl.load(first + row * m * n + held, within, 0.0)
-    for step in range(0, count):
+    for step in range(count):
         block = count - 1 - step if REVERSE else step
         at = block * SIZE + tl.arange(0, SIZE)
         tokens, inside = row * time + at, at < time
@@ -125,15 +135,18 @@ class States(NamedTuple):
     last: Tensor
 
 
-class DeltaCut(Cut):
-    """A :class:`Cut` with the keys and strengths of the delta rule.
+def _largest(k: Tensor) -> int:
+    """Tokens in a block: 32, since the inverse, by 2 log2(size) products in float32, would be most of the work of 64;
+    fewer where the keys would have more than 16 KiB, 16 of 256 features in float32, for :func:`run` holds all features
+    of X, K and Q."""
+    return min(32, 2**14 // (side(k.shape[-1]) * k.dtype.itemsize))
 
-    A block has 64 tokens, or 32 where 64 keys have more than 32 KiB: :func:`run` holds all features of X, K and Q.
-    """
+
+class DeltaCut(Cut):
+    """A :class:`Cut` with the keys and strengths of the delta rule."""
 
     def __init__(self, k: Tensor, beta: Tensor, log_decay: Tensor | None, reset: Tensor | None) -> None:
-        heavy = side(k.shape[-1]) * k.dtype.itemsize > 512
-        super().__init__(k, log_decay, reset, LARGEST // 2 if heavy else LARGEST)
+        super().__init__(k, log_decay, reset, _largest(k))
         self.k, self.beta = k, beta.contiguous()
 
     def run(self, v: Tensor, w: Tensor, *, q: Tensor | None = None, y: Tensor | None = None) -> States:
@@ -150,7 +163,7 @@ class DeltaCut(Cut):
         columns = min(side(n), 32 if side(m) <= 128 else 16)
         run[self.rows, triton.cdiv(n, columns)](
             x, u, k, self.beta, q, y, w.contiguous(), *found[1:], self.decay, self.reset, *self.sequence, m, n,
-            SIZE=self.size, FEATURES=side(m), COLUMNS=columns, REVERSE=reverse,
+            SIZE=self.size, FEATURES=side(m), COLUMNS=columns, REVERSE=reverse, num_stages=2,
         )  # fmt: skip
         return found
 
@@ -236,3 +249,25 @@ def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | N
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
+    """With ``squares`` the widths of products of two tokens beside those of ``solve``, which also inverts."""
+    batch, heads, time, m = k.shape
+    size = block_size(time, _largest(k))
+    inverted = 2 * (size.bit_length() - 1) * size
+    solved = 2 * m + v.shape[-1] + inverted
+    return batch * heads * block_flops(time, size, solved + squares, states * m * v.shape[-1])
+
+
+@register_flop_formula(torch.ops.kinformer.triton_delta, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return _flops(k, v, k.shape[-1] + v.shape[-1], states=3)
+
+
+@register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
+def _backward_flops(*arguments: Any, **_: Any) -> int:
+    """The forward's ``run`` and its own, and six mixes, four of which read states."""
+    k, v = arguments[3:5]
+    width = k.shape[-1] + v.shape[-1]
+    return _flops(k, v, 6 * width, states=5 + 4) + _flops(k, v, 0, states=0)

@@ -1,7 +1,7 @@
 """Linear attention block by block in Triton, for a GPU; Triton's interpreter runs it on a CPU, for tests.
 
-All products inside blocks have one form, :func:`mix`. With M the factors between a block's tokens (order, decay, resets)
-and c those between them and the state S at its edge,
+All products inside blocks have one form, :func:`mix`. With M the factors between a block's tokens (order, decay,
+resets) and c those between a token and the state S at the block's edge,
 
     mix(a, b, x, S)_t = sum_s M_ts (a_t . b_s) x_s + c_t S^T a_t
 
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.errors import KinformerError
@@ -133,7 +134,7 @@ def accumulate(
     inner, wide, once = f < m, d < n, (f < m) & (tl.program_id(2) == 0)
     held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
     S, z = tl.load(first + row * m * n + held, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
-    for step in range(0, count):
+    for step in range(count):
         block = count - 1 - step if REVERSE else step
         at, here = block * SIZE + tl.arange(0, SIZE), row * count + block
         tokens, inside = row * time + at, at < time
@@ -160,8 +161,13 @@ def side(width: int) -> int:
 
 def tile(width: int, dtype: torch.dtype) -> int:
     """How much of a width one product takes: 64 numbers of bfloat16, 32 of float32. So an operand of ``LARGEST``
-    tokens has 8 KiB, and the few that a step loads, for two or three steps at once, fit into 99 KiB of shared memory."""
+    tokens has 8 KiB, and the few that a step loads, two or three steps ahead, fit into 99 KiB of shared memory."""
     return min(side(width), 128 // dtype.itemsize)
+
+
+def block_size(time: int, largest: int = LARGEST) -> int:
+    """Tokens in a block of sequences of so many: no more than hold them all."""
+    return min(largest, side(time))
 
 
 class States(NamedTuple):
@@ -184,7 +190,7 @@ class Cut:
                 "TRITON_INTERPRET=1 before Python starts to have the kernels interpreted."
             )
         self.batch, self.heads, self.time = like.shape[:3]
-        self.rows, self.size = self.batch * self.heads, min(largest, side(self.time))
+        self.rows, self.size = self.batch * self.heads, block_size(self.time, largest)
         self.count = triton.cdiv(self.time, self.size)
         self.decay = None if log_decay is None else log_decay.contiguous()
         self.reset = None if reset is None else reset.to(torch.int8).contiguous()
@@ -232,7 +238,7 @@ class Cut:
         """That of log_decay, from q dq - k dk summed over features, [batch, heads, time] float32, and S dS."""
         numbers = None if self.reset is None else number(self.reset, self.count, self.size)
         blocks = SequenceBlocks(self.batch, self.heads, self.time, self.count, self.size, sequence=numbers)
-        return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1)
+        return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
 
 
 def attend(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,3 +330,25 @@ def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | N
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def block_flops(time: int, size: int, squares: int, states: int) -> int:
+    """Floating-point operations of a sequence's products, by what one block of ``size`` tokens has: products of two
+    tokens, in all ``squares`` wide, and of a token and a state of ``states`` numbers."""
+    return triton.cdiv(time, size) * (2 * size * size * squares + 2 * size * states)
+
+
+def _flops(q: Tensor, v: Tensor, mixes: int, passes: int) -> int:
+    batch, heads, time, m = q.shape
+    n = v.shape[-1]
+    return batch * heads * block_flops(time, block_size(time), mixes * (m + n), (mixes + passes) * m * n)
+
+
+@register_flop_formula(torch.ops.kinformer.triton_linear, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return _flops(q, v, mixes=1, passes=1)
+
+
+@register_flop_formula(torch.ops.kinformer.triton_linear_backward, get_raw=True)
+def _backward_flops(*arguments: Any, **_: Any) -> int:
+    return _flops(arguments[5], arguments[7], mixes=3, passes=2)
