@@ -1,5 +1,5 @@
-"""What every test shares: a deterministic Hypothesis without deadlines, processes that do not fight for cores, and
-what each test costs."""
+"""What every test shares: a deterministic Hypothesis without deadlines, processes that do not fight for cores, Triton's
+interpreter where there is no GPU, and what each test costs."""
 
 import os
 import random
@@ -7,6 +7,11 @@ import random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():  # before anything imports Triton, which PyTorch's compiler does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings  # noqa: E402
 
 from tests.processor_time import ProcessorTime  # noqa: E402

@@ -147,6 +147,12 @@ def test_reference_and_kernels_are_strangers(path):
         assert "reference" not in modules
 
 
+@each_module
+def test_triton_is_imported_by_its_kernels_alone(path):
+    imported = {name.split(".")[0] for name in imports_of(tree_of(path), module_name(path))}
+    assert ("triton" in imported) == (path.name == "triton.py")
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.kernels.delta import choose_impl, delta_rule
+from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.delta.inverse import unit_lower_inverse
 from kinformer.kernels.linear import blocks as blocks_module
+from kinformer.kernels.linear import choose_impl
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "delta_rule.npz"
 LENGTHS = (1, 2, 7, 63, 64, 65, 150)
@@ -229,8 +230,8 @@ def test_inverse_of_unit_lower_matrices(size: int) -> None:
 
 def test_user_errors_name_the_remedy() -> None:
     q, k, v, beta, w = example(4)
-    with pytest.raises(KinformerError, match=r"'triton' is unknown; use one of auto, reference, chunked"):
-        delta_rule(q, k, v, beta, w, impl="triton")
+    with pytest.raises(KinformerError, match=r"'pallas' is unknown; use one of auto, reference, chunked, triton"):
+        delta_rule(q, k, v, beta, w, impl="pallas")
     with pytest.raises(KinformerError, match="begin with zeros"):
         delta_rule(q, k, v, beta, w[..., :2])
     with pytest.raises(KinformerError, match="beta"):
@@ -239,8 +240,8 @@ def test_user_errors_name_the_remedy() -> None:
         delta_rule(q, k[:, :, :2], v, beta, w)
     with pytest.raises(KinformerError, match="reset"):
         delta_rule(q, k, v, beta, w, reset=torch.zeros(2, 3, dtype=torch.bool))
-    assert choose_impl(q) == "chunked"
-    assert choose_impl(q, "reference") == "reference"
+    assert choose_impl("delta_rule", "auto") == "chunked"
+    assert choose_impl("delta_rule", "reference") == "reference"
 
 
 @pytest.mark.gpu

@@ -239,16 +239,16 @@ def test_a_long_past_keeps_its_precision() -> None:
 def test_user_errors_name_the_remedy() -> None:
     q, k, v, s, z = example(4)
     state = LinearState(s, z)
-    with pytest.raises(KinformerError, match=r"'triton' is unknown; use one of auto, reference, chunked"):
-        linear_attention(q, k, v, state, impl="triton")
+    with pytest.raises(KinformerError, match=r"'pallas' is unknown; use one of auto, reference, chunked, triton"):
+        linear_attention(q, k, v, state, impl="pallas")
     with pytest.raises(KinformerError, match="begin with zeros"):
         linear_attention(q, k, v, LinearState(s[..., :2], z))
     with pytest.raises(KinformerError, match="do not fit"):
         linear_attention(q, k[:, :, :2], v, state)
     with pytest.raises(KinformerError, match="reset"):
         linear_attention(q, k, v, state, reset=torch.zeros(2, 3, dtype=torch.bool))
-    assert choose_impl(q) == "chunked"
-    assert choose_impl(q, "reference") == "reference"
+    assert choose_impl("linear_attention", "auto") == "chunked"
+    assert choose_impl("linear_attention", "reference") == "reference"
 
 
 @pytest.mark.gpu

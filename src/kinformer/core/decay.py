@@ -11,10 +11,12 @@ class Decay(nn.Module):
     """``forward(x)``: logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
 
     [batch, heads, time], or [batch, heads, time, features] where every feature has its own; in float32 at least.
-    ``coupled``: a token enters with what it leaves of the state taken from one, (1 - a) k.
+    ``coupled``: a token enters with what it leaves of the state taken from one, (1 - a) k. ``by_channel``: every
+    feature has its own.
     """
 
     coupled: bool = False
+    by_channel: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -19,6 +19,8 @@ from kinformer.core.errors import KinformerError
 class LowRank(Decay):
     """[batch, heads, time, features]."""
 
+    by_channel = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"

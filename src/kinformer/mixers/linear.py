@@ -34,7 +34,7 @@ from kinformer.core.errors import KinformerError, choose
 from kinformer.core.parts import FeatureMapConfig, Position, PositionConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
 from kinformer.kernels.delta import delta_rule
-from kinformer.kernels.linear import IMPLS, LinearState, linear_attention
+from kinformer.kernels.linear import IMPLS, LinearState, check_triton, linear_attention
 from kinformer.kernels.linear.running import running_maximum
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
@@ -125,6 +125,8 @@ class LinearAttention(CausalMixer):
 
     def _check(self) -> None:
         config, kind = self.config, self.config.feature_map.kind
+        if config.impl == "triton":
+            check_triton("linear", self.features, self._columns, self.decay is not None and self.decay.by_channel)
         if self.feature_map.signed and config.normaliser == "sum":
             raise KinformerError(
                 f"the feature map {kind!r} has products of either sign, whose sum may vanish; use normaliser = 'none', "

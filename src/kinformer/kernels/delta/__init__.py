@@ -18,11 +18,9 @@ from kinformer.core.errors import KinformerError
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
 from kinformer.kernels.delta.summary import DeltaSummary, summarise
-from kinformer.kernels.linear import check_decay
+from kinformer.kernels.linear import check_call, check_decay, choose_impl
 
-__all__ = ["IMPLS", "DeltaSummary", "choose_impl", "delta_rule", "summarise"]
-
-IMPLS = ("auto", "reference", "chunked")
+__all__ = ["DeltaSummary", "delta_rule", "summarise"]
 
 
 def delta_rule(
@@ -46,21 +44,23 @@ def delta_rule(
     log_decay: log a_t, not above 0 and finite, [batch, heads, time] or, per feature, [batch, heads, time, features]; 0
         at invalid tokens. None: nothing decays.
     reset: [batch, time] bool; a marked token begins a new sequence: W is zero before it is absorbed.
-    impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
+    impl: "reference" (the recurrence), "chunked", "triton", or "auto" (see ``linear.impls``).
 
-    Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
+    Raises KinformerError for an unknown ``impl`` or one that cannot do this, and for shapes that do not fit.
     """
     _validate(q, k, v, beta, state, reset)
     check_decay("delta_rule", q, log_decay)
-    kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
+    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl("delta_rule", impl)]
     return kernel(q, k, v, beta, state, log_decay, reset)
 
 
-def choose_impl(q: Tensor, impl: str = "auto") -> str:
-    """The implementation that ``impl`` stands for: "chunked" for "auto", whatever device and size, else itself."""
-    if impl not in IMPLS:
-        raise KinformerError(f"delta_rule: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
-    return "chunked" if impl == "auto" else impl
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    check_call("delta_rule", q, v, log_decay)
+    from kinformer.kernels.delta.triton import attend  # imports Triton
+
+    return attend(q, k, v, beta, state, log_decay, reset)
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, reset: Tensor | None) -> None:

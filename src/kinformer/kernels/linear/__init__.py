@@ -15,13 +15,22 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear.chunked import chunked
+from kinformer.kernels.linear.impls import IMPLS, check_call, check_triton, choose_impl
 from kinformer.kernels.linear.reference import recurrence
 from kinformer.kernels.linear.sequence import LinearState, Sequence
 from kinformer.kernels.linear.summary import LinearSummary, summarise
 
-__all__ = ["IMPLS", "LinearState", "LinearSummary", "check_decay", "choose_impl", "linear_attention", "summarise"]
-
-IMPLS = ("auto", "reference", "chunked")
+__all__ = [
+    "IMPLS",
+    "LinearState",
+    "LinearSummary",
+    "check_call",
+    "check_decay",
+    "check_triton",
+    "choose_impl",
+    "linear_attention",
+    "summarise",
+]
 
 
 def linear_attention(
@@ -43,22 +52,22 @@ def linear_attention(
         at invalid tokens. None: nothing decays.
     eps: added to the normaliser q . z; None leaves the normaliser out: out_t = q_t^T S_t (z is still carried).
     reset: [batch, time] bool; a marked token begins a new sequence: S and z are zero before it is absorbed.
-    impl: "reference" (the recurrence), "chunked", or "auto" (:func:`choose_impl`).
+    impl: "reference" (the recurrence), "chunked", "triton", or "auto" (see ``linear.impls``).
 
-    Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
+    Raises KinformerError for an unknown ``impl`` or one that cannot do this, and for shapes that do not fit.
     """
     _validate(q, k, v, state, reset)
     check_decay("linear_attention", q, log_decay)
-    kernel = recurrence if choose_impl(q, impl) == "reference" else chunked
+    kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl("linear_attention", impl)]
     out, s, z = kernel(Sequence(q, k, v, log_decay, eps, reset), state.s, state.z)
     return out, LinearState(s, z)
 
 
-def choose_impl(q: Tensor, impl: str = "auto") -> str:
-    """The implementation that ``impl`` stands for: "chunked" for "auto", whatever device and size, else itself."""
-    if impl not in IMPLS:
-        raise KinformerError(f"linear_attention: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
-    return "chunked" if impl == "auto" else impl
+def _triton(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_call("linear_attention", sequence.q, sequence.v, sequence.log_decay)
+    from kinformer.kernels.linear.triton import attend  # imports Triton
+
+    return attend(sequence, s, z)
 
 
 def check_decay(name: str, q: Tensor, log_decay: Tensor | None) -> None:

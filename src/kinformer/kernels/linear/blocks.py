@@ -163,10 +163,15 @@ def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, larges
     return blocks if log_decay is None else _with_decay(blocks, log_decay, x.dtype)
 
 
+def number(reset: Tensor, count: int, size: int) -> Tensor:
+    """[batch, count, size], how many of ``reset`` [batch, time] stand in a block up to each token."""
+    flags = F.pad(reset.long(), (0, count * size - reset.shape[1]))
+    return flags.view(-1, count, size).cumsum(-1)
+
+
 def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> SequenceBlocks:
-    batch, heads, time, count, size = blocks.batch, blocks.heads, blocks.time, blocks.count, blocks.size
-    flags = F.pad(reset.long(), (0, count * size - time)).view(batch, count, size)
-    sequence = flags.cumsum(-1)
+    batch, heads, count, size = blocks.batch, blocks.heads, blocks.count, blocks.size
+    sequence = number(reset, count, size)
     last = sequence[..., -1:]
 
     def per_row(mask: Tensor) -> Tensor:

@@ -1,0 +1,273 @@
+"""The delta rule block by block in Triton, for a GPU; Triton's interpreter runs it on a CPU, for tests.
+
+In the WY form of ``chunked`` (A, R, P, U, G as there), with the kernel :func:`mix` of ``linear.triton``: :func:`solve`
+gives -R diag(beta) K and R diag(beta) V of all blocks, or R^T K and R^T P^T Y; :func:`run` goes through the blocks,
+
+    U = R diag(beta) V - R diag(beta) K W,   W <- W + K^T U        G = R^T P^T Y + R^T K dW,   dW <- dW + Q^T Y - K^T dV
+
+The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what
+the key writes is mix(U, Y, Q, dW^T) - mix(U, dV, K) and what it reads mix(dV, U, K, W^T). With E = V - mix(K, K, U, W),
+what a token found wrong in the memory, dV = diag(beta) G and dbeta = rowsum(G * E).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kinformer.core.derivatives import check_reverse, first_order
+from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype, product_dtype
+from kinformer.kernels.linear.triton import (
+    Cut,
+    between,
+    block_flops,
+    block_size,
+    factors,
+    product,
+    side,
+    tile,
+)
+
+_SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset"
+
+
+@triton.jit
+def inverse(lower, LEVELS: tl.constexpr, SIZE: tl.constexpr):
+    """(I + lower)^-1 for ``lower`` strictly so, by doubling: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']].
+
+    Unlike a product of powers it does not cancel where many keys are alike.
+    """
+    i, half = tl.arange(0, SIZE), 1
+    found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for _ in range(LEVELS):
+        corner = (i[:, None] // half == i[None, :] // half + 1) & (i[:, None] // half % 2 == 1)
+        zero = tl.zeros([SIZE, SIZE], tl.float32)
+        found -= product(product(found, tl.where(corner, lower, 0.0), zero), found, zero)
+        half *= 2
+    return found
+
+
+@triton.jit
+def solve(
+    k, beta, v, x, u, decay, reset, heads, time, count, m, n,
+    SIZE: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """One block: x = -R diag(beta) K and u = R diag(beta) V, K as far as it reads the state before the block.
+
+    REVERSE: x = R^T K and u = R^T V, K as far as it writes into the state after it.
+    """
+    here = tl.program_id(0).to(tl.int64)
+    row, at = here // count, here % count * SIZE + tl.arange(0, SIZE)
+    sums, begun, enter, leave, _ = factors(decay, reset, row, heads, time, at, SIZE)
+    tokens, inside = row * time + at, at < time
+    strength = tl.load(beta + tokens, inside, 0.0)
+    A = tl.zeros([SIZE, SIZE], tl.float32)
+    for start in range(0, m, INNER):
+        f = start + tl.arange(0, INNER)
+        K = tl.load(k + tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :], 0.0)
+        A = product(K, tl.trans(K), A)
+    R = inverse(A * between(sums, begun, False, 1, SIZE) * strength[:, None], LEVELS, SIZE)
+    if REVERSE:
+        R, reads, writes = tl.trans(R), leave, 1.0
+    else:
+        reads, writes = -strength * enter, strength[:, None]
+    R = R.to(k.dtype.element_ty)
+    for start in range(0, m, INNER):
+        f = start + tl.arange(0, INNER)
+        held, seen = tokens[:, None] * m + f[None, :], inside[:, None] & (f < m)[None, :]
+        K = (tl.load(k + held, seen, 0.0).to(tl.float32) * reads[:, None]).to(R.dtype)
+        tl.store(x + held, product(R, K, tl.zeros([SIZE, INNER], tl.float32)), seen)
+    for start in range(0, n, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        held, seen = tokens[:, None] * n + d[None, :], inside[:, None] & (d < n)[None, :]
+        V = (tl.load(v + held, seen, 0.0).to(tl.float32) * writes).to(R.dtype)
+        tl.store(u + held, product(R, V, tl.zeros([SIZE, COLUMNS], tl.float32)), seen)
+
+
+@triton.jit
+def run(
+    x, u, k, beta, q, y, first, states, last, decay, reset, heads, time, count, m, n,
+    SIZE: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """``COLUMNS`` columns of W of one sequence through all blocks, before every one and after the last, and of u, in
+    place: u <- u + x W, W <- keep W + K^T u.
+
+    REVERSE: dW and G, from the last block to the first: those after every block, and that before the first.
+    """
+    row, f = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inner, wide = f < m, d < n
+    held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
+    W = tl.load(first + row * m * n + held, within, 0.0)
+    for step in range(count):
+        block = count - 1 - step if REVERSE else step
+        at = block * SIZE + tl.arange(0, SIZE)
+        tokens, inside = row * time + at, at < time
+        tl.store(states + (row * count + block) * m * n + held, W, within)
+        _, _, enter, leave, keep = factors(decay, reset, row, heads, time, at, SIZE)
+        X = tl.load(x + tokens[:, None] * m + f[None, :], inside[:, None] & inner[None, :], 0.0)
+        written, seen = u + tokens[:, None] * n + d[None, :], inside[:, None] & wide[None, :]
+        U = product(X, W.to(X.dtype), tl.load(written, seen, 0.0).to(tl.float32)).to(X.dtype)
+        tl.store(written, U, seen)
+        turned, shown = tokens[None, :] * m + f[:, None], inside[None, :] & inner[:, None]
+        scale = leave
+        if REVERSE:
+            scale = -enter * tl.load(beta + tokens, inside, 0.0)
+        K = (tl.load(k + turned, shown, 0.0).to(tl.float32) * scale[None, :]).to(X.dtype)
+        W = product(K, U, W * keep)
+        if REVERSE:
+            Q = (tl.load(q + turned, shown, 0.0).to(tl.float32) * enter[None, :]).to(X.dtype)
+            W = product(Q, tl.load(y + tokens[:, None] * n + d[None, :], seen, 0.0), W)
+    tl.store(last + row * m * n + held, W, within)
+
+
+class States(NamedTuple):
+    """u [batch, heads, time, n] and w [rows, count, m, n], at every block's edge, in the operands' dtype; the last W,
+    ``last`` [rows, m, n], in float32."""
+
+    u: Tensor
+    w: Tensor
+    last: Tensor
+
+
+def _largest(k: Tensor) -> int:
+    """Tokens in a block: 32, since the inverse, by 2 log2(size) products in float32, would be most of the work of 64;
+    fewer where the keys would have more than 16 KiB, 16 of 256 features in float32, for :func:`run` holds all features
+    of X, K and Q."""
+    return min(32, 2**14 // (side(k.shape[-1]) * k.dtype.itemsize))
+
+
+class DeltaCut(Cut):
+    """A :class:`Cut` with the keys and strengths of the delta rule."""
+
+    def __init__(self, k: Tensor, beta: Tensor, log_decay: Tensor | None, reset: Tensor | None) -> None:
+        super().__init__(k, log_decay, reset, _largest(k))
+        self.k, self.beta = k, beta.contiguous()
+
+    def run(self, v: Tensor, w: Tensor, *, q: Tensor | None = None, y: Tensor | None = None) -> States:
+        """:func:`solve` and :func:`run` from the state w; with q and y, those of the backward, v being P^T Y."""
+        k, m, n, reverse = self.k, self.k.shape[-1], v.shape[-1], q is not None
+        x, u = torch.empty_like(k), torch.empty_like(v)
+        solve[(self.rows * self.count,)](
+            k, self.beta, v, x, u, self.decay, self.reset, *self.sequence, m, n,
+            SIZE=self.size, LEVELS=self.size.bit_length() - 1, INNER=tile(m, k.dtype), COLUMNS=tile(n, k.dtype),
+            REVERSE=reverse,
+        )  # fmt: skip
+        found = States(u, k.new_empty(self.rows, self.count, m, n), w.new_empty(self.rows, m, n))
+        # All features of W's columns stay in registers: 32 columns of up to 128, 16 of more.
+        columns = min(side(n), 32 if side(m) <= 128 else 16)
+        run[self.rows, triton.cdiv(n, columns)](
+            x, u, k, self.beta, q, y, w.contiguous(), *found[1:], self.decay, self.reset, *self.sequence, m, n,
+            SIZE=self.size, FEATURES=side(m), COLUMNS=columns, REVERSE=reverse, num_stages=2,
+        )  # fmt: skip
+        return found
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    check_reverse("Triton's delta rule", q, k, v, beta, state, log_decay)
+    cast, given = operand_dtype(q), v.dtype
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    dtype, wide = product_dtype(q, k, v), accumulator_dtype(q, k, v)
+    log_decay = None if log_decay is None else log_decay.to(wide)
+    operands = q.to(dtype), k.to(dtype), v.to(dtype)
+    out, state = _forward(*operands, beta.to(wide), state.to(wide), log_decay, reset)
+    return out.to(given), state
+
+
+@torch.library.custom_op(
+    "kinformer::triton_delta", mutates_args=(), schema=f"({_SEQUENCE}) -> (Tensor out, Tensor last)"
+)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, log_decay: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    with torch.cuda.device_of(q):
+        cut = DeltaCut(k, beta, log_decay, reset)
+        states = cut.run(v, w)
+        return cut.mix(q, k, states.u, states.w), states.last.view(w.shape)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), w.new_empty(w.shape)
+
+
+@torch.library.custom_op(
+    "kinformer::triton_delta_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor grad_w, {_SEQUENCE}, bool learns) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(Y: Tensor, grad_w: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, beta, w and, if it ``learns``, of log_decay; without, nothing."""
+    q, k, v, beta, w, log_decay, reset, learns = given
+    q, k, v, Y = (x.contiguous() for x in (q, k, v, Y))
+    wide, strength = w.dtype, beta.unsqueeze(-1)
+    with torch.cuda.device_of(q):
+        cut = DeltaCut(k, beta, log_decay, reset)
+        u, w_before, last = cut.run(v, w)
+        G, dw, dw_first = cut.run(cut.mix(k, q, Y, reverse=True), grad_w, q=q, y=Y)
+        dv = (G * strength).to(G.dtype)
+        dq = cut.mix(Y, u, k, w_before, transposed=True)
+        read = cut.mix(dv, u, k, w_before, transposed=True, strict=True, dtype=wide)
+        written = cut.mix(u, Y, q, dw, transposed=True, reverse=True, dtype=wide)
+        written -= cut.mix(u, dv, k, reverse=True, strict=True, dtype=wide)
+        error = v - cut.mix(k, k, u, w_before, strict=True, dtype=wide)
+    dbeta = (G * error).sum(-1)
+    dk = (written - read).to(k.dtype)
+    dg = w.new_empty(0)
+    if learns:
+        change = (q * dq).sum(-1, dtype=wide) - (k * (written + read)).sum(-1)
+        dg = cut.decay_gradient(change, cut.ended(w_before, last, dw))
+    return dq, dk, dv, dbeta, dw_first.view(w.shape), dg
+
+
+@_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, log_decay, learns = arguments[2:7], arguments[7], arguments[-1]
+    return *(x.new_empty(x.shape) for x in tensors), tensors[4].new_empty(log_decay.shape if learns else 0)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@first_order("Triton's delta rule")
+def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    learns = ctx.needs_input_grad[5]
+    *found, dg = _backward(*gradients, *saved, learns)
+    return *found, dg if learns else None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
+    """With ``squares`` the widths of products of two tokens beside those of ``solve``, which also inverts."""
+    batch, heads, time, m = k.shape
+    size = block_size(time, _largest(k))
+    inverted = 2 * (size.bit_length() - 1) * size
+    solved = 2 * m + v.shape[-1] + inverted
+    return batch * heads * block_flops(time, size, solved + squares, states * m * v.shape[-1])
+
+
+@register_flop_formula(torch.ops.kinformer.triton_delta, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return _flops(k, v, k.shape[-1] + v.shape[-1], states=3)
+
+
+@register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
+def _backward_flops(*arguments: Any, **_: Any) -> int:
+    """The forward's ``run`` and its own, and six mixes, four of which read states."""
+    k, v = arguments[3:5]
+    width = k.shape[-1] + v.shape[-1]
+    return _flops(k, v, 6 * width, states=5 + 4) + _flops(k, v, 0, states=0)

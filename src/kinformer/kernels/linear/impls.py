@@ -1,0 +1,48 @@
+"""Which implementations kernel attention has, for the linear rule and the delta rule alike.
+
+reference   the recurrence, token by token
+chunked     blocks, in PyTorch
+triton      blocks, in Triton, on a GPU: one decay for a head and token, float32 and bfloat16, up to 256 features
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+IMPLS = ("auto", "reference", "chunked", "triton")
+WIDEST = 256
+"""Features, and values, of a head that the Triton kernels hold."""
+
+
+def choose_impl(name: str, impl: str) -> str:
+    """The implementation that ``impl`` stands for in the function called ``name``: itself, and for "auto" "chunked",
+    whatever device and size: the Triton kernels have been timed on no GPU, so that nothing speaks for them yet."""
+    if impl not in IMPLS:
+        raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
+    return "chunked" if impl == "auto" else impl
+
+
+def check_triton(name: str, features: int, head_dim: int, by_channel: bool) -> None:
+    """Refuse what the Triton kernels cannot do for heads of so many features and values, on behalf of ``name``."""
+    use = f"{name}: impl='triton'"
+    if find_spec("triton") is None:
+        raise KinformerError(f"{use} needs Triton; pip install 'kinformer[triton]' brings it, or use 'chunked'.")
+    if max(features, head_dim) > WIDEST:
+        raise KinformerError(
+            f"{use} takes at most {WIDEST} features and values a head, but these have {features} and {head_dim}; use "
+            "more heads, or 'chunked'."
+        )
+    if by_channel:
+        raise KinformerError(f"{use} knows one decay a head and token, but here each feature has one; use 'chunked'.")
+
+
+def check_call(name: str, q: Tensor, v: Tensor, log_decay: Tensor | None) -> None:
+    """Refuse tensors that the Triton kernels do not take, [batch, heads, time, features and head_dim]."""
+    check_triton(name, q.shape[-1], v.shape[-1], log_decay is not None and log_decay.dim() == 4)
+    if torch.float64 in (q.dtype, v.dtype):
+        raise KinformerError(f"{name}: impl='triton' sums in float32, but was given float64; use 'chunked'.")
