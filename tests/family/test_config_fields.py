@@ -43,6 +43,7 @@ from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
 from kinformer.positions.slots import AtTokens
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.stacks.universal import Universal
 
 DIM, VOCAB, TIME, PLACES = 16, 23, 26, 40
 MIXER = SoftmaxAttention.Config()
@@ -316,6 +317,7 @@ MEASURES = {
     "stack": lambda config: seen(
         smallest(Decoder.Config).replace(stack=config, head=LanguageModelHead.Config(tied=False))
     ),
+    "halting": lambda config: seen(Universal.Config(steps=3, halting=config)),
     "model": lambda config: found(config.build(), called),
 }
 _SEEN: dict[Config, tuple] = {}

@@ -311,7 +311,7 @@ def test_every_recipe_builds_and_survives_a_file(member):
 @pytest.mark.parametrize("member", MEMBERS)
 def test_benchmark_recipe_has_the_shape_that_peers_are_timed_at(member):
     config = configure(member, "benchmark")
-    assert (config.dim, len(config.layers)) == (256, 4)
+    assert (config.dim, len(config.uses)) == (256, 4)
     for layer in config.layers:
         if hasattr(layer.mixer, "num_heads"):
             assert (layer.mixer.num_heads, layer.mixer.head_dim or 256 // 4) == (4, 64)

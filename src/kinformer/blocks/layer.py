@@ -33,6 +33,9 @@ class DecoderLayer(Sublayers):
     Its state is the tuple of its mixers' states.
     """
 
+    answers_some = True
+    """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixers see it."""
+
     @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "decoder"
@@ -61,9 +64,26 @@ class DecoderLayer(Sublayers):
         """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 
-    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(
+        self, chunk: Chunk, state: tuple[Any, ...], asked: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        if asked is not None:
+            return self._answered(chunk, state, asked)
         x, after = self._mixed(chunk, state)
         return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid), after
+
+    def _answered(self, chunk: Chunk, state: tuple[Any, ...], asked: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """The same where ``asked``."""
+        if self.further_mixers:  # they read what the first made of every token
+            x, after = self._mixed(chunk, state)
+            x = x[asked]
+        else:
+            y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, asked)  # type: ignore[arg-type]
+            x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
+        if not len(x):
+            return chunk.x, after
+        x = fed(self.feed_forward_residual, self.feed_forward, x, None)
+        return chunk.x.to(x.dtype).index_put((asked,), x), after
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""

@@ -44,7 +44,11 @@ class MacaronLayer(DecoderLayer):
         *mixers, _ = super().branches()
         return (first, *mixers, feeding(self.feed_forward_residual, self.feed_forward, HALF))
 
-    def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    answers_some = False
+
+    def forward(  # type: ignore[override]
+        self, chunk: Chunk, state: tuple[Any, ...]
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
         x, after = self._mixed(chunk._replace(x=x), state)
         return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF), after

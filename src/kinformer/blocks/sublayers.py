@@ -23,11 +23,14 @@ class Sublayers(nn.Module):
         self.feed_forward_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
 
 
-def mixed(mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module) -> tuple[Tensor, Any]:
-    """What ``mixer`` makes of a chunk that ``norm`` stands before, and its state after."""
+def mixed(
+    mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, asked: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """What ``mixer`` makes of a chunk that ``norm`` stands before, at least where ``asked``, and its state after."""
     if mixer.remembers_inputs:
         return mixer(chunk, state, norm)
-    return mixer(chunk._replace(x=norm(chunk.x)), state)
+    chunk = chunk._replace(x=norm(chunk.x))
+    return mixer(chunk, state, asked) if asked is not None and mixer.answers_some else mixer(chunk, state)
 
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:

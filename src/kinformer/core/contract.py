@@ -69,6 +69,9 @@ class CausalMixer(nn.Module):
     """The state holds inputs of the layer, to be projected again. Then ``forward`` also takes ``norm``, what
     the layer makes of its inputs before they are mixed: the chunk and the state hold inputs as they enter the layer,
     and the norm is applied to both, so that it is always that of the present weights and learns from either."""
+    answers_some: bool = False
+    """``forward`` also takes ``asked`` [batch, time] bool, where outputs are wanted; elsewhere they are zero and cost
+    little, while the state is the same."""
 
     @property
     def retained(self) -> int | None:

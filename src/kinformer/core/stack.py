@@ -19,6 +19,16 @@ BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
 
 
+class Progress(NamedTuple):
+    """Of tokens that halt on their own, before step ``number``: what they give so far, ``out`` [batch, time, dim], the
+    probability ``halted`` [batch, time] of having halted, and which are still ``running`` [batch, time] bool."""
+
+    number: int
+    out: Tensor
+    halted: Tensor
+    running: Tensor
+
+
 class Branch(NamedTuple):
     """A sublayer without its residual sum, for stacks with streams of their own; a layer gives its ``branches()``.
 
@@ -61,15 +71,25 @@ class StackConfig(Config):
     def check(self, position: nn.Module) -> None:
         """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
 
+    @property
+    def passes(self) -> int:
+        """How often ``Stack.halting`` is asked for every token, where there is one."""
+        return 1
+
     def build(self, layers: Sequence[nn.Module]) -> Stack:
         return Stack(self, layers)
+
+    def build_model(self, layers: Sequence[nn.Module], dim: int) -> Stack:
+        """The stack of a model of width ``dim``, where it has weights of its own."""
+        return self.build(layers)
 
 
 class Stack(nn.Module):
     """Owns the layers, applies them in the order of ``config.uses`` and has one state per use.
 
     ``units`` are the modules that an engine shards or compiles one by one. Parts that the layers share belong to the
-    stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP).
+    stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
+    module ``(progress, x, y)`` that decides after each pass which tokens take another, or None.
     """
 
     shardable: bool = True
@@ -80,6 +100,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.shared = share(self.layers)
         self.order = config.uses(len(self.layers))
+        self.halting: Any = None
 
     @property
     def units(self) -> tuple[nn.Module, ...]:
@@ -96,8 +117,7 @@ class Stack(nn.Module):
         after: list[Any] = []
 
         def use(layer: nn.Module, x: Tensor, number: int) -> Tensor:
-            given = layer, chunk._replace(x=x), state[number]
-            y, own = checkpoint(_owning, *given, use_reentrant=False) if self._recomputes else layer(*given[1:])
+            y, own = self._applied(layer, chunk._replace(x=x), state[number])
             after.append(own)
             return y
 
@@ -114,6 +134,10 @@ class Stack(nn.Module):
 
         return self._through(x, use, before, taps)
 
+    def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
+        """What ``layer`` makes of a chunk, a state and whatever else it takes."""
+        return checkpoint(_owning, layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
+
     @property
     def _recomputes(self) -> bool:
         return self.config.checkpoint and self.training and torch.is_grad_enabled()
@@ -129,9 +153,9 @@ class Stack(nn.Module):
         return x, tuple(tapped)
 
 
-def _owning(layer: nn.Module, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
+def _owning(layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
     """What a layer gives, with a state of its own memory: a view would keep the tensors that it is a part of."""
-    x, state = layer(chunk, state)
+    x, state = layer(*given)
     return x, states.map_tensors(torch.Tensor.clone, state)
 
 

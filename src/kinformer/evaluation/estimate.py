@@ -198,7 +198,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
         parameters[_part(name.split("."), group_of)] += parameter.numel()
     rows = []
     for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "held")]):
-        label, count = name, 1
+        label, count = name, config.stack.passes if name == "halting" else 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
             group = groups[int(number)]

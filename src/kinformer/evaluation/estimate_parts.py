@@ -100,6 +100,8 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"layers.{index}", layer
         yield from ((f"layers.{index}.{name}", child) for name, child in layer.named_children())
     yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
+    if (halting := getattr(model.stack, "halting", None)) is not None:
+        yield "halting", halting
 
 
 def distinct(config: Any) -> Any:

@@ -43,7 +43,7 @@ def _models() -> list[type[Config]]:
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, tokens
     from kinformer.models import decoder
-    from kinformer.stacks import reversible, sequential
+    from kinformer.stacks import act, reversible, sequential, universal
 
     return [
         decoder.Decoder.Config,
@@ -52,6 +52,8 @@ def _models() -> list[type[Config]]:
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
         reversible.Reversible.Config,
+        universal.Universal.Config,
+        act.ACT.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         modulus_head.ModulusHead.Config,
@@ -208,6 +210,7 @@ def _positions() -> list[type[Config]]:
         shaw,
         sinusoidal,
         t5,
+        timing,
         xl,
     )
 
@@ -217,6 +220,7 @@ def _positions() -> list[type[Config]]:
         sinusoidal.Sinusoidal.Config,
         learned.Learned.Config,
         learned_per_layer.LearnedPerLayer.Config,
+        timing.Timing.Config,
         rope.Rope.Config,
         shaw.Shaw.Config,
         xl.TransformerXL.Config,

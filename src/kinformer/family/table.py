@@ -50,6 +50,7 @@ from kinformer.family import (
     t5,
     tensorized,
     transformer_xl,
+    universal,
 )
 from kinformer.family.record import Member
 
@@ -78,6 +79,7 @@ MEMBERS: dict[str, Member] = {
         da_transformer,
         primer,
         deep_char,
+        universal,
         complex_order,
         transformer_xl,
         compressive,

@@ -78,6 +78,8 @@ class SoftmaxAttention(CausalMixer):
         def build(self, dim: int) -> SoftmaxAttention:
             return SoftmaxAttention(self, dim)
 
+    answers_some = True
+
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         head_dim = config.head_dim or head_width(dim, config.num_heads)
@@ -92,7 +94,7 @@ class SoftmaxAttention(CausalMixer):
             )
         check_heads(config.pattern, self.pattern, config.num_heads)
         check_score(config.score, self.score, self.position)
-        self.head_dim, self.dropout, self.impl = head_dim, config.dropout, config.impl
+        self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
         check_impl(config.impl, Needs.of_parts(self.pattern, self.score, self.position, config.dropout), "softmax")
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
@@ -122,58 +124,69 @@ class SoftmaxAttention(CausalMixer):
         slots = 2 * self.projection.num_kv_heads * past + self.projected_heads * min(length, self.projection.context)
         return slots * self.head_dim * dtype.itemsize + 8
 
-    def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:
+    def forward(self, chunk: Chunk, state: State, asked: Tensor | None = None) -> tuple[Tensor, State]:
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
         if isinstance(attention, KeysValues):
-            y, attention, recent = self._absorb(chunk, attention, recent)
+            y, attention, recent = self._absorb(chunk, attention, recent, asked)
         elif chunk.valid is None and chunk.reset is None:
-            y, attention, recent = self._extend(chunk, attention, recent)
+            y, attention, recent = self._extend(chunk, attention, recent, asked)
         else:
             room = attention.room
-            y, value, recent = self._absorb(chunk, attention.release(), recent)
+            y, value, recent = self._absorb(chunk, attention.release(), recent, asked)
             attention = value.reserve(room)
         return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
 
     def _absorb(
-        self, chunk: Chunk, state: KeysValues, recent: Tensor | None
+        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, asked: Tensor | None
     ) -> tuple[Tensor, KeysValues, Tensor | None]:
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
-        q, k, v, recent = self._project(chunk, positions, seen, recent)
-        q, k = self.position.rotate(q, k, positions)
-        v = self.position.values(v)
+        q, k, v, recent = self._project(chunk, positions, seen, recent, asked)
         past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend(q, k, v, positions, whole=not past and chunk.reset is None)
+        y = self._attend(q, k, v, positions, not past and chunk.reset is None, asked)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
         return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
 
     def _extend(
-        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None
+        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None, asked: Tensor | None
     ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
         positions = state.positions(chunk)
-        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent)
-        q, k = self.position.rotate(q, k, positions)
-        k, v, state, full = state.append(k, self.position.values(v), self.pattern.horizon)
-        return self._attend(q, k, v, positions, whole=full), state, recent
+        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, asked)
+        k, v, state, full = state.append(k, v, self.pattern.horizon)
+        return self._attend(q, k, v, positions, full, asked), state, recent
 
     def _project(
-        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k and v of the chunk, and what of it a projection with a context needs later."""
-        q, k, v = self.projection(select_valid(chunk.x, chunk.valid))
-        if recent is None:
-            return q, k, v, None
-        batch, heads, past, head_dim = recent.shape
-        nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
-        tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
-        q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
-        return q, k, v, newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
+        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, asked: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """q (None where nothing is asked), k and v of the chunk as they meet, and what of it a projection with a
+        context needs later."""
+        x = select_valid(chunk.x, chunk.valid)
+        if recent is None and asked is not None and not asked.any():
+            k, v = self.projection.keys_values(x)
+            return None, self.position.rotate_keys(k, positions), self.position.values(v), None
+        q, k, v = self.projection(x)
+        if recent is not None:
+            batch, heads, past, head_dim = recent.shape
+            nothing = q.new_zeros(batch, heads, self.projection.context - past, head_dim)
+            tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
+            q, k, v = self.projection.combine(tokens, None if chunk.reset is None else positions)
+            recent = newest(chunk, tokens, seen, min(self.projection.context, past + q.shape[2]))
+        q, k = self.position.rotate(q, k, positions)
+        return q, k, self.position.values(v), recent
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, whole: bool) -> Tensor:
+    def _attend(
+        self, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, whole: bool, asked: Tensor | None
+    ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
+        if q is None:
+            return v.new_zeros(*positions.shape, self.dim)
         dropout = Dropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self.position.relative(0, k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
-        return self.out(merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out))
+        heads = merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out)
+        if asked is None:
+            return self.out(heads)
+        y = self.out(heads[asked])
+        return y.new_zeros(*positions.shape, self.dim).index_put((asked,), y)

@@ -48,7 +48,7 @@ class CommonModel(nn.Module):
         self.position = config.position.build_model(config.dim, len(config.uses))
         self._build_entrance(config)
         config.stack.check(self.position)
-        self.stack = config.stack.build([layer.build(config.dim) for layer in config.layers])
+        self.stack = config.stack.build_model([layer.build(config.dim) for layer in config.layers], config.dim)
         self.norm = config.norm.build(config.width) if config.norm else nn.Identity()
         config.head.check(config.width, self.input)
         self.head = config.head.build(config.width, self.input)

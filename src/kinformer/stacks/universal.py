@@ -1,0 +1,133 @@
+"""The Universal Transformer (Dehghani et al. 2019): the same layers again and again, a number of steps or until a
+token halts.
+
+A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a state of its
+own. Without halting this is a stack of ``steps`` times as many tied layers. With it (``stacks.act``) a token takes as
+many steps as it asks for. That depends on its own past alone, so that chunks of any length give the same.
+
+A halted token is still absorbed by the state of every later step, since later tokens may look at it there, but nothing
+else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the product behind
+attention and the feed-forward are computed of running tokens alone, in training too. Attention itself is left out where
+no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers are run in
+full, before a feed-forward of running tokens; other layers are run in full. While a graph is captured, and where only
+shapes are known, all tokens take all steps, with equal results: costs are estimated as if no token halted early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import Chunk, state_dtype
+from kinformer.core.errors import KinformerError
+from kinformer.core.host import has_data
+from kinformer.core.stack import BeforeUse, Progress, Stack, StackConfig
+from kinformer.stacks.act import HaltingConfig
+
+
+class PonderState(NamedTuple):
+    """The state ``layer`` of one use, and ``aux`` [batch]: the ponder cost of the steps that began with it."""
+
+    layer: Any
+    aux: Tensor
+
+    aux_name = "ponder"  # type: ignore[misc]
+
+
+class Universal(Stack):
+    """``layers`` in order, ``steps`` times."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(StackConfig):
+        kind = "universal"
+        steps: int = 6
+        halting: HaltingConfig | None = None
+
+        def __post_init__(self) -> None:
+            if self.steps < 1:
+                raise KinformerError(f"stack.steps must be 1 or more, but is {self.steps}.")
+
+        @property
+        def passes(self) -> int:
+            return self.steps
+
+        def uses(self, layers: int) -> tuple[int, ...]:
+            return tuple(range(layers)) * self.steps
+
+        def once(self) -> StackConfig:
+            return self.replace(steps=1)
+
+        def build_model(self, layers: Sequence[nn.Module], dim: int) -> Universal:
+            return Universal(self, layers, dim)
+
+    config: Config
+
+    def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
+        super().__init__(config, layers)
+        self.group = len(self.layers)
+        if config.halting is not None:
+            if not all(hasattr(layer, "initial_state") for layer in self.layers):
+                raise KinformerError(
+                    "stack.halting counts its costs in a state, which an encoder does not have; leave it out "
+                    "(stack.halting=null), for a fixed number of steps."
+                )
+            self.halting = config.halting.build(dim)
+
+    def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
+        layers = super().initial_state(batch, **options)
+        if self.halting is None:
+            return layers
+        like = self.halting.w
+        aux = torch.zeros(
+            batch, device=options.get("device") or like.device, dtype=state_dtype(options.get("dtype") or like.dtype)
+        )
+        return tuple(PonderState(layer, aux) for layer in layers)  # type: ignore[call-arg]
+
+    def absorb(
+        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
+        if self.halting is None:
+            return super().absorb(chunk, state, before, taps)
+        x, after, tapped = chunk.x, [], []
+        progress = self.halting.begin(x, chunk.valid)
+        for step in range(self.config.steps):
+            asked, read = self._asked(progress), x
+            for number in range(step * self.group, (step + 1) * self.group):
+                entered = before(x, number)
+                read = entered if number % self.group == 0 else read
+                y, own = self._use(number, chunk._replace(x=entered), state[number].layer, asked)
+                x = torch.where(self._kept(progress), y, x)
+                after.append(state[number]._replace(layer=own))
+                if number in taps:
+                    tapped.append(x)
+            progress, cost = self.halting(progress, read, x)
+            first = after[step * self.group]
+            after[step * self.group] = first._replace(aux=first.aux + self._halting.weight * cost)
+        return progress.out.to(x.dtype), tuple(after), tuple(tapped)
+
+    @property
+    def _halting(self) -> HaltingConfig:
+        assert self.config.halting is not None
+        return self.config.halting
+
+    def _use(self, number: int, chunk: Chunk, state: Any, asked: Tensor | None) -> tuple[Tensor, Any]:
+        layer = self.layers[self.order[number]]
+        if asked is not None and getattr(layer, "answers_some", False):
+            return self._applied(layer, chunk, state, asked)
+        return self._applied(layer, chunk, state)
+
+    def _asked(self, progress: Progress) -> Tensor | None:
+        """Which tokens [batch, time] a step is to be computed for; None for all of them."""
+        running = progress.running
+        if self._halting.halted == "evolving" or torch.compiler.is_compiling() or not has_data(running):
+            return None
+        return None if progress.number == 0 or bool(running.all()) else running
+
+    def _kept(self, progress: Progress) -> Tensor:
+        """Whose vectors [batch, time, 1] a step changes."""
+        running = progress.running[..., None]
+        return torch.ones_like(running) if self._halting.halted == "evolving" else running
