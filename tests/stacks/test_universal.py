@@ -179,10 +179,7 @@ def rows_through(model, run):
 
         return hook
 
-    hooks = [
-        layer.feed_forward.register_forward_pre_hook(count(0)),
-        layer.mixer.out.register_forward_pre_hook(count(1)),
-    ]
+    hooks = [part.register_forward_pre_hook(count(index)) for index, part in enumerate(parts)]
     run()
     for hook in hooks:
         hook.remove()

@@ -13,6 +13,7 @@ from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.core.progress import note, progressing
 from kinformer.data import NgramModel
 from kinformer.evaluation.bits import Measurement, measure
+from kinformer.evaluation.pondering import PONDER_STEPS, noting_steps
 from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.tasks.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
@@ -26,7 +27,7 @@ NGRAM_CONTEXT = 4
 @dataclass(frozen=True)
 class Measured:
     """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
-    ``usage`` of its memories in the first, ``changes`` and ``lookup`` as of its subject."""
+    ``usage`` of its memories and ``steps`` per token in the first, ``changes`` and ``lookup`` as of its subject."""
 
     run: TrainedRun
     changes: tuple[str, ...]
@@ -38,6 +39,7 @@ class Measured:
     seconds: float
     ngram: float | None
     usage: tuple[Usage, ...]
+    steps: float | None = None
 
     @property
     def all(self) -> list[Measurement]:
@@ -84,7 +86,7 @@ def _measure(
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        with noting_usage(model) as usages:
+        with noting_usage(model) as usages, noting_steps(model) as pondering:
             done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
         seconds = time.perf_counter() - begun
         for windows in further:
@@ -94,11 +96,14 @@ def _measure(
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
-    return Measured(run, changes, lookup, held, done[main], rest, skipped, seconds, ngram, usages.read())
+    return Measured(
+        run, changes, lookup, held, done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean
+    )
 
 
 def _evaluation(result: Measured) -> Evaluation:
     run, first = result.run, result.first
+    ponder = {} if result.steps is None else {PONDER_STEPS.name: result.steps}
     facts = (
         {"run": str(run.folder), "member": run.member, "set": list(result.changes)}
         | {"data": result.data.identity}
@@ -107,13 +112,14 @@ def _evaluation(result: Measured) -> Evaluation:
         | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
         | dict(result.lookup or {})
+        | ponder
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures={BITS_PER_BYTE.name: first.bits_per_byte},
-        units=(BITS_PER_BYTE,),
+        figures={BITS_PER_BYTE.name: first.bits_per_byte} | ponder,
+        units=(BITS_PER_BYTE, *([PONDER_STEPS] if ponder else [])),
         baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
         data=result.data.identity,
         facts=facts,
@@ -137,6 +143,8 @@ def _lines(result: Measured) -> list[str]:
         lines.append(
             f"{usage.used:.1%} of the {usage.values:,} values of {usage.part} used, KL {usage.kl:.3f} from even use"
         )
+    if result.steps is not None:
+        lines.append(PONDER_STEPS.text(result.steps))
     if result.ngram is not None:
         lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
     return lines

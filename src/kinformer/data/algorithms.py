@@ -1,0 +1,130 @@
+"""Algorithms on digits (after Kaiser and Sutskever 2016, and Dehghani et al. 2019, section 3.4): a problem, its answer.
+
+    copy       407=407.         reverse    407=704.
+    addition   407+95=592.      numbers of as many digits as the row has, the lowest digit first: 704 + 59 = 295 is so
+                                written as 407+950=592.
+    parity     0110=0.          bits; the answer is whether their sum is odd
+
+A row is one problem and its answer. Every token of the answer is asked for, the end "." too, so that the model also tells
+how long an answer is. The number of digits is drawn from a range, all alike often; the digits are uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError, choose
+from kinformer.data.buckets import IGNORED
+
+VERSION = "1"
+SPLITS = ("train", "validation", "test")
+SYMBOLS = "0123456789+=."
+PLUS, ASKED, END = (SYMBOLS.index(symbol) for symbol in "+=.")
+
+
+class AlgorithmRows(NamedTuple):
+    """``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is asked; ``valid`` bool [rows, width]; how
+    many ``digits`` int64 [rows] a problem has (an addition: each of its numbers)."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    valid: np.ndarray
+    digits: np.ndarray
+
+
+class _Algorithm(NamedTuple):
+    """``base`` of the digits; ``solve`` (digits [count, numbers, n]) -> answers [count, m]; ``numbers`` of a problem."""
+
+    base: int
+    solve: Callable[[np.ndarray], np.ndarray]
+    numbers: int = 1
+
+
+def _sum(digits: np.ndarray) -> np.ndarray:
+    """The sums of numbers [count, 2, n], the lowest digit first, with a digit more only where one is carried (else
+    END)."""
+    count, _, length = digits.shape
+    answer, carry = np.full((count, length + 1), END, np.int64), np.zeros(count, np.int64)
+    for place in range(length):
+        total = digits[:, :, place].sum(1) + carry
+        answer[:, place], carry = total % 10, total // 10
+    answer[carry > 0, length] = 1
+    return answer
+
+
+ALGORITHMS = {
+    "copy": _Algorithm(10, lambda digits: digits[:, 0]),
+    "reverse": _Algorithm(10, lambda digits: digits[:, 0, ::-1]),
+    "addition": _Algorithm(10, _sum, numbers=2),
+    "parity": _Algorithm(2, lambda digits: digits[:, 0].sum(1, keepdims=True) % 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmData:
+    """Rows of ``algorithm``, of ``least`` to ``most`` digits, that are drawn when they are asked for."""
+
+    algorithm: str = "copy"
+    least: int = 1
+    most: int = 20
+    name: str = "algorithm"
+    version: str = VERSION
+
+    def __post_init__(self) -> None:
+        choose(self.algorithm, ALGORITHMS, "--algorithm")
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows, but for their number."""
+        return f"algorithm{self.version}:{self.algorithm}:{self.least}-{self.most}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run folder keeps; figures compare only where identities are equal."""
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+    def width(self, digits: int | None = None) -> int:
+        """How many tokens a row has at most, of problems of so many digits."""
+        digits, numbers = digits or self.most, ALGORITHMS[self.algorithm].numbers
+        answer = {"addition": digits + 1, "parity": 1}.get(self.algorithm, digits)
+        return numbers * (digits + 1) + answer
+
+    def check(self, length: int) -> None:
+        """Refuse rows of a ``length`` that the longest problem does not fit in."""
+        if self.width() > length:
+            raise KinformerError(
+                f"--length {length}: problems of {self.most} digits take {self.width()} tokens with their answers; give "
+                "a longer length, or fewer --digits."
+            )
+
+    def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:
+        """``count`` rows as ``split``, ``seed`` and ``part`` decide, all as wide as the longest; of so many ``digits``
+        if given."""
+        draw = np.random.default_rng([SPLITS.index(split), seed, part])
+        own = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
+        width = self.width(digits)
+        tokens = np.full((count, width), END, np.int64)
+        rows = AlgorithmRows(tokens, np.full_like(tokens, IGNORED), tokens != END, own.astype(np.int64))
+        for number in np.unique(own).tolist():
+            self._write(draw, rows, np.flatnonzero(own == number), number)
+        return rows
+
+    def _write(self, draw: np.random.Generator, rows: AlgorithmRows, which: np.ndarray, number: int) -> None:
+        """Put problems and answers into the rows ``which``."""
+        base, solve, numbers = ALGORITHMS[self.algorithm]
+        digits = draw.integers(base, size=(len(which), numbers, number))
+        answer = solve(digits)
+        signs = np.full((len(which), numbers, 1), PLUS, np.int64)
+        signs[:, -1] = ASKED
+        problem = np.concatenate([digits, signs], 2).reshape(len(which), -1)
+        whole = np.concatenate([problem, answer, np.full((len(which), 1), END)], 1)
+        ends = problem.shape[1] + (answer != END).sum(1)  # where the first END stands
+        at = np.arange(whole.shape[1] - 1)
+        rows.tokens[which, : len(at)] = whole[:, :-1]
+        rows.valid[which, : len(at)] = at < ends[:, None]
+        asked = (at >= problem.shape[1] - 1) & (at < ends[:, None])
+        rows.labels[which, : len(at)] = np.where(asked, whole[:, 1:], IGNORED)

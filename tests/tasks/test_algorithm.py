@@ -1,0 +1,148 @@
+"""The task algorithm: its problems, what counts as solved, and a run from the command line."""
+
+import json
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.errors import KinformerError
+from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData
+from kinformer.family.table import MEMBERS
+from kinformer.tasks.algorithm_rows import AlgorithmBatch, AlgorithmLoss, answers, solved
+
+SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
+SMALL |= {"device": "cpu", "digits": "1-4", "validation_tokens": 32, "quiet": True}
+
+
+def value(digits):
+    return int(digits[::-1])
+
+
+ANSWERS = {
+    "copy": lambda problem: problem,
+    "reverse": lambda problem: problem[::-1],
+    "parity": lambda problem: str(problem.count("1") % 2),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rows_hold_problems_and_their_answers(name):
+    data = AlgorithmData(algorithm=name, least=2, most=7)
+    rows, lengths = data.rows("train", 3, 60), set()
+    assert rows.tokens.shape == (60, data.width())
+    for tokens, labels, valid, digits in zip(*rows, strict=True):
+        text = "".join(SYMBOLS[token] for token in tokens[valid])
+        problem, answer = text.split("=")
+        told = "".join(SYMBOLS[label] for label in labels[labels >= 0])
+        assert told == f"{answer}." and labels[valid][-1] == END and (tokens[~valid] == END).all()
+        assert all(len(number) == digits for number in problem.split("+"))
+        if name == "addition":
+            assert value(answer) == sum(map(value, problem.split("+"))) and (len(answer) == digits or answer[-1] == "1")
+        else:
+            assert answer == ANSWERS[name](problem)
+        lengths.add(int(digits))
+    assert lengths == set(range(2, 8))
+    again, other = data.rows("train", 3, 60), data.rows("test", 3, 60)
+    assert (again.tokens == rows.tokens).all() and not (other.tokens == rows.tokens).all()
+
+
+class Copying(torch.nn.Module):
+    """Knows answers of a copy of 3 digits, but for those of the last digit of row 0."""
+
+    def head_inputs(self, tokens, state=None, *, valid=None):
+        known = torch.cat([torch.full((len(tokens), 3), END), tokens[:, :3], torch.full((len(tokens), 1), END)], 1)
+        known[0, 5] = (known[0, 5] + 1) % 10
+        return known[:, : tokens.shape[1]], None
+
+    def logits(self, inputs):
+        return torch.nn.functional.one_hot(inputs, len(SYMBOLS)).float() * 50
+
+
+def test_a_problem_is_solved_where_all_its_tokens_are_right():
+    batch = AlgorithmBatch.of(AlgorithmData().rows("test", 0, 5, digits=3))
+    _, metrics, _ = AlgorithmLoss()(Copying(), batch, None, 0.0)
+    assert {name: int(count) for name, count in metrics.items() if name != "nats"} == {
+        "predicted": 20,
+        "correct": 19,
+        "solved": 4,
+        "problems": 5,
+    }
+    logits, labels, rows, _ = answers(Copying(), batch)
+    assert solved(logits.argmax(-1) == labels, rows, 5).tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
+def test_every_causal_member_can(member):
+    model = kinformer.build(member, recipe="tiny", vocab_size=len(SYMBOLS))
+    batch = AlgorithmBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))
+    loss, _, _ = AlgorithmLoss()(model, batch, None, 0.0)
+    loss.backward()
+    assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        assert code == 0, told.err
+        return told.out
+
+    out = tmp_path / "run"
+    flags = ["--recipe", "tiny", "--length", 32, "--batch-size", 4, "--steps", 2, "--threads", 1, "--digits", "1-4"]
+    flags += ["--task", "algorithm", "--algorithm", "reverse", "--validation-tokens", 32, "--out", out]
+    told = json.loads(run("train", "universal", *flags, "--json"))
+    assert told["steps"] == 2 and 0 <= told["validation_sequence_accuracy"] <= told["validation_accuracy"] <= 1
+    config = json.loads((out / "config.json").read_text())
+    assert config["task"]["options"]["algorithm"] == "reverse" and config["model"]["input"]["vocab_size"] == 13
+    measured = json.loads(run("evaluate", out, "--problems", 6, "--json"))
+    assert [each["digits"] for each in measured["by_digits"]] == [1, 2, 4, 8, 16]
+    assert [each["trained"] for each in measured["by_digits"]] == [True, True, True, False, False]
+    assert [each["tokens"] for each in measured["by_digits"]] == [12, 18, 30, 54, 102]
+    assert 1 <= measured["ponder_steps"] <= 3
+    assert measured["sequence_accuracy_at_8"] == measured["by_digits"][3]["sequence_accuracy"]
+    assert "steps per token" in run("evaluate", out, "--at-digits", "3", "--problems", 3)
+    answer = json.loads(run("generate", out, "--prompt", "407=", "--json"))
+    assert answer["prompt_tokens"] == 4 and set(answer["samples"][0]["text"]) <= set(SYMBOLS)
+
+
+def test_positions_that_end_are_left_out(tmp_path):
+    changes = {"position.max_length": 32}
+    kinformer.train("gpt", out=tmp_path / "run", set=changes, algorithm="parity", **SMALL | {"digits": "8"})
+    found = kinformer.evaluate(tmp_path / "run", problems=4)
+    assert [each["digits"] for each in found.facts["by_digits"]] == [8, 16] and "ponder_steps" not in found.figures
+    assert found.baselines["most_frequent_token"] >= 0.5
+    with pytest.raises(KinformerError, match="--at-digits 99: takes rows of 101 tokens"):
+        kinformer.evaluate(tmp_path / "run", at_digits="99")
+    for prompt in ("407", "4x=", ""):
+        with pytest.raises(KinformerError, match="is no problem: it must hold digits"):
+            main_generate(tmp_path / "run", prompt)
+
+
+def main_generate(folder, prompt):
+    from types import SimpleNamespace
+
+    from kinformer.tasks.algorithm_measure import answer
+    from kinformer.tasks.task import LoadedRun
+
+    run = kinformer.open_run(folder)
+    return answer(LoadedRun(run, run.model()), prompt, SimpleNamespace(samples=1, seed=0), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"digits": "5-x"}, "--digits 5-x: is no range of numbers from 1; write as in 1-20"),
+        ({"digits": "5-3"}, "--digits 5-3: is no range"),
+        ({"digits": "0-3"}, "--digits 0-3: is no range"),
+        ({"digits": "1-20"}, "--length 32: problems of 20 digits take 41 tokens"),
+        ({"algorithm": "sort"}, "sort"),
+        ({"data": "x"}, "--data x: an algorithm makes its own problems"),
+    ],
+)
+def test_mistakes(tmp_path, options, told):
+    with pytest.raises(KinformerError) as error:
+        kinformer.train("gpt", out=tmp_path / "run", **SMALL | options)
+    assert told in str(error.value) and not (tmp_path / "run").exists()
