@@ -12,6 +12,7 @@ from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
 from kinformer.core.state import pop_aux
+from kinformer.evaluation.pondering import noting_steps
 from kinformer.positions.timing import Timing
 from kinformer.stacks.act import ACT
 from kinformer.stacks.universal import Universal
@@ -200,6 +201,16 @@ def test_work_follows_the_steps_taken(grad):
                 _, state = model(token, state)
 
         assert rows_through(model, generate) == [int(steps.sum())] * 2
+
+
+def test_steps_are_counted_of_valid_tokens():
+    model, tokens = pondering(), torch.randint(23, (2, 30))
+    valid = torch.arange(30) < torch.tensor([[30], [11]])
+    with noting_steps(model) as noted:
+        _, steps = steps_of(model, lambda: model(tokens, valid=valid))
+        assert noted.halts and noted.mean == float(steps.sum()) / 41 and noted.tokens == 41
+    with noting_steps(build(**{"stack.halting": None})) as noted:
+        assert not noted.halts and noted.mean is None
 
 
 def test_a_halted_token_is_absorbed_by_every_step():

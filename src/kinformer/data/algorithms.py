@@ -5,8 +5,8 @@
                                 written as 407+950=592.
     parity     0110=0.          bits; the answer is whether their sum is odd
 
-A row is one problem and its answer. Every token of the answer is asked for, the end "." too, so that the model also tells
-how long an answer is. The number of digits is drawn from a range, all alike often; the digits are uniform.
+A row is one problem and its answer. Every token of the answer is asked for, the end "." too, so that the model also
+tells how long an answer is. The number of digits is drawn from a range, all alike often; the digits are uniform.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AlgorithmRows(NamedTuple):
 
 
 class _Algorithm(NamedTuple):
-    """``base`` of the digits; ``solve`` (digits [count, numbers, n]) -> answers [count, m]; ``numbers`` of a problem."""
+    """``base`` of the digits; ``solve`` (digits [count, numbers, n]) -> answers [count, m]; a problem's ``numbers``."""
 
     base: int
     solve: Callable[[np.ndarray], np.ndarray]
@@ -97,13 +97,13 @@ class AlgorithmData:
         """Refuse rows of a ``length`` that the longest problem does not fit in."""
         if self.width() > length:
             raise KinformerError(
-                f"--length {length}: problems of {self.most} digits take {self.width()} tokens with their answers; give "
-                "a longer length, or fewer --digits."
+                f"--length {length}: problems of {self.most} digits take {self.width()} tokens with their answers; "
+                "give a longer length, or fewer --digits."
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:
-        """``count`` rows as ``split``, ``seed`` and ``part`` decide, all as wide as the longest; of so many ``digits``
-        if given."""
+        """``count`` rows as ``split``, ``seed`` and ``part`` decide, of so many ``digits`` if given; all have the width
+        of the longest that there can be."""
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         own = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from kinformer.data.algorithms import AlgorithmData
     from kinformer.training.data_module import DataModule
-    from kinformer.training.objective import Objective
 
 NAME = "algorithm"
 
@@ -84,8 +83,8 @@ class Algorithm(Task):
     title = "algorithm"
     description = (
         "Learns an algorithm on digits (copy, reverse, addition, parity) from problems of lengths drawn from a range. "
-        "Measured by the share of answers' tokens that are right and of problems that are solved, by length, up to four "
-        "times the longest of training."
+        "Measured by the share of answers' tokens that are right and of problems that are solved, by length, up to "
+        "four times the longest of training."
     )
     does = "computes answers"
     protocol = CausalModel

@@ -90,10 +90,11 @@ def _text(
     ]  # fmt: skip
     ponder = f", {PONDER_STEPS.text(figures[PONDER_STEPS.name])}" if steps else ""
     return (
-        f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} digits, "
-        f"{split} split",
+        f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} "
+        f"digits, {split} split",
         f"{figures[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
-        f"{figures[ACCURACY.name]:.1%} of their tokens right, {figures[BITS_PER_LABEL.name]:.4f} bits per token{ponder}\n",
+        f"{figures[ACCURACY.name]:.1%} of their tokens right, {figures[BITS_PER_LABEL.name]:.4f} bits per "
+        f"token{ponder}\n",
         Table((*names, *steps), lines, [0, *range(2, len(names) + len(steps))]),
     )
 
