@@ -219,13 +219,13 @@ def test_spans_go_with_any_position(name):
 def test_a_captured_graph_follows_what_the_trainer_trims():
     mixer, x = mixer_of().build(DIM).double(), random(2, 20, DIM)
     compiled = torch.compile(mixer, backend="eager", fullgraph=True)
-    for share in (0.0, 0.3, 2.0):
+    for share in (0.0, 2.0):
         with torch.no_grad():
             mixer.span.span.fill_(share)
             mixer.span.constrain()
             y, _ = compiled(Chunk(x), mixer.initial_state(2, dtype=x.dtype))
             assert (y - outputs(mixer, x)[0]).abs().max() < 1e-12
-    assert mixer.span.windows == (SPAN, SPAN) and float(mixer.span.span.max()) == 1.0
+    assert mixer.span.windows == (SPAN, SPAN) and mixer.span.spans() == [SPAN, SPAN]
 
 
 def test_penalty_and_measures_of_a_model():
