@@ -28,6 +28,10 @@ class Span(nn.Module):
     def windows(self) -> tuple[int, ...]:
         raise NotImplementedError
 
+    def spans(self) -> list[float]:
+        """The learnt span of every head, in tokens; all processes must ask together."""
+        raise NotImplementedError
+
     @property
     def pattern(self) -> Pattern:
         raise NotImplementedError

@@ -274,6 +274,8 @@ class DrawOptions:
     """Take the name for a kind of pattern, where a member has it too."""
     position: bool = False
     """Take the name for a kind of position, where a member has it too."""
+    spans: bool = False
+    """Of a run whose heads learn how far back they look: their spans, by layer and head."""
     recipe: str = "small"
     """Which of the member's recipes."""
     set: Mapping[str, Any] = field(default_factory=dict)

@@ -67,7 +67,6 @@ class SoftSpan(Span, Penalised):
         return self._pattern
 
     def spans(self) -> list[float]:
-        """z of every head, in tokens."""
         return host(self._tokens(whole_parameter(self.span)))
 
     def bias(self, farthest: int) -> Tensor:
