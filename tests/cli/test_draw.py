@@ -212,6 +212,7 @@ def test_parts_and_names():
         (["local", "--out", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg, but this one in '.pdf'"),
         (["local", "--length", "0"], "--length is 0 but must be 1 or more"),
         (["gpt", "--layer", "9"], "--layer 9: gpt (small) has 4 layers; give 1 to 4"),
+        (["gpt", "--spans", "--layer", "1"], "--spans draws all spans of a run, and knows no --layer; leave them out"),
         (["none", "--position"], "none: has neither a pattern nor positions to draw"),
     ],
 )

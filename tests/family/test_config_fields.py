@@ -68,6 +68,7 @@ OWN = {
     ("mixer", "lsh"): {"num_buckets": 2, "chunk_size": 2, "rounds": 2},
     ("mixer", "compressive"): {"segment": 8, "memory": 8, "compression": Convolution.Config(rate=2)},
     ("feed_forward", "boom"): {"hidden_dim": 32},
+    ("span", "soft_span"): {"max_span": 12, "ramp": 3, "initial": 0.25, "multiple": 5},
     ("projection", "convolved"): {"width": 3},
     ("embedding", "adaptive"): {"width": None},
     ("head", "adaptive"): {"width": None},
@@ -128,12 +129,14 @@ UNSEEN = {
     "recompute": "the same",
     "chunks": "the same",
     "centroid_decay": "what the trainer does between its steps",
+    "penalty": "what the trainer adds to the loss",
     "redraw": "what the trainer does between its steps",
     "mask_token": "data is prepared with it, and the model treats it as any other token",
     "bos_token": "the same",
     "eos_token": "the same",
     "share_biases": "seen where layers share: below",
     "shared": "seen where layers share: below",
+    "share_layers": "seen where layers share: below",
 }
 """Fields that change nothing here, and why."""
 
@@ -296,6 +299,7 @@ MEASURES = {
     "residual": lambda config: seen(DecoderLayer.Config(mixer=MIXER, residual=config)),
     "position": placed,
     "pattern": told,
+    "span": lambda config: seen(MIXER.replace(span=config)),
     "score": lambda config: seen(MIXER.replace(score=config)),
     "projection": lambda config: seen(
         BidirectionalAttention.Config(projection=config)
@@ -354,7 +358,9 @@ def test_every_field_changes_something_or_is_refused(slot, kind):
     assert not idle, "\n".join(idle)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("xl", "share_biases"), ("t5", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "field"), [("xl", "share_biases"), ("t5", "shared"), ("distance_keys", "share_layers")]
+)
 def test_sharing_is_seen_in_two_layers(kind, field):
     def weights(shares):
         position = smallest(kinds()["position"][kind]).replace(**{field: shares})

@@ -16,6 +16,7 @@ from tests.training.tiny import rewound, train, trainer
 LINEAR = {"member": "linear-transformer"}
 MASKED = {"model": {"member": "bert"}, "objective": "masked-language", "validation_tokens": 700}
 LABELS = {"model": {"member": "bert"}, "objective": "classification", "length": 32}
+SPANS = {"member": "adaptive-span", "layers.*.mixer.span.penalty": 0.05}
 FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
@@ -25,6 +26,7 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp segments": ("fsdp", {"segments": True, "model": LINEAR}),
     "fsdp muon": ("fsdp", {"optimizer": "muon"}),
     "fsdp shared": ("fsdp", {"model": {"member": "t5"}}),
+    "fsdp spans": ("fsdp", {"segments": True, "model": SPANS, "optimizer": "adagrad", "lr": 0.07, "clip": 0.03}),
     "ddp sparse": ("ddp", {"model": {"member": "pkm"}, "accumulate": 2}),
     "ddp clusters": ("ddp", {"model": {"member": "routing"}, "accumulate": 2}),
     "fsdp clusters": ("fsdp", {"model": {"member": "routing"}, "segments": True}),

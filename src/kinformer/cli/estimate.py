@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kinformer.evaluation.estimate import Estimate
     from kinformer.evaluation.estimate_rules import RulesOfThumb
 
-RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "sgd": 4}
+RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Options(CommonOptions):
     """Tokens of a row."""
     batch: int = 1
     """Rows."""
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
     """Whose state is counted; sgd has momentum."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
     """Precision of the activations in training, and of the weights in inference."""

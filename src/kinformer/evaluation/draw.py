@@ -146,6 +146,8 @@ def _mosaic(axes: Any, colours: np.ndarray) -> None:
 
 
 def _heat(axes: Any, panel: HeatPanel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     most = float(np.abs(panel.values).max()) or 1.0
     limits = {"vmin": -most if panel.signed else 0.0, "vmax": most}
     colours = "RdBu_r" if panel.signed else "Blues"
@@ -154,6 +156,8 @@ def _heat(axes: Any, panel: HeatPanel) -> None:
     image = axes.imshow(panel.values, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, **limits)
     axes.set_xlabel(panel.columns)
     axes.set_ylabel(panel.rows)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(length=2, labelsize=7.5)
     bare(axes)
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))

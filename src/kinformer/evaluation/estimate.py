@@ -26,7 +26,7 @@ from kinformer.evaluation.estimate_parts import Costs, distinct, measure, measur
 from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
-OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "adagrad", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,8 @@ def estimate(
 
 
 def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum.
+    """Bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
+    and for Adagrad.
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
     Tables with sparse gradients have an Adam of their own.

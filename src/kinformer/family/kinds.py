@@ -155,7 +155,7 @@ def _encoders() -> list[type[Config]]:
 
 
 def _other_parts() -> list[type[Config]]:
-    """Scores, projections, feature maps and decays."""
+    """Scores, spans, projections, feature maps and decays."""
     from kinformer.decays import fixed, low_rank, sigmoid, softplus
     from kinformer.features import (
         dpfp,
@@ -169,7 +169,7 @@ def _other_parts() -> list[type[Config]]:
         unit,
     )
     from kinformer.projections import complex, convolved, grouped, multi_head, normalised
-    from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot
+    from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot, soft_span
 
     return [
         scaled_dot.ScaledDot.Config,
@@ -177,6 +177,7 @@ def _other_parts() -> list[type[Config]]:
         bilinear.Bilinear.Config,
         additive.Additive.Config,
         modulus.Modulus.Config,
+        soft_span.SoftSpan.Config,
         multi_head.MultiHead.Config,
         grouped.Grouped.Config,
         normalised.Normalised.Config,
@@ -203,6 +204,7 @@ def _positions() -> list[type[Config]]:
         alibi,
         complex_order,
         distance_aware,
+        distance_keys,
         learned,
         learned_per_layer,
         none,
@@ -227,6 +229,7 @@ def _positions() -> list[type[Config]]:
         t5.T5.Config,
         alibi.Alibi.Config,
         distance_aware.DistanceAware.Config,
+        distance_keys.DistanceKeys.Config,
     ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kinformer.core import plugins
 from kinformer.core.errors import choose
 from kinformer.family import (
+    adaptive_span,
     alibi,
     bert,
     big_bird,
@@ -66,6 +67,7 @@ MEMBERS: dict[str, Member] = {
         image_transformer,
         reformer,
         routing,
+        adaptive_span,
         linear_transformer,
         fast_weights,
         performer,

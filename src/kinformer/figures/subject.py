@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import Config, field_types, from_dict, override
-from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.errors import KinformerError, flag_of, nearest
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
@@ -27,6 +27,7 @@ from kinformer.evaluation.panels import (
     raster,
 )
 from kinformer.evaluation.whole_text import WholeText, global_token_words, in_text
+from kinformer.figures.spans import span_panel
 from kinformer.kernels.block_sparse import explain
 from kinformer.runs.options import DrawOptions
 from kinformer.runs.run import CONFIG, open_run
@@ -50,10 +51,11 @@ class Drawing:
     patterns: list[tuple[Pattern, str, str]] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)
     others: list[tuple[Any, str, str, int]] = field(default_factory=list)
+    ready: list[Panel] = field(default_factory=list)
 
     def panels(self) -> list[Panel]:
         """All panels, patterns first."""
-        options, panels = self.options, list[Panel]()
+        options, panels = self.options, list(self.ready)
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)
@@ -75,6 +77,8 @@ def find(options: DrawOptions) -> Drawing:
     from kinformer.family.table import FAMILY
 
     name = options.subject
+    if options.spans:
+        return _spans(options)
     if options.pattern and options.position:
         raise KinformerError("--pattern and --position contradict; give one.")
     if name.lstrip().startswith("{"):
@@ -91,6 +95,15 @@ def find(options: DrawOptions) -> Drawing:
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
     raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(FAMILY if named else ())])}")
+
+
+def _spans(options: DrawOptions) -> Drawing:
+    others = ("pattern", "position", "length", "layer", "head", "image_width")
+    if given := [flag_of(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"--spans draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
+    run = open_run(options.subject)
+    title = f"{run.folder.name} ({run.member}, trained)"
+    return Drawing(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:

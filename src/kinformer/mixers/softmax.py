@@ -4,11 +4,13 @@
 
 (Vaswani et al. 2017, equation 1). The state holds the keys and values that a later query can still see, right-aligned:
 a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid.
+With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,15 +31,19 @@ from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
     ProjectionConfig,
+    Relative,
     ScoreConfig,
     check_heads,
     check_score,
     head_width,
     merge_heads,
 )
+from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.core.span import SpanConfig
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.patterns.causal import Causal
+from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.scores.scaled_dot import ScaledDot
@@ -71,6 +77,7 @@ class SoftmaxAttention(CausalMixer):
         position: PositionConfig = NoPosition.Config()
         pattern: PatternConfig = Causal.Config()
         score: ScoreConfig = ScaledDot.Config()
+        span: SpanConfig | None = None
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: str = "auto"
@@ -86,20 +93,31 @@ class SoftmaxAttention(CausalMixer):
         self.projection = config.projection.build(dim, config.num_heads, head_dim)
         self.position = config.position.build_heads(dim, config.num_heads, head_dim)
         self.score = config.score.build(config.num_heads, head_dim)
-        self.pattern = config.pattern.build()
-        if self.pattern.ahead != 0:
+        self.whole_pattern = config.pattern.build()
+        if self.whole_pattern.ahead != 0:
             raise KinformerError(
                 f"the pattern {config.pattern.kind!r} lets a token see later ones, which a decoder must not; "
                 "use a causal pattern (causal, local)."
             )
-        check_heads(config.pattern, self.pattern, config.num_heads)
+        check_heads(config.pattern, self.whole_pattern, config.num_heads)
+        cut = partial(spanned, self.whole_pattern)
+        self.span = None if config.span is None else config.span.build(config.num_heads, cut)
         check_score(config.score, self.score, self.position)
         self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
-        check_impl(config.impl, Needs.of_parts(self.pattern, self.score, self.position, config.dropout), "softmax")
+        check_impl(config.impl, self._needs(), "softmax")
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
         self.even_costs = self.pattern.even_costs
         self.growth = "linear" if self.pattern.horizon is None else "window"
+
+    @property
+    def pattern(self) -> Pattern:
+        """Who sees whom; with a span, as its weights are now."""
+        return self.whole_pattern if self.span is None else self.span.pattern
+
+    def _needs(self) -> Needs:
+        needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout)
+        return needs if self.span is None else needs._replace(tables=(*needs.tables, "bias"))
 
     @property
     def retained(self) -> int | None:
@@ -183,10 +201,16 @@ class SoftmaxAttention(CausalMixer):
         if q is None:
             return v.new_zeros(*positions.shape, self.dim)
         dropout = Dropout.drawn(self.dropout, self.training)
-        scoring = Scoring.of(self.score, self.position.relative(0, k.shape[2] - 1), dropout)
+        scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
         heads = merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out)
         if asked is None:
             return self.out(heads)
         y = self.out(heads[asked])
         return y.new_zeros(*positions.shape, self.dim).index_put((asked,), y)
+
+    def _relative(self, farthest: int) -> Relative | None:
+        if self.span is None:
+            return self.position.relative(0, farthest)
+        farthest = min(farthest, max(self.span.windows))
+        return self.span.joined(self.position.relative(1, farthest), farthest)

@@ -74,8 +74,9 @@ class TrainOptions(Settings, Machine):
     """Tokens that each row of a batch predicts (512, or what suits --minutes)."""
     batch_size: int | None = None  # type: ignore[assignment]
     """Rows per step, over all processes and all accumulated parts (8, or what suits --minutes)."""
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] | None = None  # type: ignore[assignment]
-    """Muon takes the layers' matrices and AdamW the rest; sgd has momentum 0.9 (adamw, or what suits --minutes)."""
+    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
+    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9
+    (adamw, or what suits --minutes)."""
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits --minutes)."""
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
@@ -273,6 +274,8 @@ class DrawOptions:
     """Take the name for a kind of pattern, where a member has it too."""
     position: bool = False
     """Take the name for a kind of position, where a member has it too."""
+    spans: bool = False
+    """Of a run whose heads learn how far back they look: their spans, by layer and head."""
     recipe: str = "small"
     """Which of the member's recipes."""
     set: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
+from kinformer.core.penalised import measures_of
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
@@ -210,7 +211,7 @@ class Trainer:
             return
         mean = sum(losses) / len(losses)
         means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
-        speed, figures = self.window.speed, self.data.measured(means, "train")
+        speed, figures = self.window.speed, {**self.data.measured(means, "train"), **measures_of(self.update.penalised)}
         self.progress.update(self.step, self._text(figures), self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}

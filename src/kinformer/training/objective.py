@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from kinformer.core import state as states
+from kinformer.core.penalised import penalised
 from kinformer.training.batch import device_of
 from kinformer.training.precision import autocast
 
@@ -29,12 +30,14 @@ class Objective(Protocol):
 class Step(nn.Module):
     """A model and its objective as one module, so that whatever an objective asks of the model is seen by the engine.
 
-    The side costs in the state (sums over positions, one per row) are added to the loss as a mean over positions.
+    The side costs in the state (sums over positions, one per row) are added to the loss as a mean over positions; in
+    training also the penalties of parts that have one (see ``core.penalised``).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
+        self.penalised = penalised(model)
 
     @property
     def extras(self) -> nn.Module:
@@ -44,6 +47,8 @@ class Step(nn.Module):
     def forward(self, batch: Any, state: Any, progress: float) -> Outcome:
         with autocast(device_of(batch), self.precision):
             loss, metrics, state = self.objective(self.model, batch, state, progress)
+        for module in self.penalised if self.training else ():
+            loss = loss + module.penalty()
         if state is None:
             return loss, metrics, None
         costs, state = states.pop_aux(state)

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.stack import units_of
+from kinformer.training.adagrad import ClippedAdagrad
 from kinformer.training.settings import Settings
 
 MOMENTUM = 0.9
@@ -46,6 +47,7 @@ class Optimiser:
             groups = _groups(part, settings.weight_decay)
             self.names.append([name for group in groups for name in group.pop("names")])
             self.optimisers.append(_build(kind, groups, settings))
+        self.clips_itself = settings.optimizer == "adagrad"
         self.table_rate = settings.table_lr
         if tables:
             self.names.append([name for name, _ in tables])
@@ -66,11 +68,12 @@ class Optimiser:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
-        """The norm of all gradients, a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0."""
+        """The norm of all gradients, a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0 or
+        the optimiser clips each parameter by itself."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if largest:
+        if largest and not self.clips_itself:
             nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
         return norm
 
@@ -127,6 +130,8 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
         return Muon(groups, lr=settings.lr, adjust_lr_fn="match_rms_adamw")
     if kind == "adafactor":
         return Adafactor(groups, lr=settings.lr)
+    if kind == "adagrad":
+        return ClippedAdagrad(groups, lr=settings.lr, clip=settings.clip)
     if kind == "sgd":
         return SGD(groups, lr=settings.lr, momentum=MOMENTUM)
     return AdamW(groups, lr=settings.lr, betas=(MOMENTUM, settings.beta2), fused=True)

@@ -26,8 +26,8 @@ class Settings:
     """Rows per step, over all processes and all accumulated parts."""
     accumulate: int = 1
     """Parts that each process's rows are taken in, one after the other, to save memory."""
-    optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    """Muon takes the layers' matrices and AdamW the rest; sgd has momentum 0.9."""
+    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
+    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr_ratio: float = 0.1
@@ -39,7 +39,7 @@ class Settings:
     beta2: float = 0.95
     """Decay of AdamW's second moment (its first has 0.9)."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 lets any pass."""
+    """Largest norm of the gradient (with adagrad: of each parameter's); 0 lets any pass."""
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.online import online
+from kinformer.core.penalised import penalised
 from kinformer.core.redrawn import due, redrawn
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, take_rows
@@ -48,7 +49,8 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        self.rows, self.redrawn, self.online = settings.rows(group.world), redrawn(engine), online(engine)
+        self.rows = settings.rows(group.world)
+        self.redrawn, self.online, self.penalised = redrawn(engine), online(engine), penalised(engine)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""
@@ -80,6 +82,8 @@ class Updater:
         self.optimiser.step(rate)
         for module in self.online:
             module.learn(self.group.sum)
+        for bounded in self.penalised:
+            bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
         return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
 

@@ -1,0 +1,90 @@
+"""How far back a head of softmax attention looks, where that is learnt: the part ``span``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn.functional import pad
+
+from kinformer.core.config import Config
+from kinformer.core.parts import Relative
+from kinformer.core.pattern import Pattern
+
+Cut = Callable[[tuple[int, ...]], Pattern]
+
+
+class Span(nn.Module):
+    """Weighs keys by their distance (query position - key position) from 1 on; a query does not see itself.
+
+    ``windows``: the distances 1 ... windows[h] are all that head h sees, as the weights are now: nothing else is
+    computed or remembered. Numbers on the host, so that they may choose shapes. ``pattern`` is the mixer's, cut to
+    them.
+    """
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def spans(self) -> list[float]:
+        """The learnt span of every head, in tokens; all processes must ask together."""
+        raise NotImplementedError
+
+    @property
+    def pattern(self) -> Pattern:
+        raise NotImplementedError
+
+    def bias(self, farthest: int) -> Tensor:
+        """What is added to scores at the distances 1 ... ``farthest``: [heads, farthest], -inf where a head does not
+        look."""
+        raise NotImplementedError
+
+    def joined(self, relative: Relative | None, farthest: int) -> Relative | None:
+        """What a position does at the distances 1 ... ``farthest`` (those that it names), and the span's bias."""
+        if farthest < 1:
+            return relative
+        bias = self.bias(farthest)
+        if relative is None:
+            return Relative(1, bias=bias)
+        before = relative.lowest - 1
+        tables = {name: getattr(relative, name) for name in ("bias", "keys", "values")}
+        tables = {name: _widened(table, before, farthest) for name, table in tables.items() if table is not None}
+        tables["bias"] = bias + tables["bias"] if "bias" in tables else bias
+        return relative._replace(lowest=1, **tables)
+
+
+class SpanConfig(Config):
+    slot = "span"
+
+    def build(self, num_heads: int, cut: Cut) -> Span:
+        """``cut(windows)`` is the mixer's pattern where heads see so far."""
+        raise NotImplementedError
+
+
+def _widened(table: Tensor, before: int, count: int) -> Tensor:
+    """``table`` [heads, n, ...] between zeros, ``count`` distances in all."""
+    after = count - before - table.shape[1]
+    if not (before or after):
+        return table
+    return pad(table, (0, 0) * (table.dim() - 2) + (before, after))
+
+
+def stamp_of(parameter: Tensor) -> tuple[object, ...] | None:
+    """What changes when a parameter's values do (None: not known, as of tensors of inference mode); values that are
+    written through ``.data`` go unnoticed."""
+    if parameter.is_inference():
+        return None
+    return parameter.data_ptr(), parameter._version, parameter.dtype
+
+
+def readable(parameter: Tensor) -> bool:
+    """Whether a parameter has values to look at now: not while a graph is captured or costs are counted."""
+    return not (torch.compiler.is_compiling() or parameter.is_meta or is_fake(parameter))
+
+
+def host(values: Tensor) -> list[float]:
+    """The numbers of a tensor; waits for its device."""
+    with torch.no_grad():
+        return values.detach().double().tolist()

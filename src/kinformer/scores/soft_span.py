@@ -1,0 +1,112 @@
+"""Adaptive attention span (Sukhbaatar et al. 2019, "Adaptive Attention Span in Transformers", section 2.2).
+
+    m(x) = clamp((R + z - x) / R, 0, 1),    a_tr = m(x) exp(s_tr) / sum_q m(x') exp(s_tq)
+
+with one learnt span z = max_span * span per head and the ramp R; x = distance - 1 is 0 for the token before, as in the
+authors' code, and no token sees itself. The mask is a bias log m of the scores. Distances whose mask is 0 are cut off,
+rounded up as the authors do, to max_span less a multiple of ``multiple``. Spans cost ``penalty`` times the mean of z
+over the heads, added up over the layers, and are brought back to 0 ... max_span after every update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import state_dtype
+from kinformer.core.errors import KinformerError
+from kinformer.core.pattern import Pattern
+from kinformer.core.penalised import Penalised, whole_parameter
+from kinformer.core.span import Cut, Span, SpanConfig, host, readable, stamp_of
+
+
+class SoftSpan(Span, Penalised):
+    """``span`` [heads]: the learnt share of ``max_span`` of every head, from 0 to 1."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(SpanConfig):
+        kind = "soft_span"
+        max_span: int = 1024
+        ramp: int = 32
+        initial: float = 0.0  # share of max_span
+        penalty: float = 2e-6
+        multiple: int = 64
+
+        def __post_init__(self) -> None:
+            for name in ("max_span", "ramp", "multiple"):
+                if getattr(self, name) < 1:
+                    raise KinformerError(f"{name} must be 1 token or more, but is {getattr(self, name)}.")
+            if not 0 <= self.initial <= 1:
+                raise KinformerError(f"initial is a share of max_span, from 0 to 1, but is {self.initial:g}.")
+            if not 0 <= self.penalty < math.inf:
+                raise KinformerError(f"penalty must be 0 or more, but is {self.penalty:g}.")
+
+        def build(self, num_heads: int, cut: Cut) -> SoftSpan:
+            return SoftSpan(self, num_heads, cut)
+
+    def __init__(self, config: Config, num_heads: int, cut: Cut) -> None:
+        super().__init__()
+        self.config, self.cut = config, cut
+        self.span = nn.Parameter(torch.full((num_heads,), float(config.initial)))
+        beginning = self._tokens(torch.tensor([config.initial], device="cpu"))  # rounded as the weights are
+        self._windows = (self._window(beginning.item()),) * num_heads
+        self._pattern = cut(self._windows)
+        self._stamp: tuple[object, ...] | None = None
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        self._follow()
+        return self._windows
+
+    @property
+    def pattern(self) -> Pattern:
+        self._follow()
+        return self._pattern
+
+    def spans(self) -> list[float]:
+        return host(self._tokens(whole_parameter(self.span)))
+
+    def bias(self, farthest: int) -> Tensor:
+        z = self._tokens(self.span)[:, None]
+        x = torch.arange(farthest, device=z.device)
+        mask = ((self.config.ramp + z - x) / self.config.ramp).clamp(0, 1)
+        hidden = mask <= 0
+        return mask.masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)
+
+    def penalty(self) -> Tensor:
+        return self.config.penalty * self._tokens(whole_parameter(self.span)).mean()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        self.span.clamp_(0, 1)
+        self._trim(whole_parameter(self.span))
+
+    def measures(self) -> dict[str, float]:
+        spans = self.spans()
+        return {"mean_span": sum(spans) / len(spans)}
+
+    def _tokens(self, span: Tensor) -> Tensor:
+        """Spans in tokens. The bounds stand here, too, for weights that no trainer has brought back."""
+        return span.to(state_dtype(span.dtype)).clamp(0, 1) * self.config.max_span
+
+    def _follow(self) -> None:
+        """Look at the weights if they have changed; where that cannot be, the windows stay as they are."""
+        if not readable(self.span):
+            return
+        stamp = stamp_of(self.span)
+        if stamp is None or stamp != self._stamp:
+            self._trim(self.span)
+
+    def _trim(self, span: Tensor) -> None:
+        windows = tuple(map(self._window, host(self._tokens(span))))
+        if windows != self._windows:
+            self._windows, self._pattern = windows, self.cut(windows)
+        self._stamp = stamp_of(self.span)
+
+    def _window(self, z: float) -> int:
+        config = self.config
+        size = min(config.max_span, math.ceil(z) + config.ramp)
+        return config.max_span - (config.max_span - size) // config.multiple * config.multiple

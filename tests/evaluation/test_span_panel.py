@@ -1,0 +1,23 @@
+"""Learnt spans as a table of layers and heads."""
+
+import pytest
+import torch
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.penalised import penalised
+from kinformer.family.build import build
+from kinformer.figures.spans import span_panel
+
+
+def test_rows_are_layers_and_columns_heads():
+    model = build("adaptive-span", "tiny", 256)
+    with torch.no_grad():
+        for part, shares in zip(penalised(model), ([0.0, 0.25], [0.5, 1.0]), strict=True):
+            part.span.copy_(torch.tensor(shares))
+    panel = span_panel(model, "it")
+    assert panel.values.tolist() == [[0.0, 4.0], [8.0, 16.0]] and not panel.signed
+
+
+def test_a_model_without_spans_is_one_sentence():
+    with pytest.raises(KinformerError, match="--spans: it learns no spans; train one that does"):
+        span_panel(build("gpt", "tiny", 256), "it")
