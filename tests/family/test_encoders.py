@@ -47,6 +47,16 @@ def test_classes_of_texts(name, pooling):
     assert build(name, head=head)(torch.randint(61, (2, 9))).shape == (2, 4)
 
 
+@pytest.mark.parametrize("position", ["timing", "learned_per_layer"])
+def test_positions_that_enter_every_layer(position):
+    config = configure("bert", "tiny", 61, {"position": position})
+    for check in ("rows", "padding"):
+        ENCODER_MODEL_CHECKS[check](EncoderModelSubject(config.build, 61, time=41, global_tokens=True))
+    tokens = torch.full((1, 9), 7)
+    y = config.build().eval()(tokens)
+    assert not torch.allclose(y[0, 0], y[0, 5])
+
+
 def test_classes_of_tokens():
     model = build("bert", head=TokenClassificationHead.Config(classes=3)).eval()
     valid = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.global_input import GlobalInputConfig
@@ -106,8 +107,15 @@ class Encoder(CommonModel):
                 None if each is None else order.align(each) for each in (kinds, types, sentences)
             )
         x, text = self._enter(values, valid, types, sentences, self._global_positions(values, kinds, valid))
-        x, tapped = self.stack.read(x, text, lambda x, _: x, taps)
         count = text.num_global
+        own = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2])
+        own = own if valid is None else own.masked_fill(~valid, 0)
+
+        def before(x: Tensor, use: int) -> Tensor:
+            added = self.position.layer_input(own, use)
+            return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
+
+        x, tapped = self.stack.read(x, text, before, taps)
         outputs = [_restored(each[:, count:], order) for each in (self.norm(x), *tapped)]
         global_input = x[:, :count] if count else None
         standing = text.valid[:, :count] if count and text.valid is not None else None
