@@ -195,7 +195,7 @@ class SoftmaxAttention(CausalMixer):
         return q, k, self.position.values(v), recent
 
     def _attend(
-        self, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, whole: bool, asked: Tensor | None
+        self, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, whole: bool, asked: Tensor | None = None
     ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
         if q is None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
-from kinformer.core.penalised import measures_of
+from kinformer.core.penalised import measures_of, penalised
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
-        self.model = model.to(group.device).train()
+        self.model, self.penalised = model.to(group.device).train(), penalised(model)
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
@@ -211,7 +211,7 @@ class Trainer:
             return
         mean = sum(losses) / len(losses)
         means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
-        speed, figures = self.window.speed, {**self.data.measured(means, "train"), **measures_of(self.update.penalised)}
+        speed, figures = self.window.speed, {**self.data.measured(means, "train"), **measures_of(self.penalised)}
         self.progress.update(self.step, self._text(figures), self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
