@@ -31,9 +31,10 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
-from kinformer.core.online import online
+from kinformer.core.model import modules_of
+from kinformer.core.online import Online
 from kinformer.core.parts import FeedForwardConfig
-from kinformer.core.redrawn import due, redrawn
+from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.mqar import Recall
 from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
 from kinformer.evaluation.figure import save as save_figure
@@ -43,7 +44,8 @@ from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
-from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, answers
+from kinformer.tasks.made_rows import AskedBatch, answers
+from kinformer.tasks.recall_rows import RecallLoss
 from kinformer.training.objective import Step
 
 DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
@@ -140,8 +142,8 @@ def accuracy(model: Decoder, split: str) -> float:
     right = queries = 0
     with torch.inference_mode():
         for part in range(8):
-            logits, labels, _, _ = answers(model, RecallBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
-            right, queries = right + int((logits.argmax(-1) == labels).sum()), queries + len(labels)
+            found = answers(model, AskedBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
+            right, queries = right + int(found.right.sum()), queries + len(found.labels)
     return right / queries
 
 
@@ -153,12 +155,12 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
     engine = Step(model, RecallLoss(DATA.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
-    features, learners, curve = redrawn(model), online(model), []
+    features, learners, curve = modules_of(model, Redrawn), modules_of(model, Online), []
     for step in range(steps):
         for number, module in due(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
-        batch = RecallBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
+        batch = AskedBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
         engine(batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()

@@ -10,7 +10,8 @@ from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData
 from kinformer.family.table import MEMBERS
-from kinformer.tasks.algorithm_rows import AlgorithmBatch, AlgorithmLoss, answers, solved
+from kinformer.tasks.algorithm_rows import AlgorithmLoss, solved
+from kinformer.tasks.made_rows import AskedBatch, answers
 
 SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
 SMALL |= {"device": "cpu", "digits": "1-4", "validation_tokens": 32, "quiet": True}
@@ -32,7 +33,7 @@ def test_rows_hold_problems_and_their_answers(name):
     data = AlgorithmData(algorithm=name, least=2, most=7)
     rows, lengths = data.rows("train", 3, 60), set()
     assert rows.tokens.shape == (60, data.width())
-    for tokens, labels, valid, digits in zip(*rows, strict=True):
+    for tokens, labels, digits, valid in zip(*rows, strict=True):
         text = "".join(SYMBOLS[token] for token in tokens[valid])
         problem, answer = text.split("=")
         told = "".join(SYMBOLS[label] for label in labels[labels >= 0])
@@ -61,7 +62,7 @@ class Copying(torch.nn.Module):
 
 
 def test_a_problem_is_solved_where_all_its_tokens_are_right():
-    batch = AlgorithmBatch.of(AlgorithmData().rows("test", 0, 5, digits=3))
+    batch = AskedBatch.of(AlgorithmData().rows("test", 0, 5, digits=3))
     _, metrics, _ = AlgorithmLoss()(Copying(), batch, None, 0.0)
     assert {name: int(count) for name, count in metrics.items() if name != "nats"} == {
         "predicted": 20,
@@ -76,7 +77,7 @@ def test_a_problem_is_solved_where_all_its_tokens_are_right():
 @pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=len(SYMBOLS))
-    batch = AlgorithmBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))
+    batch = AskedBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))
     loss, _, _ = AlgorithmLoss()(model, batch, None, 0.0)
     loss.backward()
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())

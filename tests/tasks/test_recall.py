@@ -10,7 +10,8 @@ from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.mqar import Recall
 from kinformer.family.table import MEMBERS
-from kinformer.tasks.recall_rows import RecallBatch, RecallLoss, accuracy_of, answers
+from kinformer.tasks.made_rows import AskedBatch, answers
+from kinformer.tasks.recall_rows import RecallLoss, accuracy_of
 
 SMALL = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 2, "threads": 1, "device": "cpu"}
 SMALL |= {"pairs": "2,6", "symbols": 30, "quiet": True}
@@ -19,7 +20,7 @@ SMALL |= {"pairs": "2,6", "symbols": 30, "quiet": True}
 class Knowing(torch.nn.Module):
     """A model that looks up what stood behind the token when it came first."""
 
-    def head_inputs(self, tokens, state=None):
+    def head_inputs(self, tokens, state=None, *, valid=None):
         same = (tokens[:, :, None] == tokens[:, None, :-1]) & torch.ones(24, 23, dtype=torch.bool).tril(-1)
         first = same.int().argmax(-1)
         return tokens.gather(1, first + 1), None
@@ -30,24 +31,24 @@ class Knowing(torch.nn.Module):
 
 def test_the_objective_counts_queries_by_their_pairs():
     rows = Recall(pairs=(2, 6), symbols=30, random_fillers=False).rows("test", 0, 40, 24)
-    batch = RecallBatch.of(rows)
+    batch = AskedBatch.of(rows)
     loss, metrics, _ = RecallLoss((2, 6))(Knowing(), batch, None, 0.0)
     asked = {number: int((rows.pairs == number).sum()) * number for number in (2, 6)}
     assert loss < 1e-6 and {number: int(metrics[f"asked_{number}"]) for number in (2, 6)} == asked
     assert int(metrics["correct"]) == int(metrics["predicted"]) == sum(asked.values())
-    wrong = torch.where((batch.labels >= 0) & (batch.pairs[:, None] == 6), batch.labels - 1, batch.labels)
+    wrong = torch.where((batch.labels >= 0) & (batch.sizes[:, None] == 6), batch.labels - 1, batch.labels)
     metrics = RecallLoss((2, 6))(Knowing(), batch._replace(labels=wrong), None, 0.0)[1]
     assert (int(metrics["correct_2"]), int(metrics["correct_6"])) == (asked[2], 0)
 
 
 def test_only_queries_are_scored():
     model = kinformer.build("gpt", recipe="tiny", vocab_size=30)
-    batch = RecallBatch.of(Recall(pairs=(2, 6), symbols=30).rows("test", 0, 5, 24))
-    logits, labels, pairs, _ = answers(model, batch)
+    batch = AskedBatch.of(Recall(pairs=(2, 6), symbols=30).rows("test", 0, 5, 24))
+    logits, labels, rows, _ = answers(model, batch)
     whole = model(batch.tokens)[0]
     asked = batch.labels >= 0
     assert torch.allclose(logits, whole[asked], atol=1e-5) and torch.equal(labels, batch.labels[asked])
-    assert pairs.tolist() == [int(n) for n in batch.pairs for _ in range(int(n))]
+    assert batch.sizes[rows].tolist() == [int(n) for n in batch.sizes for _ in range(int(n))]
 
 
 def test_from_the_command_line(capsys, tmp_path):
@@ -86,7 +87,7 @@ def test_from_python(tmp_path):
 @pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=30)
-    batch = RecallBatch.of(Recall(pairs=(2, 6), symbols=30).rows("train", 0, 3, 24))
+    batch = AskedBatch.of(Recall(pairs=(2, 6), symbols=30).rows("train", 0, 3, 24))
     loss, _, _ = RecallLoss((2, 6))(model, batch, None, 0.0)
     loss.backward()
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import isfinite
 
 
 class KinformerError(ValueError):
@@ -33,6 +34,14 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
 def flag_of(name: str) -> str:
     """How an option is called in messages: ``batch_size`` is ``--batch-size``."""
     return f"--{name.replace('_', '-')}"
+
+
+def require_finite(nats: float, where: str = "") -> None:
+    """Refuse what a model with damaged weights predicts; ``where`` it did."""
+    if not isfinite(nats):
+        raise KinformerError(
+            f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."
+        )
 
 
 def require(flag: str, value: float | None, least: float) -> None:

@@ -27,13 +27,13 @@ PLUS, ASKED, END = (SYMBOLS.index(symbol) for symbol in "+=.")
 
 
 class AlgorithmRows(NamedTuple):
-    """``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is asked; ``valid`` bool [rows, width]; how
-    many ``digits`` int64 [rows] a problem has (an addition: each of its numbers)."""
+    """``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is asked; how many ``digits`` int64 [rows] a
+    problem has (an addition: each of its numbers); ``valid`` bool [rows, width]."""
 
     tokens: np.ndarray
     labels: np.ndarray
-    valid: np.ndarray
     digits: np.ndarray
+    valid: np.ndarray
 
 
 class _Algorithm(NamedTuple):
@@ -108,7 +108,7 @@ class AlgorithmData:
         own = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)
         tokens = np.full((count, width), END, np.int64)
-        rows = AlgorithmRows(tokens, np.full_like(tokens, IGNORED), tokens != END, own.astype(np.int64))
+        rows = AlgorithmRows(tokens, np.full_like(tokens, IGNORED), own.astype(np.int64), tokens != END)
         for number in np.unique(own).tolist():
             self._write(draw, rows, np.flatnonzero(own == number), number)
         return rows

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
 from kinformer.core.state import map_tensors
 from kinformer.data import EvaluationStream, Split
@@ -84,11 +84,7 @@ def measure(
             if windows is not None:
                 by_position.add(each, counted)
             nats, done = nats + float(each.where(counted, 0.0).sum()), done + int(counted.sum())
-            if not isfinite(nats):
-                raise KinformerError(
-                    f"the model's predictions are not finite numbers within the first {done} tokens of split "
-                    f"{split.name!r}; its weights are damaged or diverged."
-                )
+            require_finite(nats, f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)
     assert done == stream.predictions

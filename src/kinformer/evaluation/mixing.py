@@ -7,14 +7,13 @@ One pass over the text asks the store once per token, for as many neighbours as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import require_finite
 from kinformer.core.model import CausalModel
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.data import EvaluationStream, Split
@@ -112,11 +111,7 @@ def sweep(
                 found = searcher.search(keys, max(grid.neighbours))
                 nats += _scores(own, found, wanted, grid).cpu()
             done += int(counted.sum())
-            if not isfinite(float(nats.sum())):
-                raise KinformerError(
-                    f"the model's predictions are not finite numbers within the first {done} tokens of split "
-                    f"{split.name!r}; its weights are damaged or diverged."
-                )
+            require_finite(float(nats.sum()), f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)
     return Sweep(grid, nats.numpy(), done, stream)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import map_tensors
 from kinformer.data import Split
@@ -121,8 +121,7 @@ def context_losses(
                 done += context * len(group)
                 if progress is not None:
                     progress(done, total)
-    if not np.isfinite(losses).all():
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged or diverged.")
+    require_finite(float(losses.sum()))
     return losses
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 from kinformer.core.model import CausalModel
+from kinformer.tasks.options import whole_numbers
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
@@ -62,12 +63,9 @@ class AlgorithmMeasuring:
             lengths_of(self.at_digits)
 
 
-def lengths_of(text: str) -> list[int]:
+def lengths_of(text: str) -> tuple[int, ...]:
     """``"10,20"`` as distinct numbers of digits, in order."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise KinformerError(f"--at-digits {text}: are no numbers of digits; write as in 10,20,40.")
-    return sorted({int(part) for part in parts})
+    return whole_numbers("--at-digits", text, "digits", "10,20,40")
 
 
 def _answers(model: Any) -> Any:
@@ -120,9 +118,7 @@ class Algorithm(Task):
     def measure(self, subject: LoadedRun, measuring: Measuring, own: AlgorithmMeasuring, quiet: bool) -> Evaluation:
         from kinformer.tasks.algorithm_measure import evaluate
 
-        if measuring.data is not None or measuring.max_bytes is not None:
-            given = f"--data {measuring.data}" if measuring.data is not None else f"--max-bytes {measuring.max_bytes}"
-            raise KinformerError(f"{given}: an algorithm makes its own problems; give --problems and --at-digits.")
+        measuring.refuse_data("an algorithm makes its own problems; give --problems and --at-digits.")
         at = None if own.at_digits is None else lengths_of(own.at_digits)
         return evaluate(subject, measuring, at, own.problems, quiet)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Figure
 from kinformer.core.model import device_of
 from kinformer.core.progress import note, progressing
 from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData
 from kinformer.evaluation.pondering import PONDER_STEPS, noting_steps
-from kinformer.tasks.algorithm_rows import AlgorithmBatch, answers, solved
+from kinformer.tasks.algorithm_rows import solved
+from kinformer.tasks.made_rows import AskedBatch, answers
 from kinformer.tasks.next_token_generate import MOST_NEW, Generated, Sample
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.training.batch import map_fields
@@ -127,15 +127,13 @@ def _measured(
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
     with torch.inference_mode(), noting_steps(model) as pondering:
         for part, first in enumerate(range(0, rows, size)):
-            batch = AlgorithmBatch.of(data.rows(split, part, min(size, rows - first), measuring.seed, digits))
-            logits, labels, own, _ = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
-            correct = logits.argmax(-1) == labels
-            tokens, right = tokens + len(labels), right + int(correct.sum())
-            done += int(solved(correct, own, len(batch.tokens)).sum())
-            nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
-            counts += labels.cpu().bincount(minlength=len(SYMBOLS))
-    if not isfinite(nats):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            batch = AskedBatch.of(data.rows(split, part, min(size, rows - first), measuring.seed, digits))
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
+            done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
+            nats += float(answered.nats)
+            counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+    require_finite(nats)
     return {
         "digits": digits, "trained": data.least <= digits <= data.most, "problems": rows, "solved": done,
         "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import require_finite
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress
 from kinformer.data.masked_text import MaskedText
@@ -63,8 +63,7 @@ def measure_global_input(
         for name, metrics in found.items():
             for key, value in metrics.items():
                 totals[name + key] = totals.get(name + key, 0.0) + float(value)
-        if not isfinite(sum(totals.values())):
-            raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+        require_finite(sum(totals.values()))
         done += len(shown.rows.tokens)
         if progress is not None:
             progress(done, len(text))

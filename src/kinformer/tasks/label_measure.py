@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
@@ -52,8 +52,7 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
             valid = None if batch.valid is None else batch.valid.to(device)
             logits = model(batch.tokens.to(device), valid=valid).float().cpu()
             nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
-            if not isfinite(nats):
-                raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            require_finite(nats)
             guesses = logits.argmax(-1).numpy()
             right = some.labels[guesses == some.labels]
             counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, guesses, right)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import numpy as np
 import torch
 
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import require_finite
 from kinformer.core.figure import ACCURACY, bits_per_masked
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
@@ -48,8 +48,7 @@ def measure_masked(
             batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
             _, metrics, _ = objective(model, batch, None, 1.0)
             sums += [float(metrics[name]) for name in ("nats", "predicted", "correct")]
-            if not isfinite(sums[0]):
-                raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            require_finite(sums[0])
             scored = shown.rows.labels != IGNORED
             for index, each in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
                 baselines[index] -= np.log2(each).sum()

@@ -1,4 +1,5 @@
-"""The options that the tasks of text have of their own, for training and for measuring. Free of PyTorch."""
+"""The options that the tasks of text have of their own, for training and for measuring, and what reads a list of
+numbers. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -56,3 +57,11 @@ class MlmOptions:
     def __post_init__(self) -> None:
         if not 0 < self.mask_share < 1:
             raise KinformerError(f"--mask-share is {self.mask_share:g} but must lie between 0 and 1.")
+
+
+def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:
+    """``"4,8"`` as distinct numbers above 0, in order: numbers ``of`` something."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
+    return tuple(sorted({int(part) for part in parts}))

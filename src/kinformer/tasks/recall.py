@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError, require
+from kinformer.core.errors import require
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import CausalModel
+from kinformer.tasks.options import whole_numbers
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
@@ -70,10 +71,7 @@ class RecallMeasuring:
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
     """``"4,8"`` as distinct numbers of pairs, in order."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise KinformerError(f"{flag} {text}: are no numbers of pairs; write as in 4,8,16.")
-    return tuple(sorted({int(part) for part in parts}))
+    return whole_numbers(flag, text, "pairs", "4,8,16")
 
 
 def _recall(model: Any) -> Any:
@@ -130,9 +128,7 @@ class RecallTask(Task):
     def measure(self, subject: LoadedRun, measuring: Measuring, own: RecallMeasuring, quiet: bool) -> Evaluation:
         from kinformer.tasks.recall_measure import evaluate
 
-        if measuring.data is not None or measuring.max_bytes is not None:
-            given = f"--data {measuring.data}" if measuring.data is not None else f"--max-bytes {measuring.max_bytes}"
-            raise KinformerError(f"{given}: recall makes its own rows; leave it out, or give --rows and --at-pairs.")
+        measuring.refuse_data("recall makes its own rows; leave it out, or give --rows and --at-pairs.")
         at = None if own.at_pairs is None else numbers("--at-pairs", own.at_pairs)
         return evaluate(subject, measuring, at, own.rows, quiet)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import isfinite, log
+from math import log
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.data.mqar import SPLITS, Recall
+from kinformer.tasks.made_rows import AskedBatch, answers
 from kinformer.tasks.next_token_generate import Generated, Sample
-from kinformer.tasks.recall_rows import RecallBatch, accuracy_of, answers
+from kinformer.tasks.recall_rows import accuracy_of
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.training.batch import map_fields
 
@@ -85,13 +85,12 @@ def _measured(
     with torch.inference_mode():
         for part, first in enumerate(range(0, rows, size)):
             count = min(size, rows - first)
-            batch = RecallBatch.of(data.rows(split, part, count, length, measuring.seed, (pairs,)))
-            logits, labels, _, _ = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
-            queries += len(labels)
-            right += int((logits.argmax(-1) == labels).sum())
-            nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
-    if not isfinite(nats):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            batch = AskedBatch.of(data.rows(split, part, count, length, measuring.seed, (pairs,)))
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            queries += len(answered.labels)
+            right += int(answered.right.sum())
+            nats += float(answered.nats)
+    require_finite(nats)
     return {
         "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
         "nats": nats,

@@ -120,6 +120,12 @@ class Measuring:
         require("--chunk", self.chunk, 1)
         require("--seed", self.seed, 0)
 
+    def refuse_data(self, why: str) -> None:
+        """For a task that makes its own rows."""
+        if self.data is not None or self.max_bytes is not None:
+            given = f"--data {self.data}" if self.data is not None else f"--max-bytes {self.max_bytes}"
+            raise KinformerError(f"{given}: {why}")
+
 
 class Table(NamedTuple):
     """A table as it is printed; the columns in ``numeric`` are aligned to the right."""

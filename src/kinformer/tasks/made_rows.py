@@ -1,0 +1,112 @@
+"""Rows that are made when they are asked for, of which a causal model answers some tokens (recall, algorithms)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core import state as states
+from kinformer.data import IGNORED
+from kinformer.training.data_module import DataModule
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+
+class AskedBatch(NamedTuple):
+    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is asked; ``sizes`` [batch] int64: of every
+    row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
+
+    tokens: Tensor
+    labels: Tensor
+    sizes: Tensor
+    valid: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: tuple[np.ndarray, ...]) -> AskedBatch:
+        """A reader's rows, whose fields are these, as a batch."""
+        return cls(*map(torch.from_numpy, rows))
+
+    @property
+    def size(self) -> int:
+        """How many tokens are read, padding included."""
+        return self.tokens.numel()
+
+
+class Answers(NamedTuple):
+    """Of every asked token ``logits`` [tokens, symbols] in float32, the label and its row; the ``state`` after."""
+
+    logits: Tensor
+    labels: Tensor
+    rows: Tensor
+    state: Any
+
+    @property
+    def nats(self) -> Tensor:
+        """The cross-entropy of all, summed."""
+        return functional.cross_entropy(self.logits, self.labels, reduction="sum")
+
+    @property
+    def right(self) -> Tensor:
+        """Which labels are the most probable tokens [tokens] bool."""
+        return self.logits.detach().argmax(-1) == self.labels
+
+
+def answers(model: Any, batch: AskedBatch, state: Any = None) -> Answers:
+    """What ``model`` says where it is asked."""
+    asked = batch.labels != IGNORED
+    inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
+    logits = model.logits(states.map_tensors(lambda each: each[asked][None], inputs))[0]
+    return Answers(logits.float(), batch.labels[asked], asked.nonzero()[:, 0], state)
+
+
+class MadeRows(DataModule):
+    """New rows in every step, the same rows in every validation."""
+
+    def __init__(self, data: Any, settings: Settings) -> None:
+        self.data, self.settings = data, settings
+
+    @property
+    def width(self) -> int:
+        """How many tokens a row has."""
+        raise NotImplementedError
+
+    def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
+        """The rows of one batch of all processes."""
+        raise NotImplementedError
+
+    @property
+    def validations(self) -> int:
+        return max(1, self.settings.validation_tokens // (self.settings.batch_size * self.width))
+
+    def batch(self, step: int, rank: int, world: int) -> AskedBatch:
+        return self._share(self.made("train", step, self.settings.seed), rank, world)
+
+    def validation(self, rank: int, world: int) -> Iterator[AskedBatch]:
+        for part in range(self.validations):
+            yield self._share(self.made("validation", part, 0), rank, world)
+
+    def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> AskedBatch:
+        share = self.settings.batch_size // world
+        return AskedBatch.of(tuple(field[rank * share : (rank + 1) * share] for field in rows))
+
+
+class AnswersLoss:
+    """Mean cross-entropy of the tokens that are asked for, each predicted from the right ones before it."""
+
+    reads_hidden = True
+
+    def __call__(self, model: Any, batch: AskedBatch, state: Any, progress: float) -> Outcome:
+        found = answers(model, batch, state)
+        nats, right, asked = found.nats, found.right, len(found.labels)
+        counts = {"predicted": torch.full_like(right.sum(), asked), "correct": right.sum()}
+        metrics = {"nats": nats.detach(), **counts, **self.counted(batch, found.rows, right)}
+        return nats / max(1, asked), metrics, found.state
+
+    def counted(self, batch: AskedBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+        """What else is summed, of ``right`` answers [tokens] in ``rows`` [tokens]."""
+        raise NotImplementedError
