@@ -10,7 +10,8 @@ import torch
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.errors import KinformerError
-from kinformer.core.penalised import measures_of, penalised
+from kinformer.core.model import modules_of
+from kinformer.core.penalised import Penalised, measures_of
 from kinformer.family.build import build
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
@@ -230,7 +231,7 @@ def test_a_captured_graph_follows_what_the_trainer_trims():
 
 def test_penalty_and_measures_of_a_model():
     model = build("adaptive-span", "tiny", 256)
-    parts = penalised(model)
+    parts = modules_of(model, Penalised)
     with torch.no_grad():
         for part, share in zip(parts, (0.25, 0.5), strict=True):
             part.span.fill_(share)

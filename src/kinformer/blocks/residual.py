@@ -43,12 +43,15 @@ class Residual(nn.Module):
 
     def added(self, y: Tensor, share: float = 1.0) -> Tensor:
         """What ``share`` of the sublayer's output ``y`` adds to a stream."""
-        y = y if self.dropout is None else self.dropout(y)
+        y = self._dropped(y)
         return y if share == 1 else share * y
 
     def _sum(self, x: Tensor, y: Tensor, share: float) -> Tensor:
-        y = y if self.dropout is None else self.dropout(y)
+        y = self._dropped(y)
         return x + y if share == 1 else torch.add(x, y, alpha=share)
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        return y if self.dropout is None else self.dropout(y)
 
 
 class ResidualConfig(Config):

@@ -8,13 +8,15 @@ Free of PyTorch until a function is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from kinformer.core.input import Input
+
+M = TypeVar("M")
 
 
 class Hidden(NamedTuple):
@@ -115,6 +117,11 @@ class WholeModel(Protocol):
 
 PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder"}
 """What a member of each protocol is called in messages."""
+
+
+def modules_of(model: nn.Module, kind: type[M]) -> list[M]:
+    """The parts of ``model`` that are of a ``kind`` which training attends to, in order."""
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def device_of(model: Any) -> torch.device:

@@ -14,8 +14,3 @@ class Online(nn.Module):
         """Change the buffers by what was gathered, and begin anew. ``total`` gives the sum over all processes, so
         that the buffers stay the same on each; it must be called alike on all of them."""
         raise NotImplementedError
-
-
-def online(model: nn.Module) -> list[Online]:
-    """The modules of ``model`` that learn so, in order."""
-    return [module for module in model.modules() if isinstance(module, Online)]

@@ -24,11 +24,6 @@ class Penalised(nn.Module):
         return {}
 
 
-def penalised(model: nn.Module) -> list[Penalised]:
-    """The modules of ``model`` that have a penalty, in order."""
-    return [module for module in model.modules() if isinstance(module, Penalised)]
-
-
 @torch.no_grad()
 def measures_of(modules: list[Penalised]) -> dict[str, float]:
     """The sum of the penalties, and the means of the measures over the modules; empty where there are none."""

@@ -20,11 +20,6 @@ class Redrawn(nn.Module):
         raise NotImplementedError
 
 
-def redrawn(model: nn.Module) -> list[Redrawn]:
-    """The modules of ``model`` whose random numbers are drawn anew, in order."""
-    return [module for module in model.modules() if isinstance(module, Redrawn)]
-
-
 def due(modules: Iterable[Redrawn], step: int) -> Iterator[tuple[int, Redrawn]]:
     """Of ``modules`` those to draw anew before training step ``step``, with their numbers."""
     for number, module in enumerate(modules):

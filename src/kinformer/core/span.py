@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad
 
 from kinformer.core.config import Config
+from kinformer.core.host import has_data
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 
@@ -81,7 +81,7 @@ def stamp_of(parameter: Tensor) -> tuple[object, ...] | None:
 
 def readable(parameter: Tensor) -> bool:
     """Whether a parameter has values to look at now: not while a graph is captured or costs are counted."""
-    return not (torch.compiler.is_compiling() or parameter.is_meta or is_fake(parameter))
+    return not torch.compiler.is_compiling() and has_data(parameter)
 
 
 def host(values: Tensor) -> list[float]:

@@ -26,8 +26,8 @@ class Hashes(nn.Module):
         self.register_buffer("rotations", torch.randn(num_heads, head_dim, rounds, num_buckets // 2))
 
     @staticmethod
-    def check(num_buckets: int, rounds: int) -> None:
-        """Refuse numbers that no rotation gives."""
+    def check(num_buckets: int, rounds: int, chunk_size: int) -> None:
+        """Refuse numbers that no rotation gives, and chunks of buckets without tokens."""
         if num_buckets < 1 or (num_buckets > 1 and num_buckets % 2):
             raise KinformerError(
                 f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
@@ -37,6 +37,8 @@ class Hashes(nn.Module):
             raise KinformerError(f"rounds must be 1 or more, but is {rounds}.")
         if num_buckets == 1 and rounds > 1:
             raise KinformerError(f"rounds = {rounds} of one bucket are all the same; use rounds = 1.")
+        if chunk_size < 1:
+            raise KinformerError(f"chunk_size must be 1 or more, but is {chunk_size}.")
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

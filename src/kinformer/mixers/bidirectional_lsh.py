@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
-from kinformer.core.errors import KinformerError
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed.sorted import sorted_attention
@@ -40,9 +39,7 @@ class BidirectionalLSH(EncoderMixer):
         bias: bool = False
 
         def __post_init__(self) -> None:
-            Hashes.check(self.num_buckets, self.rounds)
-            if self.chunk_size < 1:
-                raise KinformerError(f"chunk_size must be 1 or more, but is {self.chunk_size}.")
+            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
 
         def build(self, dim: int) -> BidirectionalLSH:
             return BidirectionalLSH(self, dim)
@@ -57,11 +54,8 @@ class BidirectionalLSH(EncoderMixer):
         self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        if global_tokens or global_input:
-            raise KinformerError(
-                "the mixer lsh has no global tokens, as a token sees the tokens of its bucket, but some are marked as "
-                "global; leave them out (global_tokens = 0, no global_input), or use bidirectional."
-            )
+        why = "the mixer lsh has no global tokens, as a token sees the tokens of its bucket"
+        refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)

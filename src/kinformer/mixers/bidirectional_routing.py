@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
-from kinformer.core.errors import KinformerError
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.centroids import Centroids
 from kinformer.kernels.bucketed.balanced import balanced_attention
@@ -55,11 +54,8 @@ class BidirectionalRouting(EncoderMixer):
         self.centroids = Centroids(config.num_heads, head_dim, config.num_clusters, config.centroid_decay)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        if global_tokens or global_input:
-            raise KinformerError(
-                "the mixer routing has no global tokens, as a token sees the tokens of its clusters, but some are "
-                "marked as global; leave them out (global_tokens = 0, no global_input), or use bidirectional."
-            )
+        why = "the mixer routing has no global tokens, as a token sees the tokens of its clusters"
+        refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)

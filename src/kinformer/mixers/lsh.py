@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import choose
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
@@ -46,9 +46,7 @@ class LSHAttention(CausalMixer):
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of lsh")
-            Hashes.check(self.num_buckets, self.rounds)
-            if self.chunk_size < 1:
-                raise KinformerError(f"chunk_size must be 1 or more, but is {self.chunk_size}.")
+            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
 
         def build(self, dim: int) -> LSHAttention:
             return LSHAttention(self, dim)

@@ -106,13 +106,14 @@ class Encoder(CommonModel):
             kinds, types, sentences = (
                 None if each is None else order.align(each) for each in (kinds, types, sentences)
             )
-        x, text = self._enter(values, valid, types, sentences, self._global_positions(values, kinds, valid))
+        positions = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2])
+        positions = positions if valid is None else positions.masked_fill(~valid, 0)
+        global_positions = self._global_positions(values, kinds, valid)
+        x, text = self._enter(values, positions, valid, types, sentences, global_positions)
         count = text.num_global
-        own = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2])
-        own = own if valid is None else own.masked_fill(~valid, 0)
 
         def before(x: Tensor, use: int) -> Tensor:
-            added = self.position.layer_input(own, use)
+            added = self.position.layer_input(positions, use)
             return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
 
         x, tapped = self.stack.read(x, text, before, taps)
@@ -133,6 +134,7 @@ class Encoder(CommonModel):
     def _enter(
         self,
         values: Tensor,
+        positions: Tensor,
         valid: Tensor | None,
         types: Tensor | None,
         sentences: Tensor | None,
@@ -140,7 +142,6 @@ class Encoder(CommonModel):
     ) -> tuple[Tensor, Text]:
         """Vectors of the tokens, those of the global input first, and what else is known of them."""
         batch, time = values.shape[:2]
-        positions = torch.arange(time, device=values.device).expand(batch, -1)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
         text = Text(valid, global_positions)
         if self.global_input is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
-from kinformer.core.penalised import measures_of, penalised
+from kinformer.core.penalised import measures_of
 from kinformer.core.stack import units_of
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
-        self.model, self.penalised = model.to(group.device).train(), penalised(model)
+        self.model = model.to(group.device).train()
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
@@ -92,7 +92,7 @@ class Trainer:
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
             _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
-        self.engine = group.wrap(whole)
+        self.penalised, self.engine = whole.penalised, group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         if saved:
             with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from kinformer.core import state as states
-from kinformer.core.penalised import penalised
+from kinformer.core.model import modules_of
+from kinformer.core.penalised import Penalised
 from kinformer.training.batch import device_of
 from kinformer.training.precision import autocast
 
@@ -37,7 +38,7 @@ class Step(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
-        self.penalised = penalised(model)
+        self.penalised = modules_of(model, Penalised)
 
     @property
     def extras(self) -> nn.Module:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.online import online
-from kinformer.core.penalised import penalised
-from kinformer.core.redrawn import due, redrawn
+from kinformer.core.model import modules_of
+from kinformer.core.online import Online
+from kinformer.core.penalised import Penalised
+from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, take_rows
 from kinformer.training.carried import Carried
@@ -50,7 +51,8 @@ class Updater:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
         self.rows = settings.rows(group.world)
-        self.redrawn, self.online, self.penalised = redrawn(engine), online(engine), penalised(engine)
+        self.redrawn, self.online = modules_of(engine, Redrawn), modules_of(engine, Online)
+        self.penalised = modules_of(engine, Penalised)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""

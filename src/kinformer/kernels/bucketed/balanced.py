@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
+from kinformer.kernels.bucketed.layout import gathered
 
 _ITSELF, _EPS = -5e4, 1e-5
 """As in routing-transformer: the score of a token with itself where queries are keys, and what is added to counts."""
@@ -37,7 +38,7 @@ def balanced_attention(
     asking = similar[0].topk(min(window, time), dim=2).indices.mT
     keys = asking if similar[1] is None else similar[1].topk(min(window, time), dim=2).indices.mT
     with no_autocast(q.device):
-        scores = _picked(q.to(wide), asking) @ _picked(k.to(wide), keys).mT * q.shape[-1] ** -0.5
+        scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * q.shape[-1] ** -0.5
     hidden = torch.zeros((), dtype=torch.bool, device=q.device)
     if valid is not None:
         real = valid[:, None, None].expand(-1, *keys.shape[1:3], -1)
@@ -48,14 +49,8 @@ def balanced_attention(
     if similar[1] is None:
         scores = scores.masked_fill(asking.unsqueeze(-1) == keys.unsqueeze(-2), _ITSELF)
     with no_autocast(q.device):
-        found = (scores.softmax(-1) @ _picked(v.to(wide), keys)).flatten(2, 3)
+        found = (scores.softmax(-1) @ gathered(v.to(wide), keys)).flatten(2, 3)
     index = asking.flatten(2, 3).unsqueeze(-1)
     out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(found), found)
     counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
     return (out / (counts + _EPS)).to(v.dtype)
-
-
-def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """``x`` [batch, heads, time, width] by ``index`` [batch, heads, clusters, n]: [..., clusters, n, width]."""
-    picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
-    return picked.unflatten(2, index.shape[2:])

@@ -132,3 +132,9 @@ def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
     number = each * len(runs)
     own = runs + each * torch.arange(len(runs), device=runs.device)[:, None]
     return torch.where(runs < 0, number, own).flatten(), number
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens ``index`` [batch, heads, ...] of ``x`` [batch, heads, time, width]: [batch, heads, ..., width]."""
+    picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+    return picked.unflatten(2, index.shape[2:])

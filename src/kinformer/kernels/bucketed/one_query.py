@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
+from kinformer.kernels.bucketed.layout import gathered
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended
 
@@ -23,7 +24,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: f
     if most < slots:
         seen, index = seen.to(torch.uint8).topk(most, dim=2)
         seen = seen > 0
-        k, v = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
+        k, v = (gathered(x, index) for x in (k, v))
     wide = state_dtype(q.dtype)
     blind = ~seen.any(-1, keepdim=True)
     with no_autocast(q.device):

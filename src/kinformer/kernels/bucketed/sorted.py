@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
+from kinformer.kernels.bucketed.layout import gathered
 
 _HIDDEN, _ITSELF = -1e9, -1e5
 """Scores of what is hidden and of a token with itself (the authors' code): it sees itself where all else is hidden."""
@@ -48,7 +49,7 @@ def sorted_attention(
     seen = torch.cat([_of_chunks(positions, before), positions], -1).unsqueeze(-2)
     own = positions.unsqueeze(-1)
     wide = state_dtype(q.dtype)
-    q, k, v = (_sorted(x.to(wide), positions) for x in (q, k, v))
+    q, k, v = (gathered(x.to(wide), positions) for x in (q, k, v))
     k, v = (torch.cat([_of_chunks(x, before), x], -2) for x in (k, v))
     with no_autocast(q.device):
         scores = q @ k.mT
@@ -83,9 +84,3 @@ def _chunks_before(order: Tensor, chunks: int, valid: Tensor | None, chunk_size:
 def _of_chunks(x: Tensor, chunk: Tensor) -> Tensor:
     """``x`` [batch, heads, chunks, ...] by ``chunk`` [batch, n]: [batch, heads, n, ...]."""
     return x.transpose(1, 2)[torch.arange(len(x), device=x.device)[:, None], chunk].transpose(1, 2)
-
-
-def _sorted(x: Tensor, positions: Tensor) -> Tensor:
-    """``x`` [batch, heads, time, width] as [batch, heads, chunks, chunk_size, width]."""
-    index = positions.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, index).unflatten(2, positions.shape[2:])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, advance, positions_of, real_resets
+from kinformer.kernels.bucketed.layout import gathered
 from kinformer.kernels.bucketed.membership import Membership, counted, members, members_of_last, needed
 
 
@@ -110,5 +111,5 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
 
 def _kept(leaf: Tensor, order: Tensor, kept: Tensor) -> Tensor:
     """``leaf`` [batch, heads, slots, width] by ``order`` [batch, heads, fewer slots], 0 where not ``kept``."""
-    picked = leaf.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, leaf.shape[-1]))
+    picked = gathered(leaf, order)
     return torch.where(kept.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))
