@@ -5,6 +5,7 @@ from kinformer.data.corpus import Corpus, default_cache, open_corpus
 from kinformer.data.evaluation import EvaluationStream, Segment
 from kinformer.data.examples import Examples, Labelled
 from kinformer.data.files import spool
+from kinformer.data.images import ImageData, Images, read_images
 from kinformer.data.labelled import open_labelled
 from kinformer.data.ngram import NgramModel
 from kinformer.data.sampler import RandomWindows, Sampler, SegmentStreams
@@ -21,6 +22,8 @@ __all__ = [
     "EvaluationStream",
     "Examples",
     "FileTokenizer",
+    "ImageData",
+    "Images",
     "Labelled",
     "NgramModel",
     "RandomWindows",
@@ -34,6 +37,7 @@ __all__ = [
     "first_bytes",
     "open_corpus",
     "open_labelled",
+    "read_images",
     "spool",
     "train_tokenizer",
 ]

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import checksum, reading, write_json
-from kinformer.core.lock import locked
-from kinformer.data.files import remove_abandoned
+from kinformer.data.stored import save_joined, stored
 
-_ABOUT = "about.json"
 SCHEMA = 2
 
 
@@ -76,74 +67,21 @@ Make = Callable[[], tuple[Sequence[str], Written]]
 
 
 def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
-    """The classes and splits in ``folder`` (with the schema behind its name), which is filled with what ``make()``
-    gives if it is not there.
+    """The classes and splits in ``folder``, which is filled with what ``make()`` gives if it is not there (see
+    :func:`kinformer.data.stored.stored`)."""
 
-    The folder appears whole or not at all; processes may race, since each writes the same.
-    """
-    folder = folder.with_name(f"{folder.name}.v{SCHEMA}")
-    if not (folder / _ABOUT).is_file():
-        _fill(folder, *make())
-    with reading(folder, remedy="delete this folder, it will be written again"):
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        for file, expected in _checksums(folder).items():
-            if about["files"][file] != expected:
-                raise ValueError(f"{file} does not match its checksum")
-        arrays = {name: [_mapped(folder / f"{name}.{part}.npy") for part in _PARTS] for name in _SPLITS}
-        return tuple(map(str, about["classes"])), {name: Examples(name, *arrays[name]) for name in _SPLITS}
+    def fill(target: Path) -> dict[str, Any]:
+        classes, written = make()
+        for name, (examples, labels) in written.items():
+            starts = save_joined(target / f"{name}.ids.npy", examples)
+            for part, numbers in (("starts", starts), ("labels", labels)):
+                np.save(target / f"{name}.{part}.npy", numbers, allow_pickle=False)
+        return {"classes": list(classes)}
+
+    about, arrays = stored(folder, SCHEMA, fill)
+    parts = ("ids", "starts", "labels")
+    splits = {name: Examples(name, *(arrays[f"{name}.{part}"] for part in parts)) for name in _SPLITS}
+    return tuple(map(str, about["classes"])), splits
 
 
 _SPLITS = ("train", "validation", "test")
-_PARTS = ("ids", "starts", "labels")
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    files = [f"{name}.{part}.npy" for name in _SPLITS for part in _PARTS]
-    return {file: checksum(folder / file) for file in files}
-
-
-def _mapped(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-def _fill(folder: Path, classes: Sequence[str], written: Written) -> None:
-    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
-    try:
-        remove_abandoned(folder.parent)
-        with locked(partial):
-            _fill_locked(partial, folder, classes, written)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise KinformerError(f"{folder} cannot be written ({reason}); choose a folder with room and rights.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
-    """Write ``pieces`` as one array, none of them longer in memory than it is looked at; returns where each begins,
-    and at last where they end."""
-    starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
-    with bare.open("wb") as file:
-        for piece in pieces:
-            file.write(piece.tobytes())
-            starts.append(starts[-1] + len(piece))
-            dtype = piece.dtype
-    with bare.open("rb") as source, path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (starts[-1],)}
-        np.lib.format.write_array_header_1_0(file, header)
-        shutil.copyfileobj(source, file, 1 << 20)
-    bare.unlink()
-    return np.frombuffer(starts, np.int64)
-
-
-def _fill_locked(partial: Path, folder: Path, classes: Sequence[str], written: Written) -> None:
-    for name, (examples, labels) in written.items():
-        starts = _save_joined(partial / f"{name}.ids.npy", examples)
-        for part, numbers in (("starts", starts), ("labels", labels)):
-            np.save(partial / f"{name}.{part}.npy", numbers, allow_pickle=False)
-    write_json(partial / _ABOUT, {"schema": SCHEMA, "classes": list(classes), "files": _checksums(partial)})
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not (folder / _ABOUT).is_file():
-            raise

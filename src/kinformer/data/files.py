@@ -94,12 +94,14 @@ def single_file(path: Path) -> SourceFile:
     return SourceFile("", str(path), status.st_size)
 
 
-def folder_files(folder: Path) -> list[SourceFile]:
-    """The regular, non-empty files under ``folder``, recursively, sorted by relative name.
+def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
+    """The regular files under ``folder``, recursively, sorted by relative name; ``empty`` ones too where asked for.
 
     Names that begin with a dot are left out, folders with such names too; links to folders are not followed.
     """
-    files = _walk(folder, folder_kept=lambda name: not name.startswith("."), file_kept=lambda name: name[0] != ".")
+    files = _walk(
+        folder, folder_kept=lambda name: not name.startswith("."), file_kept=lambda name: name[0] != ".", empty=empty
+    )
     if not files:
         raise KinformerError(f"{folder} holds no regular file with anything in it; give a folder of data files.")
     return files
@@ -125,13 +127,15 @@ def stdlib_files() -> list[SourceFile]:
     return files
 
 
-def _walk(folder: Path, folder_kept: Callable[[str], bool], file_kept: Callable[[str], bool]) -> list[SourceFile]:
+def _walk(
+    folder: Path, folder_kept: Callable[[str], bool], file_kept: Callable[[str], bool], empty: bool = False
+) -> list[SourceFile]:
     files = []
     with reading(folder):
         for parent, folders, names in os.walk(folder, onerror=_raise):
             folders[:] = [name for name in folders if folder_kept(name)]
             for path in (Path(parent, name) for name in names if file_kept(name)):
-                if path.is_file() and (size := path.stat().st_size):
+                if path.is_file() and ((size := path.stat().st_size) or empty):
                     files.append(SourceFile(path.relative_to(folder).as_posix(), str(path), size))
     return sorted(files)
 

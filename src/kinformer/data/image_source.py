@@ -1,0 +1,54 @@
+"""What a reader of images gives: the images of each split, of one shape, before anything is held out or stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SPLITS = {
+    "train": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+"""Names that people give to splits, and ours."""
+
+
+class Part(NamedTuple):
+    """Images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
+    ``labels`` are names of classes; ``keys()`` are bytes that tell each from others, whose hashes say which are held
+    out."""
+
+    images: Any
+    labels: Sequence[str] | None
+    keys: Callable[[], list[bytes]]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that a reader found: ``shape`` is (height, width, channels), ``notes`` say what was changed or left out."""
+
+    parts: Mapping[str, Part]
+    shape: tuple[int, int, int]
+    notes: list[str] = field(default_factory=list)
+
+
+def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
+    """A part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
+    names = None if labels is None else [str(label) for label in labels.tolist()]
+    return Part(images, names, lambda: [image.tobytes() for image in images])
+
+
+def hash_order(keys: Sequence[bytes]) -> np.ndarray:
+    """Indices in the order of the keys' hashes, int64: a shuffle that is the same on every machine."""
+    hashes = [blake2b(key, digest_size=16).digest() for key in keys]
+    return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)

@@ -1,0 +1,82 @@
+"""Folders of arrays that are written once, whole or not at all, and then mapped into memory from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import checksum, reading, write_json
+from kinformer.core.lock import locked
+from kinformer.data.files import remove_abandoned
+
+_ABOUT = "about.json"
+
+Fill = Callable[[Path], Mapping[str, Any]]
+"""What writes arrays (``*.npy``) into the folder that it is given, and returns what is to be known of them, as JSON."""
+
+
+def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What is known of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
+
+    ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each
+    writes the same. Every file is held to its checksum.
+    """
+    folder = folder.with_name(f"{folder.name}.v{schema}")
+    if not (folder / _ABOUT).is_file():
+        _fill(folder, schema, fill)
+    with reading(folder, remedy="delete this folder, it will be written again"):
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        for file, expected in about["files"].items():
+            if checksum(folder / file) != expected:
+                raise ValueError(f"{file} does not match its checksum")
+        return about, {file.removesuffix(".npy"): _mapped(folder / file) for file in about["files"]}
+
+
+def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """Write ``pieces``, arrays of one dimension, as one array, none of them longer in memory than it is looked at;
+    returns where each begins, and at last where they end."""
+    starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
+    with bare.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.tobytes())
+            starts.append(starts[-1] + len(piece))
+            dtype = piece.dtype
+    with bare.open("rb") as source, path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (starts[-1],)}
+        np.lib.format.write_array_header_1_0(file, header)
+        shutil.copyfileobj(source, file, 1 << 20)
+    bare.unlink()
+    return np.frombuffer(starts, np.int64)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _fill(folder: Path, schema: int, fill: Fill) -> None:
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
+    try:
+        remove_abandoned(folder.parent)
+        with locked(partial):
+            about = fill(partial)
+            files = {path.name: checksum(path) for path in sorted(partial.glob("*.npy"))}
+            write_json(partial / _ABOUT, {"schema": schema, **about, "files": files})
+            try:
+                os.rename(partial, folder)
+            except OSError:
+                if not (folder / _ABOUT).is_file():
+                    raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{folder} cannot be written ({reason}); choose a folder with room and rights.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
