@@ -62,7 +62,8 @@ def build(
     set: overrides of the recipe by their paths, such as ``{"dim": 256, "layers.*.mixer.num_heads": 8}``.
 
     A causal member is a ``Decoder``, ``logits, state = model(tokens, state)``; any other an ``Encoder``, ``logits =
-    model(tokens, valid=, kinds=)``.
+    model(tokens, valid=, kinds=)``. An ``EncoderDecoder`` is a ``Decoder`` whose states begin over a source, by
+    ``model.begin(source, valid)``.
     """
     from kinformer.family.build import build
 

@@ -22,6 +22,7 @@ from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
+from kinformer.evaluation.estimate_parts import outputs
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
@@ -32,11 +33,13 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
 from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.single_head import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
+from kinformer.models.encoder_decoder import SourceEncoder
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
 from kinformer.patterns.window import Window
@@ -80,6 +83,12 @@ OWN = {
     ("encoder_layer", None): {"mixer": BidirectionalAttention.Config()},
     ("model", "decoder"): {"layers": (DecoderLayer.Config(mixer=MIXER),)},
     ("model", "encoder"): {"layers": (EncoderLayer.Config(mixer=TWO_SIDED),)},
+    ("model", "encoder_decoder"): {
+        "layers": (DecoderLayer.Config(mixer=MIXER, further_mixers=(CrossAttention.Config(),)),),
+        "encoder": SourceEncoder.Config(
+            layers=(EncoderLayer.Config(mixer=TWO_SIDED),), position=NoPosition.Config(), global_tokens=1
+        ),
+    },
 }
 OTHER = {
     "cutoffs": [(4, 9)],
@@ -149,7 +158,7 @@ def smallest(config: type[Config]) -> Config:
 def others(config: Config, name: str) -> list:
     """Other values of a field."""
     value, hint = getattr(config, name), typing.get_type_hints(type(config)).get(name)
-    if name == "initialisation":
+    if name in ("initialisation", "encoder"):
         return [value.replace(**{field.name: each}) for field in fields(value) for each in others(value, field.name)]
     if name == "layers":
         return [value * 2]
@@ -251,8 +260,8 @@ def mapped(module) -> list[Tensor]:
 
 def called(model) -> list[Tensor]:
     tokens = torch.randint(VOCAB, (2, TIME), generator=torch.Generator().manual_seed(5))
-    logits = model(tokens)
-    return [logits] if isinstance(logits, Tensor) else [logits[0], *states.tensors(logits[1])]
+    logits, state = outputs(model, tokens)
+    return [logits] if state is None else [logits, *states.tensors(state)]
 
 
 def predicted(config: Config) -> tuple:

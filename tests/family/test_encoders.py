@@ -11,13 +11,12 @@ from kinformer.core.encoder import GLOBAL, LOCAL
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.family.table import MEMBERS
 from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
 from kinformer.models.encoder import Encoder
 from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
+from tests.members import ENCODERS
 
-ENCODERS = [name for name, member in MEMBERS.items() if not member.causal]
 WITHOUT_KINDS = {
     "etc": "its global tokens are a global input",
     "star": "its relay is the one global token",

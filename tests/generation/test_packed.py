@@ -6,9 +6,10 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.generation.packed import PackedLinear, can_pack, pack
+from tests.members import CAUSAL
 
 
-@pytest.mark.parametrize("name", [member.name for member in kinformer.members() if member.causal])
+@pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_the_same_logits_and_state(name, dtype, tolerance):
     torch.manual_seed(0)

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import kinformer
 from kinformer.core.state import tensors
 from kinformer.family.build import configure
-from kinformer.family.table import MEMBERS
 from kinformer.mixers.softmax import SoftmaxAttention
+from tests.members import CAUSAL
 from tests.training.tiny import gap, train
 
 DROPOUT = {"dropout": 0.2, "layers.*.dropout": 0.2}
@@ -53,9 +53,7 @@ def equal(left, right):
     )
 
 
-CHECKPOINTED = [
-    name for name, member in MEMBERS.items() if member.causal and configure(name, "tiny").stack.kind == "sequential"
-]
+CHECKPOINTED = [name for name in CAUSAL if configure(name, "tiny").stack.kind == "sequential"]
 """A reversible stack keeps nothing that a checkpoint could save."""
 
 

@@ -6,7 +6,7 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
-from kinformer.family.table import MEMBERS
+from tests.members import CAUSAL
 
 TOKENS = torch.arange(12).view(2, 6)
 ADAPTIVE = {"input.embedding": {"kind": "adaptive", "cutoffs": [10], "divisor": 2}, "head.tied": False}
@@ -64,9 +64,6 @@ def test_a_state_of_other_rows_or_of_another_model_is_refused():
         build(layers=1)(TOKENS, state)
     with pytest.raises(KinformerError, match="one of the type tuple"):
         model(TOKENS, (1, 2))
-
-
-CAUSAL = [name for name, member in MEMBERS.items() if member.causal]
 
 
 @pytest.mark.parametrize("member", CAUSAL)

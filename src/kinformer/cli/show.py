@@ -95,21 +95,32 @@ def _parameters(model: Any) -> dict[str, int]:
 
 
 def _lengths(model: Any) -> list[int]:
-    limit = model.max_length
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    limit = min((end for end in ends if end is not None), default=None)
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
 def _state_bytes(model: Any, length: int) -> int:
-    """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters."""
+    """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters. A source
+    has as many tokens."""
     from kinformer.core.contract import CausalMixer
-    from kinformer.core.model import CausalModel
+    from kinformer.core.model import SourceModel, WholeModel
     from kinformer.core.state import nbytes
 
-    if model.config.protocol is not CausalModel:
+    if model.config.protocol is WholeModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
-    own = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0) for mixer in mixers)
-    return own + sum(mixer.state_bytes(length) for mixer in mixers)
+
+    def declared(length: int, source: int) -> int:
+        total = 0
+        for mixer in mixers:
+            given: dict[str, Any] = {"source_length": source} if mixer.reads_source else {}
+            total += mixer.state_bytes(length, **given)
+        return total
+
+    reads = model.config.protocol is SourceModel
+    begun = model.begin(model.source_input.example(1, 1, "meta")) if reads else model.initial_state(1)
+    return nbytes(begun) - declared(0, 1) + declared(length, length)
 
 
 def _print(page: dict[str, Any]) -> None:
@@ -136,7 +147,8 @@ def _print_state(page: dict[str, Any]) -> None:
     if not page["causal"]:
         print(f"\nno state: it reads whole texts{limit}")
         return
-    print(f"\nstate of one row in float32 (growth of the member: {page['growth']}{limit})")
+    source = ", over a source of as many tokens" if "encoder" in page["config"] else ""
+    print(f"\nstate of one row in float32{source} (growth of the member: {page['growth']}{limit})")
     states = [(length, f"{n:,}", size(n)) for length, n in page["state_bytes"].items()]
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 

@@ -1,8 +1,9 @@
-"""What a whole model can be asked for: two protocols, which training, generation, evaluation and tasks go by.
+"""What a whole model can be asked for: three protocols, which training, generation, evaluation and tasks go by.
 
 A model is input, stack and head. What can be done with it is said by the protocol that its config names, never by the
-name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` reads it at once.
-Free of PyTorch until a function is called.
+name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` reads it at once, a
+:class:`SourceModel` reads a source at once and then absorbs what follows from it. Free of PyTorch until a function is
+called.
 """
 
 from __future__ import annotations
@@ -115,7 +116,31 @@ class WholeModel(Protocol):
         ...
 
 
-PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder"}
+class SourceModel(CausalModel, Protocol):
+    """A causal model of sequences over a source: ``state = model.begin(source, valid)``, then as any other.
+
+    A state that was begun holds all that is looked at of the source. There is no sequence without one, so that the
+    state None is an error.
+    """
+
+    @property
+    def source_input(self) -> Input: ...
+
+    @property
+    def max_source_length(self) -> int | None:
+        """How long a source may be, None for any length."""
+        ...
+
+    def begin(self, source: Tensor, valid: Tensor | None = None) -> Any:
+        """The state of new sequences over ``source`` [batch, length] or [batch, length, ...], one for every row."""
+        ...
+
+
+PROTOCOLS: dict[type, str] = {
+    CausalModel: "causal",
+    WholeModel: "an encoder",
+    SourceModel: "an encoder-decoder",
+}
 """What a member of each protocol is called in messages."""
 
 

@@ -30,7 +30,7 @@ class EmbeddingConfig(Config):
 class ModelConfig(Config):
     """``build()``: a whole model of the ``input``, the ``layers`` and the ``stack`` that applies them.
 
-    ``protocol`` says what can be done with it: ``core.model.CausalModel`` or ``WholeModel``.
+    ``protocol`` says what can be done with it: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
     """
 
     slot = "model"

@@ -60,7 +60,8 @@ def estimate(
 ) -> Estimate:
     """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
 
-    An encoder, which has no state, is taken to predict every token of texts without padding.
+    An encoder, which has no state, is taken to predict every token of texts without padding; an encoder-decoder to read
+    sources of ``length`` tokens first.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
     include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
@@ -131,9 +132,11 @@ def _check(model: Any, length: int, batch: int) -> None:
     for name, value in (("length", length), ("batch", batch)):
         if value < 1:
             raise KinformerError(f"{name} must be 1 or more, but is {value}.")
-    if model.max_length is not None and length > model.max_length:
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    longest = min((end for end in ends if end is not None), default=length)
+    if length > longest:
         raise KinformerError(
-            f"length is {length}, but the learned positions of this model end at max_length = {model.max_length}; "
+            f"length is {length}, but the learned positions of this model end at max_length = {longest}; "
             f"use a shorter length, or --set position.max_length={length}, and the max_length of mixers that have one."
         )
 

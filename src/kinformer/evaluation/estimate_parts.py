@@ -40,6 +40,9 @@ class _Ledger:
         for name, module in parts(model):
             module.register_forward_pre_hook(self._entering(name))
             module.register_forward_hook(self._leave)
+            if getattr(module, "reads_source", False):
+                own: Any = module
+                own.initial_state = self._within(name, own.initial_state)
 
     def book(self) -> None:
         """Credit what was counted since the last booking to the part at work."""
@@ -68,7 +71,18 @@ class _Ledger:
     def _entering(self, part: str) -> Any:
         return lambda module, args: self.enter(part)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _within(self, part: str, function: Any) -> Any:
+        """``function``, whose work is that of ``part``: a mixer projects its source where its state begins."""
+
+        def inside(*args: Any, **options: Any) -> Any:
+            self.enter(part)
+            found = function(*args, **options)
+            self._leave(None, (), found)
+            return found
+
+        return inside
+
+    def _leave(self, module: nn.Module | None, args: Any, output: Any) -> None:
         self._mark(torch.utils._pytree.tree_leaves(output))
         self.book()
         self._stack.pop()
@@ -98,7 +112,9 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((name, child) for name, child in model.named_children() if not (units and name == "stack"))
     for index, layer in enumerate(units):
         yield f"layers.{index}", layer
-        yield from ((f"layers.{index}.{name}", child) for name, child in layer.named_children())
+        for name, child in layer.named_children():
+            listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
+            yield from ((f"layers.{index}.{name}", each) for each in listed)
     yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
     if (halting := getattr(model.stack, "halting", None)) is not None:
         yield "halting", halting
@@ -131,8 +147,10 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
     return ledger.costs
 
 
-def outputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Any]:
-    """Logits of ``tokens`` and the state after them, None where there is none."""
+def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Logits of ``tokens`` and the state after them, None where there is none; a source is read of as many tokens."""
+    if hasattr(model, "begin"):
+        return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
     found = model(tokens)
     return (found, None) if isinstance(found, Tensor) else found
 

@@ -29,7 +29,7 @@ def rules_of_thumb(
     4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).
     """
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
-    if heads is None:
+    if heads is None or hasattr(config, "encoder"):
         return None
     depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
     parameters = config.input.vocab_size * width + 12 * depth * width**2

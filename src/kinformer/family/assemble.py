@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kinformer.core.parts import PositionConfig
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
+    from kinformer.models.encoder_decoder import EncoderDecoder
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,42 @@ def encoder(
         position=position,
         head=MaskedLanguageHead.Config(),
         **settings,
+    )
+
+
+def encoder_decoder(
+    base: Decoder.Config, mixer: EncoderMixerConfig, depth: int | None = None, dropout: float = 0.0
+) -> EncoderDecoder.Config:
+    """The decoder's config with cross-attention behind the mixer of every layer, and ``depth`` encoder layers (as many
+    as the decoder has, if not given) of ``mixer`` that are otherwise like the decoder's first.
+
+    Both read by one input, whose last two ids are BOS and EOS, at positions of the same kind; ``dropout`` is that of
+    embeddings and of sublayers.
+    """
+    from dataclasses import fields
+
+    from kinformer.blocks.encoder_layer import EncoderLayer
+    from kinformer.mixers.cross import CrossAttention
+    from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
+
+    own = {field.name: getattr(base, field.name) for field in fields(base)}
+    first: Any = base.layers[0]
+    cross = CrossAttention.Config(num_heads=first.mixer.num_heads)
+    layers = tuple(layer.replace(further_mixers=(cross,), dropout=dropout) for layer in base.layers)
+    layer = EncoderLayer.Config(
+        mixer=mixer, feed_forward=first.feed_forward, norm=first.norm, residual=first.residual, dropout=dropout
+    )
+    read_by: Any = base.input
+    size = read_by.vocab_size
+    return EncoderDecoder.Config(
+        **own
+        | {"input": read_by.replace(bos_token=size - 2, eos_token=size - 1), "layers": layers, "dropout": dropout},
+        encoder=SourceEncoder.Config(
+            layers=(layer,) * (depth or len(layers)),
+            position=base.position,
+            norm=base.norm,
+            dropout=dropout,
+        ),
     )
 
 

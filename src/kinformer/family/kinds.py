@@ -42,11 +42,12 @@ def _models() -> list[type[Config]]:
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, tokens
-    from kinformer.models import decoder
+    from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, reversible, sequential, universal
 
     return [
         decoder.Decoder.Config,
+        encoder_decoder.EncoderDecoder.Config,
         tokens.Tokens.Config,
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,

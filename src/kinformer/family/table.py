@@ -52,6 +52,7 @@ from kinformer.family import (
     tensorized,
     transformer_xl,
     universal,
+    vanilla,
 )
 from kinformer.family.record import Member
 
@@ -59,6 +60,7 @@ MEMBERS: dict[str, Member] = {
     module.MEMBER.name: module.MEMBER
     for module in (
         gpt,
+        vanilla,
         post_ln,
         macaron,
         rope,

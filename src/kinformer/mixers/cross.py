@@ -27,6 +27,7 @@ class CrossState(NamedTuple):
     valid: Tensor
 
     slots = ("k", "v", "valid")  # type: ignore[misc]
+    outlives_reset = True  # type: ignore[misc]
 
 
 class CrossAttention(CausalMixer):

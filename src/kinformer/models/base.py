@@ -14,6 +14,7 @@ from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, ModelConfig
 from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
@@ -38,26 +39,30 @@ class CommonConfig(ModelConfig):
             raise KinformerError("layers must hold at least one layer, but is empty.")
 
 
-class CommonModel(nn.Module):
-    """Builds the parts; ``forward`` and ``hidden`` are the models' own."""
+class Trunk(nn.Module):
+    """What comes before a head: input, positions, a stack of layers and a norm; ``hidden`` is the models' own.
 
-    def __init__(self, config: CommonConfig) -> None:
+    ``config`` has ``position``, ``layers``, ``stack``, ``norm`` and ``dropout``. ``owns``: whether ``input`` is this
+    module's own, to be saved and trained with it.
+    """
+
+    def __init__(self, config: Any, dim: int, input: Input, owns: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.input = config.input.build(config.dim)
-        self.position = config.position.build_model(config.dim, len(config.uses))
-        self._build_entrance(config)
+        if owns:
+            self.input = input
+        else:
+            object.__setattr__(self, "input", input)
+        self.position = config.position.build_model(dim, len(config.uses))
+        self._build_entrance(config, dim)
         config.stack.check(self.position)
-        self.stack = config.stack.build_model([layer.build(config.dim) for layer in config.layers], config.dim)
-        self.norm = config.norm.build(config.width) if config.norm else nn.Identity()
-        config.head.check(config.width, self.input)
-        self.head = config.head.build(config.width, self.input)
-        mixers = (each.max_length for each in self.modules() if isinstance(each, CausalMixer | EncoderMixer))
+        self.stack = config.stack.build_model([layer.build(dim) for layer in config.layers], dim)
+        self.norm = config.norm.build(config.stack.width(dim)) if config.norm else nn.Identity()
+        mixers = (each.max_length for each in self.stack.modules() if isinstance(each, CausalMixer | EncoderMixer))
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        config.initialisation.apply(self)
 
-    def _build_entrance(self, config: Any) -> None:
+    def _build_entrance(self, config: Any, dim: int) -> None:
         """Build what else stands before the stack."""
 
     @property
@@ -100,3 +105,13 @@ class CommonModel(nn.Module):
     def _entered(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """What the first layer reads."""
         return select_valid(x if self.dropout is None else self.dropout(x), valid)
+
+
+class CommonModel(Trunk):
+    """A trunk with a head; ``forward`` and ``hidden`` are the models' own."""
+
+    def __init__(self, config: CommonConfig) -> None:
+        super().__init__(config, config.dim, config.input.build(config.dim))
+        config.head.check(config.width, self.input)
+        self.head = config.head.build(config.width, self.input)
+        config.initialisation.apply(self)

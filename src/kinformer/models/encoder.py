@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import Tensor
 
-from kinformer.blocks.encoder_layer import EncoderLayerConfig
-from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.initialise import Initialisation
-from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import EncoderMixer, Text, global_positions
-from kinformer.core.errors import KinformerError
+from kinformer.core.contract import select_valid
 from kinformer.core.model import WholeModel
 from kinformer.models.base import CommonConfig, CommonModel
+from kinformer.models.reader import Reader, ReaderConfig
 
 
-class Encoded(NamedTuple):
-    """Hidden states: of the ``long_input`` [batch, time, dim] in the caller's order; of the ``global_input``
-    [batch, n, dim] with ``sentences`` [batch, n] bool, which of its tokens stand for a sentence of that row; and of the
-    long input at the outputs of the ``tapped`` layers."""
-
-    long_input: Tensor
-    global_input: Tensor | None
-    sentences: Tensor | None
-    tapped: tuple[Tensor, ...]
-
-
-class Encoder(CommonModel):
+class Encoder(Reader, CommonModel):
     """input -> stack -> head: ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``
@@ -41,33 +22,21 @@ class Encoder(CommonModel):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(CommonConfig):
+    class Config(CommonConfig, ReaderConfig):
         kind = "encoder"
         protocol = WholeModel
-        layers: tuple[EncoderLayerConfig, ...]
-        global_tokens: int = 0
-        global_input: GlobalInputConfig | None = None
-        embedding_norm: NormConfig | None = LayerNorm()
         initialisation: Initialisation = Initialisation(residual="plain")
 
         def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.global_tokens < 0:
-                raise KinformerError(f"global_tokens must be 0 or more, but is {self.global_tokens}.")
+            CommonConfig.__post_init__(self)
+            ReaderConfig.__post_init__(self)
 
         def build(self) -> Encoder:
             return Encoder(self)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        for mixer in self.modules():
-            if isinstance(mixer, EncoderMixer):
-                mixer.check(config.global_tokens > 0, config.global_input is not None)
-
-    def _build_entrance(self, config: Any) -> None:
-        self.global_tokens = config.global_tokens
-        self.global_input = config.global_input.build(config.dim) if config.global_input else None
-        self.embedding_norm = config.embedding_norm.build(config.dim) if config.embedding_norm else nn.Identity()
+        self._check_mixers()
 
     def forward(
         self,
@@ -86,89 +55,3 @@ class Encoder(CommonModel):
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """What the head makes of hidden states; one that reads tokens takes any of them, [..., dim]."""
         return self.head(hidden_states, self.input, valid)
-
-    def hidden(
-        self,
-        values: Tensor,
-        *,
-        valid: Tensor | None = None,
-        kinds: Tensor | None = None,
-        types: Tensor | None = None,
-        sentences: Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> Encoded:
-        """The last hidden states, and the outputs of the layers in ``taps``."""
-        self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "sentences": sentences})
-        order = None if valid is None or bool(valid.all()) else left_align(valid)
-        valid = None if order is None else order.valid
-        if order is not None:
-            values = order.align(values)
-            kinds, types, sentences = (
-                None if each is None else order.align(each) for each in (kinds, types, sentences)
-            )
-        positions = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2])
-        positions = positions if valid is None else positions.masked_fill(~valid, 0)
-        global_positions = self._global_positions(values, kinds, valid)
-        x, text = self._enter(values, positions, valid, types, sentences, global_positions)
-        count = text.num_global
-
-        def before(x: Tensor, use: int) -> Tensor:
-            added = self.position.layer_input(positions, use)
-            return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
-
-        x, tapped = self.stack.read(x, text, before, taps)
-        outputs = [_restored(each[:, count:], order) for each in (self.norm(x), *tapped)]
-        global_input = x[:, :count] if count else None
-        standing = text.valid[:, :count] if count and text.valid is not None else None
-        return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
-
-    def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
-        if kinds is not None:
-            return global_positions(kinds, valid)
-        count = min(self.global_tokens, values.shape[1])
-        if not count:
-            return None
-        first = torch.arange(count, device=values.device).expand(len(values), -1)
-        return first if valid is None else torch.where(valid[:, :count], first, -1)
-
-    def _enter(
-        self,
-        values: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
-        types: Tensor | None,
-        sentences: Tensor | None,
-        global_positions: Tensor | None,
-    ) -> tuple[Tensor, Text]:
-        """Vectors of the tokens, those of the global input first, and what else is known of them."""
-        batch, time = values.shape[:2]
-        x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
-        text = Text(valid, global_positions)
-        if self.global_input is not None:
-            given = sentences is not None
-            sentences = sentences if given else self.global_input.sentences(batch, time, values.device)
-            sentences = sentences if sentences is None or valid is None else sentences.masked_fill(~valid, -1)
-            count = self.global_input.count(sentences if given else None, time)
-            x = torch.cat([self.global_input.embed(batch, count).to(x.dtype), x], dim=1)
-            text = _with_global_input(text, sentences, count, positions, given)
-        return self._entered(self.embedding_norm(x), text.valid), text
-
-
-def _with_global_input(text: Text, sentences: Tensor | None, count: int, positions: Tensor, given: bool) -> Text:
-    """``text`` after ``count`` global tokens; where these stand for sentences, those that have one are valid."""
-    batch, time = positions.shape
-    valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
-    if sentences is None:
-        own = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
-        joined = None if text.valid is None else torch.cat([own, valid], 1)
-        return Text(joined, text.global_positions, None, count)
-    numbers = torch.arange(count, device=positions.device).expand(batch, -1)
-    own = numbers <= sentences.amax(1, keepdim=True)
-    all_valid = text.valid is None and not (given and not bool(own.all()))
-    joined = None if all_valid else torch.cat([own, valid], 1)
-    return Text(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
-
-
-def _restored(x: Tensor, order: Alignment | None) -> Tensor:
-    """In the caller's order, zero where not valid."""
-    return x if order is None else order.restore(x)

@@ -20,7 +20,7 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.roundtrip import verify_config
-from kinformer.testing.subject import MixerSubject, ModelSubject, Subject
+from kinformer.testing.subject import MixerSubject, ModelSubject, SourceModelSubject, Subject
 from kinformer.testing.verify import (
     CHECKS,
     ENCODER_CHECKS,
@@ -46,6 +46,7 @@ __all__ = [
     "MixerSubject",
     "ModelSubject",
     "Report",
+    "SourceModelSubject",
     "Subject",
     "examine",
     "verify_config",

@@ -50,7 +50,7 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
         own = None if state is None else states.select_rows(state, torch.tensor([row]))
         blocks, positions = [], []
         for sequence, new in _sequences(plan, row):
-            before, own = own, subject.start(module, 1) if new else own
+            before, own = own, subject.anew(module, own) if new else own
             y, own = subject.run(module, plan.inputs[row, sequence][None], own)
             own = _with_costs(own, before) if new and before is not None else own
             blocks.append(y[0])

@@ -62,6 +62,10 @@ class Subject(ABC):
     def start(self, module: Any, batch: int) -> Any:
         """The state of ``batch`` new sequences."""
 
+    def anew(self, module: Any, state: Any) -> Any:
+        """The state of one row's new sequence where a reset ends the one of ``state``."""
+        return _keeping(self.start(module, 1), state)
+
     @abstractmethod
     def call(
         self, module: Any, inputs: Tensor, state: Any, valid: Tensor | None = None, reset: Tensor | None = None
@@ -155,6 +159,34 @@ class ModelSubject(Subject):
     def disturb(self, inputs: Tensor, since: int, factor: float) -> Tensor:
         step = 1 + self.inputs(inputs.shape[0], inputs.shape[1], seed=int(17 + factor)) % (self.vocab_size - 1)
         return torch.cat([inputs[:, :since], ((inputs + step) % self.vocab_size)[:, since:]], dim=1)
+
+
+class SourceModelSubject(ModelSubject):
+    """The same of a model whose sequences begin over a source of ``source_length`` tokens: ``model.begin(source,
+    valid)``. All rows have the same source, so that a row is the same alone and among others; its third token is
+    padding."""
+
+    def __init__(
+        self, make: Callable[[], nn.Module], vocab_size: int, *, batch: int = 3, time: int = 23, source_length: int = 9
+    ) -> None:
+        super().__init__(make, vocab_size, batch=batch, time=time)
+        self.source_length = source_length
+
+    def start(self, module: Any, batch: int) -> Any:
+        source = self.inputs(1, self.source_length, seed=5).expand(batch, -1)
+        valid = (torch.arange(self.source_length) != 2).expand(batch, -1)
+        with torch.no_grad():
+            return module.begin(source, valid)
+
+
+def _keeping(new: Any, old: Any) -> Any:
+    """``new`` with those parts of ``old`` that outlive a reset."""
+    if not isinstance(new, tuple) or old is None:
+        return new
+    if getattr(type(new), "outlives_reset", False):
+        return old
+    items = [_keeping(*pair) for pair in zip(new, old, strict=True)]
+    return type(new)(*items) if hasattr(new, "_fields") else tuple(items)
 
 
 def named_leaves(state: Any, name: str = "state", is_slots: bool = False) -> Iterator[tuple[str, Tensor, bool]]:

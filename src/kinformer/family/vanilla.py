@@ -1,0 +1,59 @@
+"""The Transformer as it was published: an encoder-decoder for sequence to sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder, encoder_decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder_decoder import EncoderDecoder
+
+
+def _recipe(shape: Shape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe:
+    def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.sinusoidal import Sinusoidal
+
+        base = decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
+            position=Sinusoidal.Config(),
+            initialisation=Initialisation(scheme="xavier", residual="plain"),
+            scale=True,
+        ).replace(norm=None)
+        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+
+
+MEMBER = Member(
+    name="vanilla",
+    title="Vanilla Transformer (encoder-decoder)",
+    paper="Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762)",
+    year=2017,
+    axes=(),
+    causal=True,
+    growth="linear",
+    departures=(
+        "bytes are the default vocabulary of the small recipes",
+        "label smoothing spreads its share over all ids (tensor2tensor: over all but the right one)",
+    ),
+    exact_limit="is exact attention",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), dropout=0.0),
+        "small": _recipe(_shape(256, 4, 4)),
+        "small-data": _recipe(_shape(128, 4, 4, 256), dropout=0.3),
+        "benchmark": _recipe(_shape(256, 4, 4), dropout=0.0),
+        "paper": _recipe(_shape(512, 6, 8), vocab_size=37000),
+        "paper-big": _recipe(_shape(1024, 6, 16), vocab_size=37000, dropout=0.3),
+    },
+)

@@ -1,0 +1,116 @@
+"""The encoder-decoder (Vaswani et al. 2017): a source is read once, and what follows it is a decoder's sequence.
+
+    state = model.begin(source, valid)            the encoder reads the source, whose vectors every layer projects once
+    logits, state = model(tokens, state)          from here on the decoder's contract: chunks of any length
+
+The encoder is made of any encoder mixers, the decoder of any causal ones, each layer with cross-attention among its
+``further_mixers``. Where the encoder has no ``input`` of its own it reads by the decoder's: with a tied head one table
+serves three times (section 3.4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.blocks.norms import NormConfig
+from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input, InputConfig
+from kinformer.core.model import SourceModel
+from kinformer.core.parts import PositionConfig
+from kinformer.core.stack import StackConfig
+from kinformer.models.decoder import Decoder, DecoderState
+from kinformer.models.reader import Reader, ReaderConfig
+from kinformer.stacks.sequential import Sequential
+
+
+class SourceEncoder(Reader):
+    """values [batch, length, ...] of the source -> hidden states [batch, length, dim], zero where not ``valid``."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ReaderConfig):
+        """``input``: its own, or None for that of the decoder. ``dropout`` falls on what enters the first layer."""
+
+        position: PositionConfig
+        input: InputConfig | None = None
+        stack: StackConfig = Sequential.Config()
+        embedding_norm: NormConfig | None = None
+        norm: NormConfig | None = None
+        dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not self.layers:
+                raise KinformerError("encoder.layers must hold at least one layer, but is empty.")
+
+        @property
+        def uses(self) -> tuple[Any, ...]:
+            """The config of the layer of every use, in order."""
+            return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
+
+    def __init__(self, config: Config, dim: int, input: Input) -> None:
+        if config.input is not None:
+            input = config.input.build(dim)
+        super().__init__(config, dim, input, owns=config.input is not None)
+        self._check_mixers()
+
+    def forward(self, values: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self.hidden(values, valid=valid).long_input
+
+
+class EncoderDecoder(Decoder):
+    """A :class:`Decoder` whose new sequences begin over a source; its config's fields but ``encoder`` are those of the
+    decoder."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Decoder.Config):
+        kind = "encoder_decoder"
+        protocol = SourceModel
+        encoder: SourceEncoder.Config
+
+        def build(self) -> EncoderDecoder:
+            return EncoderDecoder(self)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if not any(getattr(module, "reads_source", False) for module in self.stack.modules()):
+            raise KinformerError(
+                "no layer of the decoder looks at the source; give its layers cross-attention, as "
+                '--set \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
+            )
+
+    def _build_entrance(self, config: Any, dim: int) -> None:
+        self.encoder = SourceEncoder(config.encoder, dim, self.input)
+
+    @property
+    def source_input(self) -> Input:
+        """What makes vectors of the source's values."""
+        return self.encoder.input
+
+    @property
+    def max_source_length(self) -> int | None:
+        """How long a source may be, None for any length."""
+        return self.encoder.max_length
+
+    def begin(self, source: Tensor, valid: Tensor | None = None) -> DecoderState:
+        """The state of new sequences over ``source`` [batch, length] (or whatever else its input takes), of which
+        ``valid`` [batch, length] bool is real (None: all)."""
+        hidden = self.encoder(source, valid)
+        return self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+
+    def initial_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
+    ) -> DecoderState:
+        """As of a decoder, over a ``source`` [batch, length, width] that the encoder has read."""
+        if source is None:
+            raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
+        return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
