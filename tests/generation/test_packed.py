@@ -7,6 +7,8 @@ import kinformer
 from kinformer.core import state as states
 from kinformer.generation.packed import PackedLinear, can_pack, pack
 
+from ..family.values import values_of
+
 
 @pytest.mark.parametrize("name", [member.name for member in kinformer.members() if member.causal])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
@@ -19,7 +21,7 @@ def test_the_same_logits_and_state(name, dtype, tolerance):
     products = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == products > 0
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    tokens = torch.randint(256, (3, 20))
+    tokens = values_of(model, 3, 20)
     with torch.no_grad():
         expected, state = model(tokens)
         first, middle = packed(tokens[:, :13])

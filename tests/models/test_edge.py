@@ -6,7 +6,8 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
-from kinformer.family.table import MEMBERS
+
+from ..family.values import READERS
 
 TOKENS = torch.arange(12).view(2, 6)
 ADAPTIVE = {"input.embedding": {"kind": "adaptive", "cutoffs": [10], "divisor": 2}, "head.tied": False}
@@ -66,10 +67,7 @@ def test_a_state_of_other_rows_or_of_another_model_is_refused():
         model(TOKENS, (1, 2))
 
 
-CAUSAL = [name for name, member in MEMBERS.items() if member.causal]
-
-
-@pytest.mark.parametrize("member", CAUSAL)
+@pytest.mark.parametrize("member", READERS)
 def test_a_state_of_another_model_is_refused_whatever_it_is(member):
     model, other = build(member), build("linear-transformer" if member != "linear-transformer" else "gpt")
     with torch.no_grad():
@@ -85,7 +83,7 @@ def test_a_state_of_other_widths_is_refused():
         build()(TOKENS, build(**{"layers.*.mixer.num_heads": 4})(TOKENS)[1])
 
 
-@pytest.mark.parametrize("member", CAUSAL)
+@pytest.mark.parametrize("member", READERS)
 def test_a_state_of_inference_mode_is_trained_on(member):
     model = build(member)
     with torch.inference_mode():

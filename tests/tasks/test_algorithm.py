@@ -9,9 +9,10 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData
-from kinformer.family.table import MEMBERS
 from kinformer.tasks.algorithm_rows import AlgorithmLoss, solved
 from kinformer.tasks.made_rows import AskedBatch, answers
+
+from ..family.values import READERS
 
 SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
 SMALL |= {"device": "cpu", "digits": "1-4", "validation_tokens": 32, "quiet": True}
@@ -74,7 +75,7 @@ def test_a_problem_is_solved_where_all_its_tokens_are_right():
     assert solved(logits.argmax(-1) == labels, rows, 5).tolist() == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
+@pytest.mark.parametrize("member", READERS)
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=len(SYMBOLS))
     batch = AskedBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))

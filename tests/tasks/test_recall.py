@@ -9,9 +9,10 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.mqar import Recall
-from kinformer.family.table import MEMBERS
 from kinformer.tasks.made_rows import AskedBatch, answers
 from kinformer.tasks.recall_rows import RecallLoss, accuracy_of
+
+from ..family.values import READERS
 
 SMALL = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 2, "threads": 1, "device": "cpu"}
 SMALL |= {"pairs": "2,6", "symbols": 30, "quiet": True}
@@ -84,7 +85,7 @@ def test_from_python(tmp_path):
     assert same.figures == found.figures
 
 
-@pytest.mark.parametrize("member", [name for name, member in MEMBERS.items() if member.causal])
+@pytest.mark.parametrize("member", READERS)
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=30)
     batch = AskedBatch.of(Recall(pairs=(2, 6), symbols=30).rows("train", 0, 3, 24))
