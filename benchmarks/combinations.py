@@ -48,6 +48,7 @@ SMALL = {
     "window": 4, "stride": 3, "block": 4, "segment": 6, "memory": 5, "summary": 2, "random": 1, "length": 64,
     "height": 4, "width": 4, "block_height": 2, "block_width": 2, "flange_height": 1, "flange_width": 1,
     "max_distance": 9, "num_buckets": 8, "num_kv_heads": 2, "cutoffs": (4, 9), "divisor": 2, "classes": 3, "count": 2,
+    "actions": 3, "action_dim": 2,
 }  # fmt: skip
 """Sizes that a text of ``TIME`` tokens crosses more than once, by the names of fields."""
 OWN_SIZES = {"convolved": {"width": 3}, "adaptive": {"width": None}, "random_blocks": {"count": 1}}

@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.cli.estimate import Options, run
@@ -17,7 +16,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
 from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
 from kinformer.evaluation.estimate_length import at_length
-from kinformer.evaluation.estimate_parts import measure, measure_state, outputs
+from kinformer.evaluation.estimate_parts import loss_of, measure, measure_state, outputs
 from kinformer.evaluation.estimate_rules import rules_of_thumb
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
@@ -60,10 +59,8 @@ def step(config, batch, length, device="cpu"):
     """Loss, and the final state if there is one, of a training step of a new model."""
     with torch.device(device):
         model = config.build()
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-    logits, state = outputs(model, tokens)
-    targets = tokens if logits.dim() == 3 else tokens[:, 0]
-    return cross_entropy(logits.flatten(0, -2), targets.flatten()), state, model
+    logits, state = outputs(model, model.input.example(batch, length, device))
+    return loss_of(logits), state, model
 
 
 def saved_bytes(config, batch, length, autocast=False):
@@ -117,7 +114,8 @@ def test_flops_are_those_of_the_counter(config, batch, length):
     result = estimated(config, length=length, batch=batch)
     counter = FlopCounterMode(display=False)
     with torch.device("meta"):
-        model, tokens = config.build(), torch.zeros(batch, length, dtype=torch.int64)
+        model = config.build()
+        tokens = model.input.example(batch, length)
     with counter:
         logits = outputs(model, tokens)[0]
         forward = counter.get_total_flops()
@@ -179,7 +177,7 @@ def test_state_bytes_are_exact(config, batch, length):
 def test_state_bytes_in_bfloat16_are_exact(config):
     model = config.build().to(torch.bfloat16).eval()
     with torch.no_grad():
-        _, state = outputs(model, torch.zeros(2, 50, dtype=torch.int64))
+        _, state = outputs(model, model.input.example(2, 50))
     result = estimated(config, length=50, batch=2, precision="bf16-mixed")
     assert result.state_bytes == bytes_of(state)
     assert result.inference_bytes == 2 * result.parameters + result.state_bytes

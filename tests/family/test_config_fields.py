@@ -27,6 +27,7 @@ from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
 from kinformer.inputs.lookup import Lookup
+from kinformer.inputs.steps import Steps
 from kinformer.inputs.tokens import Tokens
 from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -47,6 +48,8 @@ from kinformer.positions.none import NoPosition
 from kinformer.positions.slots import AtTokens
 from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.stacks.universal import Universal
+
+from ..inputs.made import steps_like
 
 DIM, VOCAB, TIME, PLACES = 16, 23, 26, 40
 MIXER = SoftmaxAttention.Config()
@@ -76,6 +79,9 @@ OWN = {
     ("embedding", "adaptive"): {"width": None},
     ("head", "adaptive"): {"width": None},
     ("head", "modulus"): {"inner": LanguageModelHead.Config(tied=False)},
+    ("input", "steps"): {"state_dim": 3, "action_dim": 2, "timesteps": 4},
+    ("head", "continuous_actions"): {"action_dim": 2},
+    ("head", "discrete_actions"): {"actions": 3},
     ("pattern", "random_blocks"): {"count": 1},
     ("global_input", "sentences"): {"length": 4},
     ("global_input", "extra"): {"count": 3},
@@ -108,6 +114,10 @@ OTHER = {
     "beta_slow": [4.0],
     "original_length": [30, 100],
     "fraction": [0.5],
+    "state_mean": [(1.0, 2.0, 3.0)],
+    "state_std": [(0.5, 2.0, 3.0)],
+    "low": [(-2.0, -3.0)],
+    "high": [(2.0, 3.0)],
 }
 """Other values of fields whose type does not say them."""
 BASES = {
@@ -125,6 +135,7 @@ BASES = {
     ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
+    ("head", "continuous_actions"): [{"low": (-1.0, -2.0), "high": (1.0, 2.0)}],
     ("model", "encoder"): [{"global_tokens": 2}, {"global_input": ExtraTokens.Config(count=2)}],
 }
 """Further configs to begin from: fields that differ from the smallest."""
@@ -264,6 +275,11 @@ def called(model) -> list[Tensor]:
     return [logits] if state is None else [logits, *states.tensors(state)]
 
 
+def entered(input) -> list[Tensor]:
+    values = steps_like(input, 2, 5, seed=6) if isinstance(input, Steps) else torch.arange(10).view(2, 5)
+    return [input(values, torch.arange(5).expand(2, -1))]
+
+
 def predicted(config: Config) -> tuple:
     same = {name: getattr(config, name) for name in ("cutoffs", "divisor", "width") if hasattr(config, name)}
     embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
@@ -322,10 +338,7 @@ MEASURES = {
     "compression": lambda config: seen(smallest(Compressive.Config).replace(compression=config)),
     "head": predicted,
     "embedding": lambda config: seen(Tokens.Config(vocab_size=VOCAB, embedding=config)),
-    "input": lambda config: found(
-        config.build(DIM),
-        lambda input: [input(torch.arange(10).view(2, 5), torch.arange(5).expand(2, -1))],
-    ),
+    "input": lambda config: found(config.build(DIM), entered),
     "global_input": lambda config: seen(encoder(global_input=config)),
     "stack": lambda config: seen(
         smallest(Decoder.Config).replace(stack=config, head=LanguageModelHead.Config(tied=False))

@@ -64,7 +64,10 @@ from kinformer.scores.dot import Dot
 from kinformer.scores.modulus import Modulus
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, SourceModelSubject, verify_config
 from kinformer.testing.declared import GROWTHS
-from tests.members import CAUSAL, ENCODERS, SOURCE
+from tests.members import CAUSAL, ENCODERS, SOURCE, TRAJECTORIES
+
+from ..inputs.made import StepsSubject
+from .values import values_of
 
 DIM = 16
 FAST_WEIGHT = LinearAttention.Config(
@@ -286,10 +289,11 @@ def test_mixer_survives_a_file(name):
 
 
 @pytest.mark.parametrize("check", MODEL_CHECKS)
-@pytest.mark.parametrize("member", CAUSAL + SOURCE)
+@pytest.mark.parametrize("member", CAUSAL + SOURCE + TRAJECTORIES)
 def test_member_keeps_the_contract(member, check):
+    config = configure(member, "tiny", 23 if member not in TRAJECTORIES else None)
     subject = SourceModelSubject if member in SOURCE else ModelSubject
-    MODEL_CHECKS[check](subject(lambda: kinformer.build(member, recipe="tiny", vocab_size=23), vocab_size=23))
+    MODEL_CHECKS[check](StepsSubject(config.build) if member in TRAJECTORIES else subject(config.build, vocab_size=23))
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -415,15 +419,15 @@ def test_dropout_is_decided_by_the_seed(member):
     changes = {"dropout": 0.2, "layers.*.dropout": 0.2}
     if member == "gpt":
         changes["layers.*.mixer.dropout"] = 0.2
-    model = kinformer.build(member, recipe="tiny", vocab_size=23, set=changes)
-    tokens = torch.randint(23, (2, 30))
+    model = kinformer.build(member, recipe="tiny", set=changes)
+    values = values_of(model, 2, 30)
 
     def sample(seed):
         torch.manual_seed(seed)
-        logits = outputs(model, tokens)[0]
+        logits = outputs(model, values)[0]
         model.zero_grad()
         logits.square().sum().backward()
-        return logits.detach(), model.input.embedding.weight.grad.clone()
+        return logits.detach(), next(model.input.parameters()).grad.clone()
 
     first, again, other = sample(1), sample(1), sample(2)
     assert torch.equal(first[0], again[0])

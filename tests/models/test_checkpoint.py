@@ -9,7 +9,8 @@ import kinformer
 from kinformer.core.state import tensors
 from kinformer.family.build import configure
 from kinformer.mixers.softmax import SoftmaxAttention
-from tests.members import CAUSAL
+from tests.family.values import values_of
+from tests.members import CAUSAL, TRAJECTORIES
 from tests.training.tiny import gap, train
 
 DROPOUT = {"dropout": 0.2, "layers.*.dropout": 0.2}
@@ -21,7 +22,7 @@ def pair(member, **changes):
     for checkpoint in (False, True):
         torch.manual_seed(0)
         changed = changes | {"stack.checkpoint": checkpoint}
-        models.append(kinformer.build(member, recipe="tiny", vocab_size=23, set=changed))
+        models.append(kinformer.build(member, recipe="tiny", set=changed))
     return models
 
 
@@ -53,7 +54,7 @@ def equal(left, right):
     )
 
 
-CHECKPOINTED = [name for name in CAUSAL if configure(name, "tiny").stack.kind == "sequential"]
+CHECKPOINTED = [name for name in CAUSAL + TRAJECTORIES if configure(name, "tiny").stack.kind == "sequential"]
 """A reversible stack keeps nothing that a checkpoint could save."""
 
 
@@ -61,9 +62,9 @@ CHECKPOINTED = [name for name in CAUSAL if configure(name, "tiny").stack.kind ==
 @pytest.mark.parametrize("cuts", [(), (13, 14)])
 def test_gradients_are_equal_bit_for_bit_with_dropout(member, cuts):
     plain, checkpointed = pair(member, **dropping(member))
-    tokens = torch.randint(23, (2, 30))
-    want = stepped(plain, tokens, cuts)
-    assert equal(stepped(checkpointed, tokens, cuts), want)
+    values = values_of(plain, 2, 30)
+    want = stepped(plain, values, cuts)
+    assert equal(stepped(checkpointed, values, cuts), want)
     assert any(gradient is not None and gradient.to_dense().any() for gradient in want[1:-2])
 
 

@@ -86,6 +86,7 @@ class Algorithm(Task):
     )
     does = "computes answers"
     protocol = CausalModel
+    input = "tokens"
     figures = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
     Options = AlgorithmOptions

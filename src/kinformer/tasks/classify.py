@@ -46,6 +46,7 @@ class Classify(Task):
     )
     does = "predicts classes"
     protocol = WholeModel
+    input = "tokens"
     figures = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     tokenizes = True

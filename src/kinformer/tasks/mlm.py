@@ -52,6 +52,7 @@ class MaskedLanguageModelling(Task):
     )
     does = "predicts masked tokens"
     protocol = WholeModel
+    input = "tokens"
     figures = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
     Options = MlmOptions

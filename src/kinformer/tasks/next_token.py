@@ -44,6 +44,7 @@ class NextToken(Task):
     )
     does = "predicts next tokens"
     protocol = CausalModel
+    input = "tokens"
     figures = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision}
     Options = NextTokenOptions

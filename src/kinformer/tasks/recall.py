@@ -92,6 +92,7 @@ class RecallTask(Task):
     )
     does = "recalls values by keys"
     protocol = CausalModel
+    input = "tokens"
     figures = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
     Options = RecallOptions

@@ -176,13 +176,14 @@ class Report:
 class Task:
     """A task's record.
 
-    ``protocol``: which models can do it (``core.model``). ``objectives``: what can be minimised for it, by name, the
-    usual one first, each made for a model. ``figures``: what it is measured by; the first decides which weights are the
-    best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training and for measuring.
-    ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
-    text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
-    running text of which a row may be any part. ``refused``: general options that mean nothing to it, with the
-    reason. ``does`` says in two words what its models do.
+    ``protocol``: which models can do it (``core.model``). ``input``: the kind of input that they must have, such as
+    tokens; None where any will do, or where :meth:`fit` gives them theirs. ``objectives``: what can be minimised for
+    it, by name, the usual one first, each made for a model. ``figures``: what it is measured by; the first decides
+    which weights are the best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training
+    and for measuring. ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``:
+    whether it reads text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can
+    where data is running text of which a row may be any part. ``refused``: general options that mean nothing to it,
+    with the reason. ``does`` says in two words what its models do.
     """
 
     name: ClassVar[str]
@@ -190,6 +191,7 @@ class Task:
     description: ClassVar[str]
     does: ClassVar[str]
     protocol: ClassVar[type]
+    input: ClassVar[str | None] = None
     figures: ClassVar[tuple[Figure, ...]]
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     Options: ClassVar[type] = NoOptions
@@ -201,9 +203,13 @@ class Task:
     refused: ClassVar[Mapping[str, str]] = {}
     generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."
 
+    def takes(self, config: ModelConfig) -> bool:
+        """Whether models of ``config`` can be trained for this task."""
+        return config.protocol is self.protocol and self.input in (None, config.input.kind)
+
     def fits(self, config: ModelConfig) -> bool:
         """Whether a model of ``config``, as it is, was made for this task."""
-        return config.protocol is self.protocol
+        return self.takes(config)
 
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
         """The data that ``source`` names."""

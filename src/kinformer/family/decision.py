@@ -1,0 +1,74 @@
+"""Decision Transformer: a decoder of trajectories, which acts so as to get the return that it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(
+    shape: Shape, *, state_dim: int = 4, actions: int = 2, discrete: bool = True, timesteps: int = 1024,
+    dropout: float = 0.0, atari: bool = False,
+) -> Recipe:  # fmt: skip
+    """``discrete``: ``actions`` to choose from, else so many numbers; ``atari``: the authors' model of such games."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.heads.actions import ContinuousActions, DiscreteActions
+        from kinformer.inputs.steps import Steps
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.learned import Learned
+
+        config = decoder(
+            shape,
+            2,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
+            position=Learned.Config(max_length=90) if atari else None,
+            head=DiscreteActions.Config(actions=actions, bias=not atari)
+            if discrete
+            else ContinuousActions.Config(action_dim=actions),
+        )
+        return config.replace(
+            input=Steps.Config(
+                state_dim=state_dim, action_dim=actions, timesteps=timesteps, entrance="tanh" if atari else "norm"
+            ),
+            layers=tuple(layer.replace(dropout=dropout) for layer in config.layers),
+            dropout=dropout,
+        )
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int) -> Shape:
+    return Shape(dim, depth, num_heads, activation="relu")
+
+
+MEMBER = Member(
+    name="decision",
+    title="Decision Transformer (acts for a return)",
+    paper="Chen et al. 2021, Decision Transformer: Reinforcement Learning via Sequence Modeling (arXiv 2106.01345)",
+    year=2021,
+    axes=("domain",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "predicts actions alone; the authors' code also has outputs of states and returns, which are not trained",
+        "no padding: rows are as long as their trajectories",
+        "states of games are vectors: there is no convolution in front",
+        "an agent carries its state and absorbs one step at a time; the authors read the last K steps again at each "
+        "(evaluate --context K)",
+        "no dropout unless asked for, but for the recipes of the paper",
+    ),
+    exact_limit="is exact attention",
+    recipes={
+        "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
+        "small": _recipe(_shape(256, 4, 4)),
+        "benchmark": _recipe(_shape(256, 4, 4)),
+        "paper": _recipe(_shape(128, 3, 1), state_dim=11, actions=3, discrete=False, timesteps=4096, dropout=0.1),
+        "paper-atari": _recipe(Shape(128, 6, 8), state_dim=128, actions=4, timesteps=10000, dropout=0.1, atari=True),
+    },
+)

@@ -1,0 +1,136 @@
+"""Trajectories: returns to go, states and actions, one position each (Chen et al. 2021, Decision Transformer).
+
+    h(return R_t) = W_R R_t / scale + b_R + e_t      e_t: a learnt vector of the timestep t, the same for all three
+    h(state s_t)  = W_s (s_t - mean) / std + b_s + e_t
+    h(action a_t) = W_a a_t + b_a + e_t
+
+then a layer norm over all (the authors' control models) or tanh over the products (their Atari models).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input, InputConfig
+
+RETURN, STATE, ACTION = range(3)
+"""The kinds of values."""
+KIND, TIMESTEP, FIRST = range(3)
+"""What stands where in a position: its kind, its timestep, and from ``FIRST`` on the values."""
+LARGEST_TIMESTEP = 1 << 24
+"""Beyond it float32 no longer counts."""
+
+
+def width_of(state_dim: int, action_dim: int) -> int:
+    """How many numbers a position has."""
+    return FIRST + max(1, state_dim, action_dim)
+
+
+def pack(kind: Tensor, timestep: Tensor, values: Tensor, width: int) -> Tensor:
+    """``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time, n] as positions [batch, time, width]."""
+    missing = values.new_zeros(*kind.shape, width - FIRST - values.shape[-1])
+    own = torch.stack([kind, timestep], dim=-1).to(values.dtype)
+    return torch.cat([own, values, missing], dim=-1)
+
+
+class Steps(Input):
+    """values [batch, time, 2 + max(1, state_dim, action_dim)] float -> [batch, time, dim].
+
+    A position is its kind (``RETURN``, ``STATE`` or ``ACTION``), its timestep in the environment, and its values,
+    filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on are the last
+    one, as in the authors' code. Returns are divided by ``return_scale``; states are shifted by ``state_mean`` and
+    divided by ``state_std``, a number for each feature, or taken as they are.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(InputConfig):
+        kind = "steps"
+        state_dim: int
+        action_dim: int
+        timesteps: int = 1024
+        return_scale: float = 1.0
+        state_mean: tuple[float, ...] = ()
+        state_std: tuple[float, ...] = ()
+        entrance: Literal["norm", "tanh"] = "norm"
+
+        def __post_init__(self) -> None:
+            for name in ("state_dim", "action_dim", "timesteps"):
+                if getattr(self, name) < 1:
+                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
+            if self.timesteps > LARGEST_TIMESTEP:
+                raise KinformerError(f"timesteps must be at most {LARGEST_TIMESTEP}, but is {self.timesteps}.")
+            if not self.return_scale > 0:
+                raise KinformerError(f"return_scale must be above 0, but is {self.return_scale:g}.")
+            for name in ("state_mean", "state_std"):
+                if len(getattr(self, name)) not in (0, self.state_dim):
+                    raise KinformerError(
+                        f"{name} has {len(getattr(self, name))} numbers, but a state has {self.state_dim} features; "
+                        "give one for each, or none."
+                    )
+            if not all(each > 0 for each in self.state_std):
+                raise KinformerError(f"state_std must be above 0, but holds {min(self.state_std):g}.")
+
+        def build(self, dim: int) -> Steps:
+            return Steps(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.width = width_of(config.state_dim, config.action_dim)
+        self.returns = nn.Linear(1, dim)
+        self.states = nn.Linear(config.state_dim, dim)
+        self.actions = nn.Linear(config.action_dim, dim)
+        self.timesteps = nn.Embedding(config.timesteps, dim)
+        self.norm = nn.LayerNorm(dim) if config.entrance == "norm" else None
+
+    def check(self, values: Tensor) -> None:
+        if values.dim() != 3 or values.shape[1] < 1 or values.shape[2] != self.width or not values.is_floating_point():
+            raise KinformerError(
+                f"steps must be floats [batch, time, {self.width}] with time >= 1 (kind, timestep and up to "
+                f"{self.width - FIRST} values), but are {values.dtype} {list(values.shape)}."
+            )
+
+    def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        kind, timestep = values[..., KIND], values[..., TIMESTEP]
+        _check_ranges(kind, timestep)
+        own = values[..., FIRST:]
+        returns = self._product(self.returns, own[..., :1] / self.config.return_scale)
+        states = self._product(self.states, self._normalised(own[..., : self.config.state_dim]))
+        actions = self._product(self.actions, own[..., : self.config.action_dim])
+        kind = kind[..., None]
+        x = torch.where(kind == RETURN, returns, torch.where(kind == STATE, states, actions))
+        x = x + self.timesteps(timestep.long().clamp(0, self.config.timesteps - 1))
+        return x if self.norm is None else self.norm(x)
+
+    def _product(self, linear: nn.Linear, values: Tensor) -> Tensor:
+        y = linear(values.to(linear.weight.dtype))
+        return y if self.norm is not None else y.tanh()
+
+    def _normalised(self, states: Tensor) -> Tensor:
+        if self.config.state_mean:
+            states = states - states.new_tensor(self.config.state_mean)
+        return states / states.new_tensor(self.config.state_std) if self.config.state_std else states
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        values = torch.zeros(batch, time, self.width, device=device)
+        index = torch.arange(time, device=device)
+        values[..., KIND], values[..., TIMESTEP] = index % 3, index // 3
+        return values
+
+
+def _check_ranges(kind: Tensor, timestep: Tensor) -> None:
+    """Refuse what is no kind or timestep; on a GPU looking at them would wait for the device."""
+    if type(kind) is not Tensor or kind.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if not bool(((kind == RETURN) | (kind == STATE) | (kind == ACTION)).all()):
+        wrong = kind[(kind != RETURN) & (kind != STATE) & (kind != ACTION)]
+        raise KinformerError(
+            f"a step has the kind {float(wrong[0]):g}, but must be 0 (return), 1 (state) or 2 (action)."
+        )
+    if not bool((timestep >= 0).all()):
+        raise KinformerError(f"a step has the timestep {float(timestep.min()):g}, but must be 0 or more.")

@@ -1,0 +1,104 @@
+"""Trajectories as input: each kind has a product of its own, and what is no trajectory is refused."""
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core.errors import KinformerError
+from kinformer.inputs.steps import ACTION, RETURN, STATE, Steps, pack
+from kinformer.testing import MODEL_CHECKS
+
+from .made import StepsSubject, steps_like
+
+
+def build(**settings):
+    torch.manual_seed(0)
+    return Steps.Config(**{"state_dim": 3, "action_dim": 2, "timesteps": 5} | settings).build(8).double()
+
+
+def embedded(input, kind, timestep, *values):
+    packed = pack(torch.tensor([[kind]]), torch.tensor([[timestep]]), torch.tensor([[values]]).double(), input.width)
+    return input(packed, torch.zeros(1, 1, dtype=torch.int64))[0, 0]
+
+
+def test_every_kind_is_its_formula():
+    input = build(return_scale=10.0, state_mean=(1.0, 2.0, 3.0), state_std=(0.5, 1.0, 2.0))
+    state, action = torch.tensor([2.0, 2.0, 2.0]).double(), torch.tensor([0.0, 1.0]).double()
+    normal = (state - torch.tensor([1.0, 2, 3])) / torch.tensor([0.5, 1, 2])
+    for kind, values, vector in (
+        (RETURN, (40.0,), input.returns(torch.tensor([4.0]).double())),
+        (STATE, state.tolist(), input.states(normal)),
+        (ACTION, action.tolist(), input.actions(action)),
+    ):
+        want = input.norm(vector + input.timesteps.weight[3])
+        assert torch.equal(embedded(input, kind, 3, *values), want)
+    games = build(entrance="tanh")
+    got = embedded(games, ACTION, 1, 0.0, 1.0)
+    assert torch.equal(got, games.actions(action).tanh() + games.timesteps.weight[1])
+
+
+def test_timesteps_beyond_the_table_are_the_last():
+    input = build()
+    assert torch.equal(embedded(input, RETURN, 99, 1.0), embedded(input, RETURN, 4, 1.0))
+    assert not torch.equal(embedded(input, RETURN, 3, 1.0), embedded(input, RETURN, 4, 1.0))
+
+
+def test_states_are_normalised_by_the_config_alone():
+    """Nothing of it is a weight, so that a run's config holds it."""
+    assert set(build().state_dict()) == set(build(state_mean=(1.0,) * 3, state_std=(2.0,) * 3).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"state_dim": 0}, "state_dim must be 1 or more"),
+        ({"return_scale": 0.0}, "return_scale must be above 0"),
+        ({"state_mean": (1.0,)}, "state_mean has 1 numbers, but a state has 3 features"),
+        ({"state_std": (1.0, 0.0, 1.0)}, "state_std must be above 0, but holds 0"),
+        ({"timesteps": 1 << 25}, "timesteps must be at most"),
+    ],
+)
+def test_configs_that_make_no_input(settings, told):
+    with pytest.raises(KinformerError, match=told):
+        build(**settings)
+
+
+def test_what_is_no_trajectory_is_refused():
+    model = kinformer.build("decision", recipe="tiny")
+    good = model.input.example(1, 6)
+    assert good[0, :, :2].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+    assert model(good)[0].shape == (1, 6, 2)
+    for bad, told in (
+        (good[..., :-1], r"steps must be floats \[batch, time, 6\]"),
+        (good.long(), "steps must be floats"),
+        (good + 0.5, "a step has the kind 0.5"),
+        (good - torch.tensor([0, 1.0, 0, 0, 0, 0]), "a step has the timestep -1"),
+    ):
+        with pytest.raises(KinformerError, match=told):
+            model(bad)
+
+
+MIXERS = {
+    "linear attention": {"layers.*.mixer": "linear"},
+    "window": {"layers.*.mixer.pattern": {"kind": "local", "window": 7}},
+    "segments, continuous": {
+        "layers.*.mixer": {"kind": "segment_memory", "num_heads": 2, "segment": 6, "memory": 5},
+        "head": {"kind": "continuous_actions", "action_dim": 2, "low": [-2, -1], "high": [2, 3], "gaussian": True},
+    },
+    "games": {"input.entrance": "tanh", "position": {"kind": "learned", "max_length": 64}},
+}
+
+
+@pytest.mark.parametrize("check", ["partition", "padding", "reset", "causality"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_any_causal_mixer_keeps_the_contract_behind_it(name, check):
+    MODEL_CHECKS[check](StepsSubject(lambda: kinformer.build("decision", recipe="tiny", set=MIXERS[name])))
+
+
+def test_rows_of_unlike_length_are_each_row_alone():
+    model = kinformer.build("decision", recipe="tiny").double().eval()
+    values = steps_like(model.input, 2, 12, seed=1)
+    valid = torch.arange(12) < torch.tensor([[12], [5]])
+    got = model(values, valid=valid)[0]
+    alone = model(values[1:, :5])[0]
+    assert (got[1:, :5] - alone).abs().max() < 1e-12 and not got[1, 5:].any()
