@@ -60,9 +60,9 @@ def step(config, batch, length, device="cpu"):
     """Loss, and the final state if there is one, of a training step of a new model."""
     with torch.device(device):
         model = config.build()
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-    logits, state = outputs(model, tokens)
-    targets = tokens if logits.dim() == 3 else tokens[:, 0]
+        values = model.input.example(batch, length)
+    logits, state = outputs(model, values)
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device)
     return cross_entropy(logits.flatten(0, -2), targets.flatten()), state, model
 
 
@@ -117,9 +117,10 @@ def test_flops_are_those_of_the_counter(config, batch, length):
     result = estimated(config, length=length, batch=batch)
     counter = FlopCounterMode(display=False)
     with torch.device("meta"):
-        model, tokens = config.build(), torch.zeros(batch, length, dtype=torch.int64)
+        model = config.build()
+        values = model.input.example(batch, length)
     with counter:
-        logits = outputs(model, tokens)[0]
+        logits = outputs(model, values)[0]
         forward = counter.get_total_flops()
         logits.sum().backward()
     assert 0 < result.flops_forward == forward
@@ -179,7 +180,7 @@ def test_state_bytes_are_exact(config, batch, length):
 def test_state_bytes_in_bfloat16_are_exact(config):
     model = config.build().to(torch.bfloat16).eval()
     with torch.no_grad():
-        _, state = outputs(model, torch.zeros(2, 50, dtype=torch.int64))
+        _, state = outputs(model, model.input.example(2, 50))
     result = estimated(config, length=50, batch=2, precision="bf16-mixed")
     assert result.state_bytes == bytes_of(state)
     assert result.inference_bytes == 2 * result.parameters + result.state_bytes

@@ -64,6 +64,8 @@ from kinformer.scores.modulus import Modulus
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, verify_config
 from kinformer.testing.declared import GROWTHS
 
+from .values import values_of
+
 DIM = 16
 CAUSAL = [name for name, member in MEMBERS.items() if member.causal]
 FAST_WEIGHT = LinearAttention.Config(
@@ -412,15 +414,15 @@ def test_dropout_is_decided_by_the_seed(member):
     changes = {"dropout": 0.2, "layers.*.dropout": 0.2}
     if member == "gpt":
         changes["layers.*.mixer.dropout"] = 0.2
-    model = kinformer.build(member, recipe="tiny", vocab_size=23, set=changes)
-    tokens = torch.randint(23, (2, 30))
+    model = kinformer.build(member, recipe="tiny", set=changes)
+    values = values_of(model, 2, 30)
 
     def sample(seed):
         torch.manual_seed(seed)
-        logits = model(tokens)[0] if MEMBERS[member].causal else model(tokens)
+        logits = model(values)[0] if MEMBERS[member].causal else model(values)
         model.zero_grad()
         logits.square().sum().backward()
-        return logits.detach(), model.input.embedding.weight.grad.clone()
+        return logits.detach(), next(model.input.parameters()).grad.clone()
 
     first, again, other = sample(1), sample(1), sample(2)
     assert torch.equal(first[0], again[0])

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
+
+from .values import values_of
 
 INVERTED = {"layers.1.mixer.search": "inverted", "layers.1.mixer.lists": 4, "layers.1.mixer.memory_size": 64}
 CASES = {name: (name, {}) for name in MEMBERS} | {
@@ -17,16 +20,17 @@ CASES = {name: (name, {}) for name in MEMBERS} | {
 def test_a_meta_model_is_filled_by_its_weights(case):
     name, changes = CASES[case]
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny", vocab_size=64, set=changes).eval()
+    config = configure(name, "tiny", set=changes)
+    model = config.build().eval()
     with torch.device("meta"):
-        other = kinformer.build(name, recipe="tiny", vocab_size=64, set=changes).eval()
+        other = config.build().eval()
     other = other.to_empty(device="cpu")
     for each in (*other.parameters(), *other.buffers()):
         each.data.fill_(-7)
     other.load_state_dict(model.state_dict(), strict=True)
-    tokens = torch.randint(64, (2, 70))
+    values = values_of(model, 2, 70)
     with torch.no_grad():
-        got, want = (each(tokens) for each in (other, model))
+        got, want = (each(values) for each in (other, model))
     got, want = (each if isinstance(each, torch.Tensor) else each[0] for each in (got, want))
     assert torch.equal(got, want)
 

@@ -124,7 +124,7 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits = outputs(model, tokens)[0]
                 ledger.enter("loss")
-                loss = loss_of(logits, tokens)
+                loss = loss_of(logits)
             ledger.begin_backward(loss)
             loss.backward()
             ledger.book()
@@ -137,9 +137,9 @@ def outputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Any]:
     return (found, None) if isinstance(found, Tensor) else found
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+def loss_of(logits: Tensor) -> Tensor:
     """The mean cross-entropy of every token, or of every text where ``logits`` are [batch, classes]."""
-    targets = tokens if logits.dim() == 3 else tokens[:, 0]
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 

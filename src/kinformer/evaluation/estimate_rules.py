@@ -23,13 +23,13 @@ class RulesOfThumb:
 def rules_of_thumb(
     config: Any, *, length: int, batch: int, optimizer_bytes: int, precision: str
 ) -> RulesOfThumb | None:
-    """The rules for a decoder config whose first layer's mixer has ``num_heads``; None for any other.
+    """The rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
 
     Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
     4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).
     """
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
-    if heads is None:
+    if heads is None or not hasattr(config.input, "vocab_size"):
         return None
     depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
     parameters = config.input.vocab_size * width + 12 * depth * width**2

@@ -41,13 +41,14 @@ def _models() -> list[type[Config]]:
     from kinformer.heads import adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import lookup, tokens
+    from kinformer.inputs import lookup, patches, tokens
     from kinformer.models import decoder
     from kinformer.stacks import act, reversible, sequential, universal
 
     return [
         decoder.Decoder.Config,
         tokens.Tokens.Config,
+        patches.Patches.Config,
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
@@ -150,6 +151,7 @@ def _encoders() -> list[type[Config]]:
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
+        classification.LinearClassificationHead.Config,
         classification.TokenClassificationHead.Config,
     ]
 

@@ -52,6 +52,7 @@ from kinformer.family import (
     tensorized,
     transformer_xl,
     universal,
+    vit,
 )
 from kinformer.family.record import Member
 
@@ -99,6 +100,7 @@ MEMBERS: dict[str, Member] = {
         linformer,
         star,
         sinkhorn,
+        vit,
     )
 }
 

@@ -44,12 +44,10 @@ def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
     """The task to train a member on: the one asked for, or the first for models like it."""
     known = tasks()
     if asked is None:
-        return _first([each for each in known if each.protocol is config.protocol], member)
+        return _first([each for each in known if each.takes(config)], member)
     found = task(asked)
-    if found.protocol is not config.protocol:
-        raise KinformerError(
-            f"--task {asked}: {member} is {what_fits(config.protocol, known)}; choose one, or another member."
-        )
+    if not found.takes(config):
+        raise KinformerError(f"--task {asked}: {member} is {what_fits(config, known)}; choose one, or another member.")
     return found
 
 
@@ -57,7 +55,7 @@ def task_of(config: ModelConfig) -> Task:
     """The task that a model of ``config``, as it is, was made for."""
     known = tasks()
     fitting = [each for each in known if each.fits(config)]
-    return _first(fitting or [each for each in known if each.protocol is config.protocol], config.kind)
+    return _first(fitting or [each for each in known if each.takes(config)], config.kind)
 
 
 def _first(fitting: list[Task], name: str) -> Task:

@@ -205,6 +205,12 @@ class Task:
         """Whether a model of ``config``, as it is, was made for this task."""
         return config.protocol is self.protocol
 
+    def takes(self, config: ModelConfig) -> bool:
+        """Whether a model of ``config`` can be fitted to this task: it has the task's protocol, and reads ids where
+        the task has some."""
+        reads_ids = type(self).vocab_size is not Task.vocab_size
+        return config.protocol is self.protocol and (hasattr(config.input, "vocab_size") or not reads_ids)
+
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
         """The data that ``source`` names."""
         raise NotImplementedError
@@ -271,7 +277,7 @@ def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
             raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
 
 
-def what_fits(protocol: type, tasks: Sequence[Task]) -> str:
-    """What a model of ``protocol`` is, and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in tasks if task.protocol is protocol)
-    return f"{PROTOCOLS.get(protocol, protocol.__name__)}, whose tasks are {fitting}"
+def what_fits(config: ModelConfig, tasks: Sequence[Task]) -> str:
+    """What a model of ``config`` is, and the tasks for it, for a message."""
+    fitting = ", ".join(task.name for task in tasks if task.takes(config))
+    return f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}, whose tasks are {fitting or 'none here'}"
