@@ -13,4 +13,4 @@ def _of(protocol: type, input: str) -> list[str]:
 
 CAUSAL, ENCODERS, SOURCE = (_of(protocol, "tokens") for protocol in (CausalModel, WholeModel, SourceModel))
 """Those that read token ids."""
-TRAJECTORIES = _of(CausalModel, "steps")
+TRAJECTORIES, IMAGES = _of(CausalModel, "steps"), _of(WholeModel, "patches")

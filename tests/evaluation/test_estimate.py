@@ -115,9 +115,9 @@ def test_flops_are_those_of_the_counter(config, batch, length):
     counter = FlopCounterMode(display=False)
     with torch.device("meta"):
         model = config.build()
-        tokens = model.input.example(batch, length)
+        values = model.input.example(batch, length)
     with counter:
-        logits = outputs(model, tokens)[0]
+        logits = outputs(model, values)[0]
         forward = counter.get_total_flops()
         logits.sum().backward()
     assert 0 < result.flops_forward == forward

@@ -14,8 +14,10 @@ from kinformer.family.kinds import kinds
 from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
 from kinformer.models.encoder import Encoder
 from kinformer.stacks.sequential import Sequential
-from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
-from tests.members import ENCODERS
+from kinformer.testing import ENCODER_MODEL_CHECKS, IMAGE_MODEL_CHECKS, EncoderModelSubject, ImageModelSubject
+from tests.members import ENCODERS, IMAGES
+
+from .values import values_of
 
 WITHOUT_KINDS = {
     "etc": "its global tokens are a global input",
@@ -25,7 +27,7 @@ WITHOUT_KINDS = {
 
 
 def build(name, **changes):
-    return configure(name, "tiny", 61).replace(**changes).build()
+    return configure(name, "tiny", 61 if name in ENCODERS else None).replace(**changes).build()
 
 
 @pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
@@ -33,6 +35,20 @@ def build(name, **changes):
 def test_contract(name, check):
     subject = EncoderModelSubject(lambda: build(name), 61, time=41, global_tokens=name not in WITHOUT_KINDS)
     ENCODER_MODEL_CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("check", IMAGE_MODEL_CHECKS)
+@pytest.mark.parametrize("name", IMAGES)
+def test_contract_of_images(name, check):
+    IMAGE_MODEL_CHECKS[check](ImageModelSubject(lambda: build(name)))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_mixers_of_texts_read_patches(name):
+    mixer = configure(name, "tiny").layers[0].mixer
+    config = configure("vit", "tiny", set={"layers.*.mixer": mixer})
+    for check in ("rows", "both_ways"):
+        IMAGE_MODEL_CHECKS[check](ImageModelSubject(config.build))
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "max"])
@@ -64,36 +80,35 @@ def test_classes_of_tokens():
     assert not logits[0, 5:].any()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES)
 def test_configs_and_weights_survive_files(name, tmp_path):
     from safetensors.torch import load, save
 
-    config = configure(name, "tiny", 61)
+    config = configure(name, "tiny")
     assert from_dict(Encoder.Config, json.loads(json.dumps(to_dict(config))), kinds()) == config
     model, other = config.build().eval(), config.build().eval()
     other.load_state_dict(load(save({key: weight.contiguous() for key, weight in model.state_dict().items()})))
-    tokens = torch.randint(61, (2, 33))
-    assert torch.equal(model(tokens), other(tokens))
+    values = values_of(model, 2, 33)
+    assert torch.equal(model(values), other(values))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES)
 def test_checkpointing_changes_nothing(name):
-    tokens = torch.randint(61, (2, 33))
     gradients = []
     for checkpoint in (False, True):
         torch.manual_seed(3)
         model = build(name, stack=Sequential.Config(checkpoint=checkpoint), dropout=0.1).train()
         torch.manual_seed(4)
-        model(tokens).square().mean().backward()
+        model(values_of(model, 2, 33)).square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES)
 def test_every_weight_learns(name):
     """But the head's of classes that are not asked for; a weight without a gradient would stop other engines."""
     model = build(name)
-    model(torch.randint(61, (2, 33))).square().mean().backward()
+    model(values_of(model, 2, 33)).square().mean().backward()
     assert not [key for key, parameter in model.named_parameters() if parameter.grad is None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kinformer.cli.options import Changes, CommonOptions, Member
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kinformer.evaluation.estimate import Estimate
     from kinformer.evaluation.estimate_rules import RulesOfThumb
 
+LENGTH = 1024
 RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
 
 
@@ -28,8 +29,8 @@ class Options(CommonOptions):
     """Size of the vocabulary; the recipe's own if not given."""
     set: Changes = ()
     """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""
-    length: int = 1024
-    """Tokens of a row."""
+    length: int | None = None
+    """Tokens of a row (1024, or what an image of the recipe's size has)."""
     batch: int = 1
     """Rows."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
@@ -46,6 +47,9 @@ def run(options: Options) -> int:
     from kinformer.family.build import configure
 
     config = configure(options.member, options.recipe, options.vocab_size, overrides(options.set))
+    if options.length is None:
+        options = replace(options, length=config.input.length or LENGTH)
+    assert options.length is not None
     result = estimate(
         config,
         length=options.length,

@@ -29,12 +29,14 @@ class Text(NamedTuple):
     ``sentences``         [batch, num_global + time] int64 or None: the sentence that a token of the long input belongs
                           to, or that one of the global input stands for; -1 is none.
     ``num_global``        how many tokens of the global input stand before the long input; they have no position in it.
+    ``grid``              rows and columns of an image's patches, which are the last tokens, row by row; None of a text.
     """
 
     valid: Tensor | None = None
     global_positions: Tensor | None = None
     sentences: Tensor | None = None
     num_global: int = 0
+    grid: tuple[int, int] | None = None
 
     @property
     def long_valid(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,14 @@ class Input(nn.Module):
         """Raise ``KinformerError`` where ``values`` have another shape than this input takes."""
         raise NotImplementedError
 
+    def length(self, values: Tensor) -> int:
+        """How many positions ``values`` become: their second axis, unless they are read whole."""
+        return values.shape[1]
+
+    def grid(self, values: Tensor) -> tuple[int, int] | None:
+        """Rows and columns of the patches of images, which are the last positions; None of what has no such."""
+        return None
+
     def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
         """Vectors of ``values`` at ``positions`` [batch, time] int64; ``others``: what else is known of them."""
         raise NotImplementedError
@@ -46,9 +54,18 @@ class Input(nn.Module):
 
 
 class InputConfig(Config):
-    """``build(dim)``: the input of a model of width ``dim``."""
+    """``build(dim)``: the input of a model of width ``dim``.
+
+    ``whole``: values are read at once, such as images, so that no decoder can absorb them piece by piece.
+    ``length``: how many positions they have by themselves, None where that is free.
+    """
 
     slot = "input"
+    whole: ClassVar[bool] = False
+
+    @property
+    def length(self) -> int | None:
+        return None
 
     def build(self, dim: int) -> Input:
         raise NotImplementedError

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kinformer.blocks.residual import ResidualConfig
     from kinformer.core.contract import MixerConfig
     from kinformer.core.encoder import EncoderMixerConfig
+    from kinformer.core.input import InputConfig
     from kinformer.core.model_config import HeadConfig
     from kinformer.core.parts import PositionConfig
     from kinformer.models.decoder import Decoder
@@ -113,6 +114,31 @@ def encoder_decoder(
             norm=base.norm,
             dropout=dropout,
         ),
+    )
+
+
+def image_encoder(
+    shape: Shape, input: InputConfig, mixer: EncoderMixerConfig, head: HeadConfig, **settings: Any
+) -> Encoder.Config:
+    """``shape.depth`` equal layers over patches, with a norm behind the last. ``settings`` are further fields."""
+    from kinformer.blocks.encoder_layer import EncoderLayer
+    from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.norms import LayerNorm
+    from kinformer.models.encoder import Encoder
+    from kinformer.positions.none import NoPosition
+
+    norm = LayerNorm(eps=1e-6)
+    feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation)
+    layer = EncoderLayer.Config(mixer=mixer, feed_forward=feed_forward, norm=norm, residual=residual(shape.residual))
+    return Encoder.Config(
+        input=input,
+        dim=shape.dim,
+        layers=(layer,) * shape.depth,
+        position=NoPosition.Config(),
+        embedding_norm=None,
+        norm=norm,
+        head=head,
+        **settings,
     )
 
 

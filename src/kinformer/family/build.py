@@ -20,6 +20,8 @@ def configure(
     """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
     record = member(name)
     config = record.recipes[choose(recipe, record.recipes, f"recipe of {name}")](vocab_size)
+    if vocab_size is not None and not hasattr(config.input, "vocab_size"):
+        raise KinformerError(f"vocab_size is {vocab_size}, but {name} reads no ids; leave it out.")
     return override(config, set or {}, kinds())
 
 

@@ -41,7 +41,7 @@ def _models() -> list[type[Config]]:
     from kinformer.heads import actions, adaptive, language, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import lookup, steps, tokens
+    from kinformer.inputs import lookup, patches, steps, tokens
     from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, reversible, sequential, universal
 
@@ -50,6 +50,7 @@ def _models() -> list[type[Config]]:
         encoder_decoder.EncoderDecoder.Config,
         tokens.Tokens.Config,
         steps.Steps.Config,
+        patches.Patches.Config,
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
@@ -154,6 +155,7 @@ def _encoders() -> list[type[Config]]:
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
+        classification.LinearClassificationHead.Config,
         classification.TokenClassificationHead.Config,
     ]
 

@@ -54,6 +54,7 @@ from kinformer.family import (
     transformer_xl,
     universal,
     vanilla,
+    vit,
 )
 from kinformer.family.record import Member
 
@@ -103,6 +104,7 @@ MEMBERS: dict[str, Member] = {
         linformer,
         star,
         sinkhorn,
+        vit,
     )
 }
 

@@ -14,6 +14,8 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 
+Pooling = Literal["first", "mean", "max"]
+
 
 class ClassificationHead(nn.Module):
     """hidden_states [batch, time, dim] -> logits [batch, classes].
@@ -27,7 +29,7 @@ class ClassificationHead(nn.Module):
         kind = "classification"
         per_position = False
         classes: int
-        pooling: Literal["first", "mean", "max"] = "first"
+        pooling: Pooling = "first"
         activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
         dropout: float = 0.0
 
@@ -45,20 +47,36 @@ class ClassificationHead(nn.Module):
         self.output = nn.Linear(dim, config.classes)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        if self.pooling == "first":
-            first = 0 if valid is None else valid.int().argmax(1)
-            pooled = hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
-        elif self.pooling == "max":
-            lowest = hidden_states.new_full((), torch.finfo(hidden_states.dtype).min)
-            shown = hidden_states if valid is None else torch.where(valid[..., None], hidden_states, lowest)
-            pooled = shown.amax(1)
-        elif valid is None:
-            pooled = hidden_states.mean(1)
-        else:
-            count = valid.sum(1, keepdim=True).clamp_min(1).to(hidden_states.dtype)
-            pooled = select_valid(hidden_states, valid).sum(1) / count
-        x = _activate(self.dense(pooled), self.activation)
+        x = _activate(self.dense(pool(hidden_states, valid, self.pooling)), self.activation)
         return self.output(x if self.dropout is None else self.dropout(x))
+
+
+class LinearClassificationHead(nn.Module):
+    """hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et al. 2020).
+
+    ``pooling`` as of :class:`ClassificationHead`; the first token is the class token of images.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadConfig):
+        kind = "linear_classification"
+        per_position = False
+        classes: int
+        pooling: Pooling = "first"
+
+        def __post_init__(self) -> None:
+            check_classes(self.classes)
+
+        def build(self, dim: int, input: Input) -> LinearClassificationHead:
+            return LinearClassificationHead(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.output = nn.Linear(dim, config.classes)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(pool(hidden_states, valid, self.pooling))
 
 
 class TokenClassificationHead(nn.Module):
@@ -83,6 +101,20 @@ class TokenClassificationHead(nn.Module):
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))
+
+
+def pool(hidden_states: Tensor, valid: Tensor | None, pooling: Pooling) -> Tensor:
+    """hidden_states [batch, time, dim] -> [batch, dim], of those that are ``valid`` [batch, time]."""
+    if pooling == "first":
+        first = 0 if valid is None else valid.int().argmax(1)
+        return hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), first]
+    if pooling == "max":
+        lowest = hidden_states.new_full((), torch.finfo(hidden_states.dtype).min)
+        return (hidden_states if valid is None else torch.where(valid[..., None], hidden_states, lowest)).amax(1)
+    if valid is None:
+        return hidden_states.mean(1)
+    count = valid.sum(1, keepdim=True).clamp_min(1).to(hidden_states.dtype)
+    return select_valid(hidden_states, valid).sum(1) / count
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

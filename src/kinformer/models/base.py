@@ -91,12 +91,12 @@ class Trunk(nn.Module):
             if not isinstance(each, Tensor) and (each is not None or name == "values"):
                 raise KinformerError(f"{name} must be a tensor, but is of the type {type(each).__name__}.")
         self.input.check(values)
-        shape = values.shape[:2]
+        shape = (len(values), self.input.length(values))
         if shape[0] < 1:
             raise KinformerError("there must be one row or more, but the batch has 0; leave the call out.")
         for given, dtype in ((masks, torch.bool), (integers, torch.int64)):
             for name, each in given.items():
-                if each is not None and (each.shape != shape or each.dtype != dtype):
+                if each is not None and (tuple(each.shape) != shape or each.dtype != dtype):
                     raise KinformerError(
                         f"{name} is {each.dtype} {list(each.shape)}, but must be {dtype} [batch, time] = "
                         f"{list(shape)}; give one for every position."

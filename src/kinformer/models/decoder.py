@@ -51,6 +51,10 @@ class Decoder(CommonModel):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            if self.input.whole:
+                raise KinformerError(
+                    f"the input {self.input.kind!r} is read at once, which a decoder cannot; use it in an encoder."
+                )
             if not self.head.per_position:
                 raise KinformerError(
                     f"the head {self.head.kind!r} reads a whole sequence at once, which a decoder must not; use it in "

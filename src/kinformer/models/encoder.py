@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kinformer.blocks.encoder_layer import EncoderLayerConfig
 from kinformer.blocks.initialise import Initialisation
 from kinformer.core.contract import select_valid
 from kinformer.core.model import WholeModel
@@ -25,6 +26,7 @@ class Encoder(Reader, CommonModel):
     class Config(CommonConfig, ReaderConfig):
         kind = "encoder"
         protocol = WholeModel
+        layers: tuple[EncoderLayerConfig, ...]
         initialisation: Initialisation = Initialisation(residual="plain")
 
         def __post_init__(self) -> None:

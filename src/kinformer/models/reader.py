@@ -72,13 +72,15 @@ class Reader(Trunk):
         """The last hidden states, and the outputs of the layers in ``taps``."""
         self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "sentences": sentences})
         order = None if valid is None or bool(valid.all()) else left_align(valid)
+        if order is not None and self.input.grid(values) is not None:
+            raise KinformerError("valid: an image has no padding, as all of its patches are real; leave it out.")
         valid = None if order is None else order.valid
         if order is not None:
             values = order.align(values)
             kinds, types, sentences = (
                 None if each is None else order.align(each) for each in (kinds, types, sentences)
             )
-        positions = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2])
+        positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
         positions = positions if valid is None else positions.masked_fill(~valid, 0)
         global_positions = self._global_positions(values, kinds, valid)
         x, text = self._enter(values, positions, valid, types, sentences, global_positions)
@@ -97,7 +99,7 @@ class Reader(Trunk):
     def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
         if kinds is not None:
             return global_positions(kinds, valid)
-        count = min(self.global_tokens, values.shape[1])
+        count = min(self.global_tokens, self.input.length(values))
         if not count:
             return None
         first = torch.arange(count, device=values.device).expand(len(values), -1)
@@ -113,9 +115,9 @@ class Reader(Trunk):
         global_positions: Tensor | None,
     ) -> tuple[Tensor, Text]:
         """Vectors of the tokens, those of the global input first, and what else is known of them."""
-        batch, time = values.shape[:2]
+        batch, time = len(values), self.input.length(values)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
-        text = Text(valid, global_positions)
+        text = Text(valid, global_positions, grid=self.input.grid(values))
         if self.global_input is not None:
             given = sentences is not None
             sentences = sentences if given else self.global_input.sentences(batch, time, values.device)

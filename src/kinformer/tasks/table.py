@@ -46,16 +46,8 @@ def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
     if asked is None:
         return _first([each for each in known if each.takes(config)], member)
     found = task(asked)
-    if found.protocol is not config.protocol:
-        raise KinformerError(
-            f"--task {asked}: {member} is {what_fits(config.protocol, known)}; choose one, or another member."
-        )
     if not found.takes(config):
-        able = ", ".join(each.name for each in known if each.takes(config))
-        raise KinformerError(
-            f"--task {asked}: reads {found.input}, but {member} reads {config.input.kind}; its tasks are {able}; "
-            "choose one, or another member."
-        )
+        raise KinformerError(f"--task {asked}: {member} is {what_fits(config, known)}; choose one, or another member.")
     return found
 
 

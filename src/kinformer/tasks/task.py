@@ -277,7 +277,11 @@ def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
             raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
 
 
-def what_fits(protocol: type, tasks: Sequence[Task]) -> str:
-    """What a model of ``protocol`` is, and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in tasks if task.protocol is protocol)
-    return f"{PROTOCOLS.get(protocol, protocol.__name__)}, whose tasks are {fitting}"
+def what_fits(config: ModelConfig, tasks: Sequence[Task]) -> str:
+    """What a model of ``config`` is, and the tasks for it, for a message."""
+    fitting = ", ".join(task.name for task in tasks if task.takes(config))
+    kind = config.input.kind
+    reads = "" if kind == "tokens" else f" that reads {kind}"
+    return (
+        f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}, whose tasks are {fitting or 'none here'}"
+    )

@@ -17,7 +17,7 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 ``derivatives`` holds your mixer to that.
 """
 
-from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject
+from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.roundtrip import verify_config
 from kinformer.testing.subject import MixerSubject, ModelSubject, SourceModelSubject, Subject
@@ -25,6 +25,7 @@ from kinformer.testing.verify import (
     CHECKS,
     ENCODER_CHECKS,
     ENCODER_MODEL_CHECKS,
+    IMAGE_MODEL_CHECKS,
     MODEL_CHECKS,
     Check,
     Report,
@@ -38,11 +39,13 @@ __all__ = [
     "CHECKS",
     "ENCODER_CHECKS",
     "ENCODER_MODEL_CHECKS",
+    "IMAGE_MODEL_CHECKS",
     "MODEL_CHECKS",
     "Check",
     "ContractError",
     "EncoderMixerSubject",
     "EncoderModelSubject",
+    "ImageModelSubject",
     "MixerSubject",
     "ModelSubject",
     "Report",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +166,36 @@ class EncoderModelSubject(EncoderSubject):
 
     def run(self, module: Any, case: Case) -> Tensor:
         return module(case.inputs, **case.text)
+
+
+class ImageModelSubject(EncoderSubject):
+    """An encoder of images, ``logits = model(images)`` with images [batch, channels, height, width], on several sizes.
+
+    Images have no padding, so that the check of padding is not for them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        *,
+        channels: int = 3,
+        batch: int = 3,
+        sizes: Sequence[tuple[int, int]] = ((32, 32), (13, 26)),
+    ) -> None:
+        super().__init__(make, batch, 0)
+        self.channels, self.sizes = channels, sizes
+
+    def cases(self) -> Iterator[Case]:
+        generator = torch.Generator().manual_seed(1)
+        for rows, columns in self.sizes:
+            images = torch.rand(self.batch, self.channels, rows, columns, generator=generator, dtype=torch.float64)
+            yield Case(f"images of {rows} x {columns}", images, {})
+
+    def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
+        raise NotImplementedError("images have no padding")
+
+    def run(self, module: Any, case: Case) -> Tensor:
+        return module(case.inputs)
 
 
 def _kept(positions: Tensor) -> Tensor | None:

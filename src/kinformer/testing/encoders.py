@@ -62,7 +62,7 @@ def both_ways(subject: EncoderSubject) -> None:
     require(moved > 0, "no output but the last depends on the last token: this mixer is causal.")
 
 
-def dtype(subject: EncoderMixerSubject) -> None:
+def dtype(subject: EncoderSubject) -> None:
     """Other dtypes give outputs of their own dtype near the float64 ones; autocast runs."""
     with torch.no_grad():
         for case in subject.cases():

@@ -83,6 +83,11 @@ ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
 ENCODER_MODEL_CHECKS: dict[str, Check] = _BOTH
 """The checks of an encoder; each takes an :class:`EncoderModelSubject`."""
 
+IMAGE_MODEL_CHECKS: dict[str, Check] = _table(
+    Check("rows", encoders.rows), Check("both_ways", encoders.both_ways), Check("dtype", encoders.dtype)
+)
+"""The checks of an encoder of images; each takes an :class:`ImageModelSubject`."""
+
 MODEL_CHECKS: dict[str, Check] = LAWS
 """The checks of a model; each takes a :class:`ModelSubject`."""
 

@@ -1,0 +1,57 @@
+"""ViT: an encoder of patches of images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, image_encoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder import Encoder
+
+
+def _recipe(shape: Shape, size: int, patch: int, classes: int = 1000) -> Recipe:
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.heads.classification import LinearClassificationHead
+        from kinformer.inputs.patches import Patches
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+
+        return image_encoder(
+            shape,
+            input=Patches.Config(size=(size, size), patch=patch),
+            mixer=BidirectionalAttention.Config(num_heads=shape.num_heads),
+            head=LinearClassificationHead.Config(classes=classes),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="vit",
+    title="ViT (Vision Transformer)",
+    paper="Dosovitskiy et al. 2020, An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale",
+    year=2020,
+    axes=("domain",),
+    causal=False,
+    growth="none",
+    departures=(
+        "gelu is exact, as in the PyTorch ports; the authors' is the tanh approximation",
+        "no hidden layer in the head, as in fine-tuning",
+        "weights begin N(0, 0.02), the head's too (theirs: xavier, and zero)",
+        "an image whose sides are no multiples of the patch is continued with zeros",
+        "no dropout unless asked for",
+    ),
+    exact_limit="is exact attention",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2), 32, 4, classes=10),
+        "small": _recipe(Shape(256, 4, 4), 32, 4, classes=10),
+        "benchmark": _recipe(Shape(256, 4, 4), 224, 16),
+        "paper": _recipe(Shape(768, 12, 12), 224, 16),
+        "paper-tiny": _recipe(Shape(192, 12, 3), 224, 16),
+        "paper-small": _recipe(Shape(384, 12, 6), 224, 16),
+        "paper-large": _recipe(Shape(1024, 24, 16), 224, 16),
+        "paper-huge": _recipe(Shape(1280, 32, 16), 224, 14),
+        "paper-384": _recipe(Shape(768, 12, 12), 384, 16),
+    },
+)
