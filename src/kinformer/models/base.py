@@ -52,6 +52,7 @@ class CommonModel(nn.Module):
         self.norm = config.norm.build(config.width) if config.norm else nn.Identity()
         config.head.check(config.width, self.input)
         self.head = config.head.build(config.width, self.input)
+        self.exit_heads = self._build_exit_heads(config)
         mixers = (each.max_length for each in self.modules() if isinstance(each, CausalMixer | EncoderMixer))
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
@@ -59,6 +60,19 @@ class CommonModel(nn.Module):
 
     def _build_entrance(self, config: Any) -> None:
         """Build what else stands before the stack."""
+
+    def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
+        """The heads of exits that have one of their own, beside the last's."""
+        count = config.stack.exit_heads(len(config.layers))
+        if not count:
+            return None
+        heads = nn.ModuleList(config.head.build(config.width, self.input) for _ in range(count))
+        if not any(parameter.dim() > 1 for parameter in heads.parameters()):
+            raise KinformerError(
+                f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
+                "cannot have separate ones; give --set head.tied=false, or --set stack.classifiers=tied."
+            )
+        return heads
 
     @property
     def vocab_size(self) -> int:
