@@ -20,6 +20,7 @@ from kinformer.core.config import Config
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
+from kinformer.core.exits import AtExit
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
 from kinformer.evaluation.estimate_parts import outputs
@@ -48,6 +49,7 @@ from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
 from kinformer.positions.slots import AtTokens
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.stacks.confidence import Saturation
 from kinformer.stacks.universal import Universal
 
 from ..inputs.made import steps_like
@@ -75,6 +77,10 @@ OWN = {
     ("mixer", "lsh"): {"num_buckets": 2, "chunk_size": 2, "rounds": 2},
     ("mixer", "compressive"): {"segment": 8, "memory": 8, "compression": Convolution.Config(rate=2)},
     ("feed_forward", "boom"): {"hidden_dim": 32},
+    ("exit_rule", "softmax_response"): {"thresholds": (0.6,)},
+    ("exit_rule", "saturation"): {"thresholds": (0.1,)},
+    ("exit_rule", "classifier"): {"thresholds": (0.6,)},
+    ("stack", "exits"): {"rule": Saturation.Config(thresholds=(0.6,))},
     ("span", "soft_span"): {"max_span": 12, "ramp": 3, "initial": 0.25, "multiple": 5},
     ("projection", "convolved"): {"width": 3},
     ("embedding", "adaptive"): {"width": None},
@@ -102,6 +108,9 @@ OTHER = {
     "cutoffs": [(4, 9)],
     "starts": [(9,), (3, 7)],
     "dilations": [(1, 2, 1, 3), (1, 1, 1, 1)],
+    "thresholds": [(0.4,), (0.6, 0.1)],
+    "decay_tokens": [3.0, 30.0],
+    "after": [(1,), (2, 3)],
     "permutations": [((1, 0),), ((0, 1), (1, 0))],
     "patterns": [(Local.Config(window=4), Local.Config(window=6)) * 2],
     "further_mixers": [(MIXER,)],
@@ -158,6 +167,8 @@ UNSEEN = {
     "centroid_decay": "what the trainer does between its steps",
     "penalty": "what the trainer adds to the loss",
     "redraw": "what the trainer does between its steps",
+    "weights": "which exits' losses count how much in training",
+    "samples": "how often the objective of a training step runs the model",
     "mask_token": "data is prepared with it, and the model treats it as any other token",
     "bos_token": "the same",
     "eos_token": "the same",
@@ -278,8 +289,8 @@ def mapped(module) -> list[Tensor]:
 
 def called(model) -> list[Tensor]:
     tokens = torch.randint(VOCAB, (2, TIME), generator=torch.Generator().manual_seed(5))
-    logits, state = outputs(model, tokens)
-    return [logits] if state is None else [logits, *states.tensors(state)]
+    found = [outputs(model, tokens), outputs(model.eval(), tokens)]
+    return [each for logits, state in found for each in [logits, *states.tensors(() if state is None else state)]]
 
 
 def entered(input) -> list[Tensor]:
@@ -319,6 +330,13 @@ def placed(config: Config) -> tuple:
     return found(config.build_model(DIM, 2), hooks)
 
 
+def left(config: Config) -> tuple:
+    """Which of many tokens leave by each of two exits, on the way to a third."""
+    x, logits, positions = numbers(900, DIM), numbers(900, VOCAB).mul(3), torch.arange(900) % TIME
+    at = [AtExit(number, x.roll(number, 0), (x + x.roll(1, 1)).sin(), positions, lambda: logits) for number in range(2)]
+    return found(config.build(DIM, 3), lambda rule: [rule(each) for each in at if rule.asks(each.number)])
+
+
 def encoder(**settings) -> Config:
     return smallest(Encoder.Config).replace(**settings)
 
@@ -350,8 +368,11 @@ MEASURES = {
     "input": lambda config: found(config.build(DIM), entered),
     "global_input": lambda config: seen(encoder(global_input=config)),
     "stack": lambda config: seen(
-        smallest(Decoder.Config).replace(stack=config, head=LanguageModelHead.Config(tied=False))
+        smallest(Decoder.Config).replace(
+            stack=config, head=LanguageModelHead.Config(tied=False), layers=(DecoderLayer.Config(mixer=MIXER),) * 3
+        )
     ),
+    "exit_rule": left,
     "halting": lambda config: seen(Universal.Config(steps=3, halting=config)),
     "model": lambda config: found(config.build(), called),
 }

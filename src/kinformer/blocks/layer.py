@@ -79,6 +79,8 @@ class DecoderLayer(Sublayers):
             x = x[asked]
         else:
             y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, asked)  # type: ignore[arg-type]
+            if not asked.any():
+                return chunk.x, (own,)
             x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
         if not len(x):
             return chunk.x, after

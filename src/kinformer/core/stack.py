@@ -17,6 +17,8 @@ from kinformer.core.encoder import Text
 
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
+ReadExit = Callable[[Tensor, int], Tensor]
+"""(x [..., dim] as a layer gave it, number of the exit) -> logits [..., vocab], what is predicted at that exit."""
 
 
 class Progress(NamedTuple):
@@ -71,6 +73,10 @@ class StackConfig(Config):
     def check(self, position: nn.Module) -> None:
         """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
 
+    def exit_heads(self, layers: int) -> int:
+        """How many exits have a head of their own, beside the model's, which is the last one's."""
+        return 0
+
     @property
     def passes(self) -> int:
         """How often ``Stack.halting`` is asked for every token, where there is one."""
@@ -89,10 +95,12 @@ class Stack(nn.Module):
 
     ``units`` are the modules that an engine shards or compiles one by one. Parts that the layers share belong to the
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
-    module ``(progress, x, y)`` that decides after each pass which tokens take another, or None.
+    module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
+    after which a token may leave for the head, the last included; empty where all tokens go through every use.
     """
 
     shardable: bool = True
+    exits: tuple[int, ...] = ()
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -124,6 +132,13 @@ class Stack(nn.Module):
         x, tapped = self._through(chunk.x, use, before, taps)
         return x, tuple(after), tapped
 
+    def absorb_exiting(
+        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+    ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
+        """What :meth:`absorb` gives, where tokens may leave early by what ``read`` gives of them; and the number of the
+        exit by which each left, [batch, time] int64, None where all went through every use."""
+        return self.absorb(chunk, state, before, taps), None
+
     def read(
         self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -137,6 +152,16 @@ class Stack(nn.Module):
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""
         return checkpoint(_owning, layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
+
+    def _used(self, number: int, chunk: Chunk, state: Any, asked: Tensor | None) -> tuple[Tensor, Any]:
+        """Use ``number`` of a layer, whose outputs are needed where ``asked`` [batch, time] bool (None: everywhere).
+
+        A layer that ``answers_some`` computes no others, while its state absorbs all tokens.
+        """
+        layer = self.layers[self.order[number]]
+        if asked is not None and getattr(layer, "answers_some", False):
+            return self._applied(layer, chunk, state, asked)
+        return self._applied(layer, chunk, state)
 
     @property
     def _recomputes(self) -> bool:

@@ -43,7 +43,7 @@ def _models() -> list[type[Config]]:
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, patches, steps, tokens
     from kinformer.models import decoder, encoder_decoder
-    from kinformer.stacks import act, reversible, sequential, universal
+    from kinformer.stacks import act, confidence, exits, reversible, sequential, universal
 
     return [
         decoder.Decoder.Config,
@@ -57,6 +57,10 @@ def _models() -> list[type[Config]]:
         reversible.Reversible.Config,
         universal.Universal.Config,
         act.ACT.Config,
+        exits.Exits.Config,
+        confidence.SoftmaxResponse.Config,
+        confidence.Saturation.Config,
+        confidence.ExitClassifier.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         modulus_head.ModulusHead.Config,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import left_align, select_valid
+from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model import Hidden
 from kinformer.models.decoder import Decoder
@@ -43,6 +44,11 @@ class KeyedDecoder(nn.Module):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
+        if decoder.exit_heads is not None:
+            raise KinformerError(
+                "the decoder's exits have heads of their own, of which a datastore knows one only; give a run with "
+                "tied classifiers (stack.classifiers=tied)."
+            )
         self.decoder = decoder
         self.representation, self.width = HIDDEN, decoder.config.width
         seen = self._probe()
@@ -65,8 +71,10 @@ class KeyedDecoder(nn.Module):
         return Keyed(hidden_states, keys, state)
 
     def _probe(self) -> int | None:
-        """The width of what enters the last layer's feed-forward; None unless that is one vector per token."""
-        if not isinstance(getattr(self.decoder.stack.units[-1], "feed_forward", None), nn.Module):
+        """The width of what enters the last layer's feed-forward; None unless that is one vector of every token."""
+        stack = self.decoder.stack
+        skips = bool(stack.exits) or stack.halting is not None
+        if skips or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
             return None
         tokens = self.decoder.input.example(1, 2, self.decoder.input.device)
         with torch.no_grad(), self._tapped() as seen:

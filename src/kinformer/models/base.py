@@ -114,4 +114,18 @@ class CommonModel(Trunk):
         super().__init__(config, config.dim, config.input.build(config.dim))
         config.head.check(config.width, self.input)
         self.head = config.head.build(config.width, self.input)
+        self.exit_heads = self._build_exit_heads(config)
         config.initialisation.apply(self)
+
+    def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
+        """The heads of exits that have one of their own, beside the last's."""
+        count = config.stack.exit_heads(len(config.layers))
+        if not count:
+            return None
+        heads = nn.ModuleList(config.head.build(config.width, self.input) for _ in range(count))
+        if not any(parameter.dim() > 1 for parameter in heads.parameters()):
+            raise KinformerError(
+                f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
+                "cannot have separate ones; give --set head.tied=false, or --set stack.classifiers=tied."
+            )
+        return heads

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
@@ -32,6 +32,14 @@ class DecoderState(NamedTuple):
     def fork(self) -> DecoderState:
         """An independent copy."""
         return states.fork(self)
+
+
+class Left(NamedTuple):
+    """What heads of their own read: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time] int64, the number of
+    the exit that each token left by."""
+
+    hidden_states: Tensor
+    by: Tensor
 
 
 class Decoder(CommonModel):
@@ -91,9 +99,28 @@ class Decoder(CommonModel):
         inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Of hidden states [batch, time, dim]: [batch, time, vocab]."""
-        return self.head(inputs, self.input)
+    def logits(self, inputs: Tensor | Left) -> Tensor:
+        """Of what :meth:`head_inputs` gives, or of hidden states [batch, time, dim]: [batch, time, vocab]."""
+        if isinstance(inputs, Tensor):
+            return self.head(inputs, self.input)
+        x, by = inputs
+        found: list[int] = torch.unique(by).tolist()
+        if len(found) == 1:
+            return self._head_of(found[0])(x, self.input)
+        logits = None
+        for number in found:
+            own = self._head_of(number)(x[by == number][None], self.input)[0]
+            logits = own.new_empty(*by.shape, own.shape[-1]) if logits is None else logits
+            logits = logits.index_put((by == number,), own)
+        assert logits is not None
+        return logits
+
+    def exit_logits(self, x: Tensor, number: int) -> Tensor:
+        """What exit ``number``, counted from 0, predicts of x [..., dim] as its layer gave it: [..., vocab]."""
+        return self._head_of(number)(self.norm(x), self.input)
+
+    def _head_of(self, exit: int) -> nn.Module:
+        return self.head if self.exit_heads is None or exit >= len(self.exit_heads) else self.exit_heads[exit]
 
     def head_inputs(
         self,
@@ -102,9 +129,11 @@ class Decoder(CommonModel):
         *,
         valid: Tensor | None = None,
         reset: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderState]:
-        """The last hidden states [batch, time, dim] and the state after the chunk."""
-        return self.hidden(values, state, valid=valid, reset=reset)[:2]
+    ) -> tuple[Any, DecoderState]:
+        """The last hidden states [batch, time, dim], where exits have heads of their own as :class:`Left`, and the
+        state after the chunk."""
+        (x, state, _), exits = self._read(values, state, valid, reset, ())
+        return x if exits is None or self.exit_heads is None else Left(x, exits), state
 
     def hidden(
         self,
@@ -116,6 +145,17 @@ class Decoder(CommonModel):
         taps: Sequence[int] = (),
     ) -> Hidden:
         """The normed last hidden states [batch, time, dim], the state, and the outputs of the uses in ``taps``."""
+        return self._read(values, state, valid, reset, taps)[0]
+
+    def _read(
+        self,
+        values: Tensor,
+        state: DecoderState | None,
+        valid: Tensor | None,
+        reset: Tensor | None,
+        taps: Sequence[int],
+    ) -> tuple[Hidden, Tensor | None]:
+        """The same, and by which exit each token left, [batch, time] int64, where they may leave early."""
         self._check(values, {"valid": valid, "reset": reset}, {})
         if state is None:
             state = self.initial_state(values.shape[0], device=values.device)
@@ -125,8 +165,9 @@ class Decoder(CommonModel):
             return self._absorb(Chunk(values, None, reset), state, taps)
         order = left_align(valid)
         chunk = Chunk(order.align(values), order.valid, None if reset is None else order.align(reset))
-        x, state, tapped = self._absorb(chunk, state, taps)
-        return Hidden(order.restore(x), state, tuple(map(order.restore, tapped)))
+        (x, state, tapped), exits = self._absorb(chunk, state, taps)
+        exits = None if exits is None else order.restore(exits)
+        return Hidden(order.restore(x), state, tuple(map(order.restore, tapped))), exits
 
     @cached_property
     def _form(self) -> Any:
@@ -162,7 +203,7 @@ class Decoder(CommonModel):
             return state.fork()  # autograd must not keep tensors of inference mode, nor may they be written into
         return state
 
-    def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
+    def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
         """``chunk`` holds the values that the input takes."""
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
@@ -174,5 +215,6 @@ class Decoder(CommonModel):
             added = self.position.layer_input(own, use)
             return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
-        x, layers, tapped = self.stack.absorb(chunk._replace(x=x, positions=positions), state.layers, before, taps)
-        return Hidden(self.norm(x), DecoderState(layers, seen), tapped)
+        chunk = chunk._replace(x=x, positions=positions)
+        (x, layers, tapped), exits = self.stack.absorb_exiting(chunk, state.layers, before, taps, self.exit_logits)
+        return Hidden(self.norm(x), DecoderState(layers, seen), tapped), exits

@@ -99,7 +99,7 @@ class Universal(Stack):
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                y, own = self._use(number, chunk._replace(x=entered), state[number].layer, asked)
+                y, own = self._used(number, chunk._replace(x=entered), state[number].layer, asked)
                 x = torch.where(self._kept(progress), y, x)
                 after.append(state[number]._replace(layer=own))
                 if number in taps:
@@ -113,12 +113,6 @@ class Universal(Stack):
     def _halting(self) -> HaltingConfig:
         assert self.config.halting is not None
         return self.config.halting
-
-    def _use(self, number: int, chunk: Chunk, state: Any, asked: Tensor | None) -> tuple[Tensor, Any]:
-        layer = self.layers[self.order[number]]
-        if asked is not None and getattr(layer, "answers_some", False):
-            return self._applied(layer, chunk, state, asked)
-        return self._applied(layer, chunk, state)
 
     def _asked(self, progress: Progress) -> Tensor | None:
         """Which tokens [batch, time] a step is to be computed for; None for all of them."""

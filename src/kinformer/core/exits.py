@@ -1,0 +1,62 @@
+"""Exit rules: by which exit of a stack a token leaves for the head, decided from its own past alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class AtExit(NamedTuple):
+    """The n tokens that are still running at exit ``number``, counted from 0.
+
+    ``x`` [n, dim]: what the layer before the exit gave. ``earlier`` [n, dim]: the same at the exit before, at the first
+    what entered the stack. ``positions`` [n] int64: of the tokens in their sequences. ``logits()``: [n, vocab], what
+    the exit's head makes of ``x``.
+    """
+
+    number: int
+    x: Tensor
+    earlier: Tensor
+    positions: Tensor
+    logits: Callable[[], Tensor]
+
+
+class ExitRule(nn.Module):
+    """``rule(at)``: the exit by which each token is to leave, [n] int64: ``at.number`` or a later one.
+
+    It is asked at every exit but the last, of the tokens that are not to leave by an earlier one. ``exits`` is their
+    number, the last included.
+    """
+
+    def __init__(self, exits: int) -> None:
+        super().__init__()
+        self.exits = exits
+
+    @property
+    def last(self) -> int:
+        return self.exits - 1
+
+    @property
+    def off(self) -> bool:
+        """Whether it lets no token leave early, whatever the token."""
+        return False
+
+    def asks(self, number: int) -> bool:
+        """Whether it changes its mind at this exit."""
+        return True
+
+    def forward(self, at: AtExit) -> Tensor:
+        raise NotImplementedError
+
+
+class ExitRuleConfig(Config):
+    """``build(dim, exits)``: the rule of a stack of width ``dim`` with so many exits."""
+
+    slot = "exit_rule"
+
+    def build(self, dim: int, exits: int) -> ExitRule:
+        raise NotImplementedError

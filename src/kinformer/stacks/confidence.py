@@ -1,0 +1,129 @@
+"""Confidence measures with a threshold (CALM, Schuster et al. 2022, sections 3.4 and 3.5).
+
+A token leaves by the first exit where its confidence reaches the threshold. At position t it is
+
+    threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
+
+or lambda itself without a decay. No thresholds: no token leaves early, as before a calibration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.contract import state_dtype
+from kinformer.core.errors import KinformerError
+from kinformer.core.exits import AtExit, ExitRule, ExitRuleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThresholdConfig(ExitRuleConfig):
+    """``thresholds``: one for all exits, or one for each but the last."""
+
+    thresholds: tuple[float, ...] = ()
+    decay_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.decay_tokens is not None and not self.decay_tokens > 0:
+            raise KinformerError(
+                f"rule.decay_tokens is a number of tokens and must be above 0, but is {self.decay_tokens:g}."
+            )
+
+    def at(self, exits: int) -> tuple[float, ...]:
+        """The threshold of every exit but the last."""
+        if len(self.thresholds) not in (0, 1, exits - 1):
+            raise KinformerError(
+                f"rule.thresholds has {len(self.thresholds)} numbers, but the stack has {exits - 1} exits before the "
+                "last; give one for all, or one for each."
+            )
+        return self.thresholds * (exits - 1) if len(self.thresholds) == 1 else self.thresholds
+
+
+class ThresholdRule(ExitRule):
+    """``confidence(at)`` [n], at least 0 and, if it is no cosine, at most 1."""
+
+    def __init__(self, config: ThresholdConfig, exits: int) -> None:
+        super().__init__(exits)
+        self.decay_tokens, self.thresholds = config.decay_tokens, config.at(exits)
+
+    @property
+    def off(self) -> bool:
+        return not self.thresholds
+
+    def confidence(self, at: AtExit) -> Tensor:
+        raise NotImplementedError
+
+    def threshold(self, at: AtExit) -> Tensor | float:
+        """Of each token [n], or of all."""
+        level = self.thresholds[at.number]
+        if self.decay_tokens is None:
+            return level
+        return (0.9 * level + 0.1 * (-at.positions.double() / self.decay_tokens).exp()).clamp(0.0, 1.0)
+
+    def forward(self, at: AtExit) -> Tensor:
+        reached = self.confidence(at) >= self.threshold(at)
+        return torch.where(reached, at.number, self.last)
+
+
+class SoftmaxResponse(ThresholdRule):
+    """How sure the exit's head is: ``difference`` of its two highest probabilities, or the ``maximum``."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ThresholdConfig):
+        kind = "softmax_response"
+        measure: Literal["difference", "maximum"] = "difference"
+
+        def build(self, dim: int, exits: int) -> SoftmaxResponse:
+            return SoftmaxResponse(self, exits)
+
+    def __init__(self, config: Config, exits: int) -> None:
+        super().__init__(config, exits)
+        self.measure = config.measure
+
+    def confidence(self, at: AtExit) -> Tensor:
+        logits = at.logits()
+        if self.measure == "maximum":
+            return logits.to(state_dtype(logits.dtype)).softmax(-1).amax(-1)
+        highest = logits.to(state_dtype(logits.dtype)).softmax(-1).topk(2, dim=-1).values
+        return highest[..., 0] - highest[..., 1]
+
+
+class Saturation(ThresholdRule):
+    """How little changes any more: the cosine of a token's vectors at this exit and the one before."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ThresholdConfig):
+        kind = "saturation"
+
+        def build(self, dim: int, exits: int) -> Saturation:
+            return Saturation(self, exits)
+
+    def confidence(self, at: AtExit) -> Tensor:
+        dtype = state_dtype(at.x.dtype)
+        return functional.cosine_similarity(at.x.to(dtype), at.earlier.to(dtype), dim=-1)
+
+
+class ExitClassifier(ThresholdRule):
+    """sigmoid(w . h + b): how probable it is that the last exit would predict the same, by one w and b of all exits.
+
+    (In the paper a softmax over two classes, which is the same function.)
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ThresholdConfig):
+        kind = "classifier"
+
+        def build(self, dim: int, exits: int) -> ExitClassifier:
+            return ExitClassifier(self, dim, exits)
+
+    def __init__(self, config: Config, dim: int, exits: int) -> None:
+        super().__init__(config, exits)
+        self.linear = nn.Linear(dim, 1)
+
+    def confidence(self, at: AtExit) -> Tensor:
+        return self.linear(at.x)[..., 0].to(state_dtype(at.x.dtype)).sigmoid()

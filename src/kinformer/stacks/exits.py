@@ -1,0 +1,184 @@
+"""Early exits: a token leaves after some layers, as a rule decides from its past (Elbayad et al. 2020, section 3;
+Schuster et al. 2022, section 3).
+
+With h^l what layer l gives, a token that leaves after layer l is predicted from h^l, and every later layer absorbs h^l
+in its place, each by its own keys and values, so that later tokens find it there (the papers' copied state, or state
+propagation). Without a rule, and in aligned training, all tokens go through all layers: the sequential stack, exactly.
+
+With the layer ``decoder`` and softmax attention nothing else than that key and value is computed of a token that has
+left; other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a
+graph is captured, and where only shapes are known, all tokens go through all layers, with equal results: costs are
+estimated as if no token left early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.contract import Chunk
+from kinformer.core.errors import KinformerError
+from kinformer.core.exits import AtExit, ExitRule, ExitRuleConfig
+from kinformer.core.host import has_data
+from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
+
+
+class Exits(Stack):
+    """The layers in order, with exits ``after`` some of them, counted from 1 (None: every one) and after the last.
+
+    ``rule`` None lets no token leave early. ``classifiers``: ``tied``, one head reads what leaves by any exit, or
+    ``separate``, each exit has a head of its own, all alike. ``training``: ``aligned``, all tokens go through all
+    layers and the objective looks at every exit, or ``mixed``, each token leaves by an exit drawn evenly, ``samples``
+    times in a step. ``weights``: of the losses of exits 1, 2, ... in aligned training: their numbers (``linear``),
+    equal (``uniform``), or powers of 2.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(StackConfig):
+        kind = "exits"
+        rule: ExitRuleConfig | None = None
+        after: tuple[int, ...] | None = None
+        classifiers: Literal["tied", "separate"] = "tied"
+        training: Literal["aligned", "mixed"] = "aligned"
+        weights: Literal["linear", "uniform", "powers"] = "linear"
+        samples: int = 1
+
+        def __post_init__(self) -> None:
+            if self.after is not None and list(self.after) != sorted(set(self.after)):
+                raise KinformerError(f"stack.after must name layers in order, each once, but is {list(self.after)}.")
+            if self.samples < 1:
+                raise KinformerError(f"stack.samples must be 1 or more, but is {self.samples}.")
+            if self.training == "aligned" and self.samples > 1:
+                raise KinformerError(
+                    "stack.samples is how often exits are drawn in a step of mixed training; add "
+                    "--set stack.training=mixed, or leave it out."
+                )
+
+        def exits(self, layers: int) -> tuple[int, ...]:
+            """The layers behind which exits are, from 0, the last included."""
+            after = tuple(range(1, layers + 1)) if self.after is None else self.after
+            if not all(1 <= layer <= layers for layer in after):
+                raise KinformerError(
+                    f"stack.after is {list(after)}, but there are {layers} layers; name some of 1 to {layers}."
+                )
+            exits = tuple(dict.fromkeys((*(layer - 1 for layer in after), layers - 1)))
+            if len(exits) == 1:
+                raise KinformerError(
+                    "the stack 'exits' has no exit before the last layer, where tokens could leave early; give more "
+                    "layers or other ones by stack.after, or use the stack 'sequential'."
+                )
+            return exits
+
+        def exit_heads(self, layers: int) -> int:
+            return len(self.exits(layers)) - 1 if self.classifiers == "separate" else 0
+
+        def build_model(self, layers: Sequence[nn.Module], dim: int) -> Exits:
+            return Exits(self, layers, dim)
+
+    config: Config
+
+    def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
+        super().__init__(config, layers)
+        if not all(hasattr(layer, "initial_state") for layer in self.layers):
+            raise KinformerError(
+                "the stack 'exits' lets tokens of a decoder leave, but this model is an encoder, whose layers read "
+                "whole texts; use the stack 'sequential'."
+            )
+        self.exits = config.exits(len(self.layers))
+        self.rule: ExitRule | None = None if config.rule is None else config.rule.build(dim, len(self.exits))
+        self.left = Left()
+
+    def absorb_exiting(
+        self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
+    ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
+        drawn = self.training and self.config.training == "mixed"
+        if not drawn and (self.training or self.rule is None or self.rule.off):
+            return self.absorb(chunk, state, before, taps), None
+        running = _Running(chunk, len(self.exits) - 1)
+        if drawn:
+            running.leaves_by = torch.randint_like(running.leaves_by, len(self.exits))
+        x = earlier = chunk.x
+        after, tapped = [], []
+        for number in range(len(self.order)):
+            y, own = self._used(number, chunk._replace(x=before(x, number)), state[number], running.asked)
+            x = running.merged(x, y)
+            after.append(own)
+            if number in taps:
+                tapped.append(x)
+            if number in self.exits[:-1]:
+                self._leave(self.exits.index(number), x, earlier, running, None if drawn else read)
+                earlier = x
+        self.left(running.leaves_by, chunk.valid)
+        return (x, tuple(after), tuple(tapped)), running.leaves_by
+
+    def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
+        """Let go of those that leave by exit ``number``; ``read`` None: they were drawn."""
+        rule = self.rule
+        if read is not None and rule is not None and rule.asks(number) and running.some:
+            here = running.pick(x)
+            at = AtExit(
+                number, here, running.pick(earlier), running.pick(running.positions), lambda: read(here, number)
+            )
+            running.put(rule(at))
+        running.leave(number)
+
+
+class Left(nn.Module):
+    """Called with the ``exits`` [batch, time] int64 by which the tokens of a chunk left, and ``valid``, for hooks."""
+
+    def forward(self, exits: Tensor, valid: Tensor | None) -> None:
+        return None
+
+
+class _Running:
+    """Which tokens of a chunk still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
+
+    ``asked``: where layers are asked for outputs, None for everywhere. ``some``: whether any token runs, as far as the
+    host knows.
+    """
+
+    def __init__(self, chunk: Chunk, last: int) -> None:
+        x, valid = chunk.x, chunk.valid
+        self.mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+        self.leaves_by = torch.full(x.shape[:2], last, dtype=torch.int64, device=x.device)
+        found = chunk.positions
+        self.positions = torch.zeros_like(self.leaves_by) if found is None else found
+        self.known = has_data(x) and not torch.compiler.is_compiling()
+        self.whole, self.some = True, True
+        self._picked = None if valid is None or not self.known else valid
+
+    @property
+    def asked(self) -> Tensor | None:
+        return None if self.whole or not self.known else self.mask
+
+    def merged(self, x: Tensor, y: Tensor) -> Tensor:
+        """What a layer gave, y, of those that run, and x of the others."""
+        if self.whole:
+            return y
+        return torch.where(self.mask[..., None], y, x.to(y.dtype)) if self.some else x
+
+    def pick(self, each: Tensor) -> Tensor:
+        """Of [batch, time, ...] those that run, [n, ...]; all where the host does not know them."""
+        return each.flatten(0, 1) if self._picked is None else each[self._picked]
+
+    def put(self, leaves_by: Tensor) -> None:
+        """The decision [n] about those that :meth:`pick` gave."""
+        if self._picked is not None:
+            leaves_by = self.leaves_by.index_put((self._picked,), leaves_by)
+        leaves_by = leaves_by.view(self.mask.shape)
+        self.leaves_by = leaves_by if self._picked is not None else torch.where(self.mask, leaves_by, self.leaves_by)
+
+    def leave(self, number: int) -> None:
+        """Let go of those that leave by exit ``number``."""
+        if not self.some:
+            return
+        stay = self.leaves_by > number
+        if self.known and bool(stay.all()):
+            return
+        self.mask = self.mask & stay
+        self.whole, self._picked = False, self.mask if self.known else None
+        self.some = not self.known or bool(self.mask.any())
