@@ -95,7 +95,7 @@ OWN = {
     ("global_input", "extra"): {"count": 3},
     ("layer", None): {"mixer": MIXER},
     ("encoder_layer", None): {"mixer": BidirectionalAttention.Config()},
-    ("model", "decoder"): {"layers": (DecoderLayer.Config(mixer=MIXER),)},
+    ("model", "decoder"): {"layers": (DecoderLayer.Config(mixer=MIXER),) * 2},
     ("model", "encoder"): {"layers": (EncoderLayer.Config(mixer=TWO_SIDED),)},
     ("model", "encoder_decoder"): {
         "layers": (DecoderLayer.Config(mixer=MIXER, further_mixers=(CrossAttention.Config(),)),),

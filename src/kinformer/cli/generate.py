@@ -75,7 +75,9 @@ def _print(options: Options, result: Any, echo: str) -> None:
     speed, state = result.tokens_per_second, result.state_bytes
     if options.json:
         samples = [{"text": each.text, "tokens": each.tokens, "stopped": each.stopped} for each in result.samples]
-        facts = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
+        facts: dict[str, Any] = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
+        if result.exits is not None:
+            facts["exits"] = result.exits.facts
         print_json({"run": options.folder, "prompt_tokens": result.prompt_tokens, "samples": samples} | facts)
         return
     if options.samples > 1:
@@ -90,3 +92,5 @@ def _print(options: Options, result: Any, echo: str) -> None:
         f"{speed:.1f} tokens/s; state {size(state)} ({state} bytes); seed {result.seed}",
         file=sys.stderr,
     )
+    if result.exits is not None:
+        print(result.exits.text, file=sys.stderr)

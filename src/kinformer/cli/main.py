@@ -56,6 +56,11 @@ COMMANDS = {
         "Continue a text with a trained run, token by token.",
         'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
     ),
+    "calibrate": Command(
+        "kinformer.cli.calibrate",
+        "How early tokens may leave a run's layers, for a bounded risk.",
+        "kinformer calibrate runs/book --risk 0.05 --confidence 0.95",
+    ),
     "estimate": Command(
         "kinformer.cli.estimate",
         "Parameters, FLOPs, memory and state size before anything is run.",

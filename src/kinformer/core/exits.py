@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,6 +23,22 @@ class AtExit(NamedTuple):
     earlier: Tensor
     positions: Tensor
     logits: Callable[[], Tensor]
+
+
+class AllExits(NamedTuple):
+    """What a training step knows of every exit, the last included, where ``valid`` [batch, time] bool.
+
+    ``hidden``: [batch, time, dim] of each. ``nats`` [exits, batch, time]: -ln p of the next token there. ``best``
+    [exits, batch, time] int64: the most probable one; ``targets`` [batch, time]: the right one. ``sequence`` [batch,
+    time] int64: tokens of unlike numbers in a row belong to unlike sequences.
+    """
+
+    hidden: tuple[Tensor, ...]
+    nats: Tensor
+    best: Tensor
+    targets: Tensor
+    valid: Tensor
+    sequence: Tensor
 
 
 class ExitRule(nn.Module):
@@ -49,6 +65,10 @@ class ExitRule(nn.Module):
         """Whether it changes its mind at this exit."""
         return True
 
+    def cost(self, seen: AllExits, progress: float) -> Tensor | None:
+        """What training adds to its loss for this rule to learn, a mean over tokens; None where it learns nothing."""
+        return None
+
     def forward(self, at: AtExit) -> Tensor:
         raise NotImplementedError
 
@@ -57,6 +77,8 @@ class ExitRuleConfig(Config):
     """``build(dim, exits)``: the rule of a stack of width ``dim`` with so many exits."""
 
     slot = "exit_rule"
+    learns: ClassVar[bool] = False
+    """Whether it has weights, which learn from all exits."""
 
     def build(self, dim: int, exits: int) -> ExitRule:
         raise NotImplementedError

@@ -35,5 +35,5 @@ class Member:
     departures: tuple[str, ...]
     exact_limit: str
     recipes: Mapping[str, Recipe]
-    objective: Literal["next-token", "deep-supervision"] = "next-token"
+    objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
     needs: Mapping[str, Any] = field(default_factory=dict)

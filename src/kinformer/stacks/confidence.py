@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AtExit, ExitRule, ExitRuleConfig
+from kinformer.core.exits import AllExits, AtExit, ExitRule, ExitRuleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +111,14 @@ class Saturation(ThresholdRule):
 class ExitClassifier(ThresholdRule):
     """sigmoid(w . h + b): how probable it is that the last exit would predict the same, by one w and b of all exits.
 
-    (In the paper a softmax over two classes, which is the same function.)
+    (In the paper a softmax over two classes, which is the same function.) Its loss is the cross-entropy of that,
+    both answers weighing alike, on average over the exits but the last. It moves w and b alone.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "classifier"
+        learns = True
 
         def build(self, dim: int, exits: int) -> ExitClassifier:
             return ExitClassifier(self, dim, exits)
@@ -126,4 +128,18 @@ class ExitClassifier(ThresholdRule):
         self.linear = nn.Linear(dim, 1)
 
     def confidence(self, at: AtExit) -> Tensor:
-        return self.linear(at.x)[..., 0].to(state_dtype(at.x.dtype)).sigmoid()
+        return self._logits(at.x).sigmoid()
+
+    def cost(self, seen: AllExits, progress: float) -> Tensor | None:
+        costs = []
+        for x, best in zip(seen.hidden[:-1], seen.best, strict=False):
+            agrees = (best == seen.best[-1])[seen.valid]
+            each = functional.binary_cross_entropy_with_logits(
+                self._logits(x.detach()[seen.valid]), agrees.to(state_dtype(x.dtype)), reduction="none"
+            )
+            classes = [(each * which).sum() / which.sum().clamp_min(1) for which in (agrees, ~agrees)]
+            costs.append(0.5 * (classes[0] + classes[1]))
+        return torch.stack(costs).mean()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.linear(x)[..., 0].to(state_dtype(x.dtype))

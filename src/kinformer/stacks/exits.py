@@ -58,6 +58,12 @@ class Exits(Stack):
                     "--set stack.training=mixed, or leave it out."
                 )
 
+            if self.training == "mixed" and self.rule is not None and self.rule.learns:
+                raise KinformerError(
+                    f"the rule {self.rule.kind!r} learns from all exits of a token, but mixed training takes one; "
+                    "train with --set stack.training=aligned, or with another rule (softmax_response, saturation)."
+                )
+
         def exits(self, layers: int) -> tuple[int, ...]:
             """The layers behind which exits are, from 0, the last included."""
             after = tuple(range(1, layers + 1)) if self.after is None else self.after
@@ -66,10 +72,10 @@ class Exits(Stack):
                     f"stack.after is {list(after)}, but there are {layers} layers; name some of 1 to {layers}."
                 )
             exits = tuple(dict.fromkeys((*(layer - 1 for layer in after), layers - 1)))
-            if len(exits) == 1:
+            if len(exits) == 1 < layers:
                 raise KinformerError(
-                    "the stack 'exits' has no exit before the last layer, where tokens could leave early; give more "
-                    "layers or other ones by stack.after, or use the stack 'sequential'."
+                    f"stack.after is {list(after)}, so that no token could leave before the last layer; name another "
+                    "layer, or use the stack 'sequential'."
                 )
             return exits
 

@@ -33,6 +33,12 @@ def _deep_supervision(model: Any) -> Any:
     return DeepSupervision.of(model)
 
 
+def _exits(model: Any) -> Any:
+    from kinformer.tasks.exit_losses import ExitLosses
+
+    return ExitLosses.of(model)
+
+
 class NextToken(Task):
     """Bits per byte, whatever the tokenizer, so that models with different ones compare."""
 
@@ -46,7 +52,7 @@ class NextToken(Task):
     protocol = CausalModel
     input = "tokens"
     figures = (BITS_PER_BYTE,)
-    objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision}
+    objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
     Options = NextTokenOptions
     MeasuringOptions = NextTokenMeasuring
     default_data = "stdlib"

@@ -12,6 +12,7 @@ import torch
 
 from kinformer.core.errors import KinformerError
 from kinformer.data import Tokenizer
+from kinformer.evaluation.exiting import Exited, noting_exits, saved
 from kinformer.generation.session import Session
 from kinformer.generation.stops import StopText
 from kinformer.tasks.lengths import tell_untrained
@@ -32,7 +33,7 @@ class Sample:
 @dataclass
 class Generated:
     """What came out, and what it cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
-    if Ctrl-C was pressed meanwhile."""
+    if Ctrl-C was pressed meanwhile; ``exits``: where new tokens could leave early."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -42,6 +43,7 @@ class Generated:
     new_tokens: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    exits: Exited | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,18 +65,22 @@ def continue_text(
     if options.samples == 1:
         writers[0].write = write
     result = Generated([writer.sample for writer in writers], len(tokens))
-    begun = time.perf_counter()
+    begun, exits = time.perf_counter(), None
     try:
         session.feed(torch.from_numpy(np.asarray(tokens))[None])
         session = session if options.samples == 1 else session.fork(options.samples)
         result.prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
-        _draw(session, writers, new, result)
+        with noting_exits(subject.model) as leaving:
+            _draw(session, writers, new, result)
+        exits = leaving.found
     except KeyboardInterrupt:
         result.interrupted = True
     result.seconds = time.perf_counter() - begun if result.new_tokens else 0.0
     for writer in writers:
         writer.finish()
     result.seed, result.state_bytes = session.seed, session.state_bytes
+    if exits is not None:
+        result.exits = saved(subject.model, exits, len(tokens), options.samples)
     return result
 
 

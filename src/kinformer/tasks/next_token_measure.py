@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.core.progress import note, progressing
 from kinformer.data import NgramModel
 from kinformer.evaluation.bits import Measurement, measure
+from kinformer.evaluation.exiting import LAYERS_PER_TOKEN, Exited, exiting_stack, noting_exits, saved, with_rule
 from kinformer.evaluation.pondering import PONDER_STEPS, noting_steps
 from kinformer.evaluation.usage import Usage, noting_usage
 from kinformer.evaluation.windows import Windows
@@ -27,7 +28,8 @@ NGRAM_CONTEXT = 4
 @dataclass(frozen=True)
 class Measured:
     """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
-    ``usage`` of its memories and ``steps`` per token in the first, ``changes`` and ``lookup`` as of its subject."""
+    ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with all layers),
+    ``changes`` and ``lookup`` as of its subject."""
 
     run: TrainedRun
     changes: tuple[str, ...]
@@ -40,6 +42,8 @@ class Measured:
     ngram: float | None
     usage: tuple[Usage, ...]
     steps: float | None = None
+    exits: Exited | None = None
+    whole: Measurement | None = None
 
     @property
     def all(self) -> list[Measurement]:
@@ -86,9 +90,10 @@ def _measure(
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        with noting_usage(model) as usages, noting_steps(model) as pondering:
+        with noting_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
             done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
         seconds = time.perf_counter() - begun
+        exits, whole = _without_exits(model, leaving.found, held, main, measuring, seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measure(model, held.split, windows, chunk=measuring.chunk, progress=progress)
@@ -96,14 +101,28 @@ def _measure(
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
-    return Measured(
-        run, changes, lookup, held, done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean
-    )
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean, exits, whole)
+    return Measured(run, changes, lookup, held, *measured)
+
+
+def _without_exits(
+    model: Any, found: Exited | None, held: HeldOut, main: Windows | None, measuring: Measuring, seconds: float
+) -> tuple[Exited | None, Measurement | None]:
+    """What early exits save, and the measurement with all layers; nothing where no token could leave early."""
+    if found is None:
+        return None, None
+    begun = time.perf_counter()
+    with with_rule(exiting_stack(model), None):
+        whole = measure(model, held.split, main, chunk=measuring.chunk)
+    taken = time.perf_counter() - begun
+    past = (main.context if main else measuring.chunk) // 2
+    return replace(saved(model, found, past), speedup=taken / seconds), whole
 
 
 def _evaluation(result: Measured) -> Evaluation:
     run, first = result.run, result.first
-    ponder = {} if result.steps is None else {PONDER_STEPS.name: result.steps}
+    depth = {} if result.steps is None else {PONDER_STEPS.name: result.steps}
+    depth |= {} if result.exits is None else {LAYERS_PER_TOKEN.name: result.exits.layers_per_token}
     facts = (
         {"run": str(run.folder), "member": run.member, "set": list(result.changes)}
         | {"data": result.data.identity}
@@ -112,19 +131,26 @@ def _evaluation(result: Measured) -> Evaluation:
         | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
         | dict(result.lookup or {})
-        | ponder
+        | depth
+        | _exit_facts(result)
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures={BITS_PER_BYTE.name: first.bits_per_byte} | ponder,
-        units=(BITS_PER_BYTE, *([PONDER_STEPS] if ponder else [])),
+        figures={BITS_PER_BYTE.name: first.bits_per_byte} | depth,
+        units=(BITS_PER_BYTE, *(each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in depth)),
         baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
         data=result.data.identity,
         facts=facts,
         text=tuple(_lines(result)),
     )
+
+
+def _exit_facts(result: Measured) -> dict[str, Any]:
+    if result.exits is None or result.whole is None:
+        return {}
+    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.whole.bits_per_byte}
 
 
 def _lines(result: Measured) -> list[str]:
@@ -145,6 +171,8 @@ def _lines(result: Measured) -> list[str]:
         )
     if result.steps is not None:
         lines.append(PONDER_STEPS.text(result.steps))
+    if result.exits is not None and result.whole is not None:
+        lines.append(f"{result.exits.text}, which have {result.whole.bits_per_byte:.4f} bits per byte")
     if result.ngram is not None:
         lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
     return lines

@@ -1,0 +1,103 @@
+"""Learn then Test by fixed-sequence testing, as CALM chooses its threshold (Schuster et al. 2022, sections 3.2 and 4;
+Angelopoulos et al. 2021).
+
+Thresholds are tested from the most careful one down. Each hypothesis is that the risk at a threshold is above delta;
+with the mean loss E of n independent samples, each loss in [0, 1], Hoeffding's inequality gives its p-value
+
+    p = exp(-2 n max(0, delta - E)^2)
+
+The first threshold with p > epsilon ends the test, and the one before is chosen: its risk is at most delta with a
+probability of at least 1 - epsilon over the samples, however many thresholds were tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, comb, exp, log
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Tested(NamedTuple):
+    """A ``threshold``, the mean loss ``risk`` of the samples with it, and the ``p``-value of a risk above delta."""
+
+    threshold: float
+    risk: float
+    p: float
+
+
+def hoeffding(risk: float, samples: int, delta: float) -> float:
+    """The p-value of a risk above ``delta`` where the mean loss of ``samples`` is ``risk``."""
+    return exp(-2 * samples * max(0.0, delta - risk) ** 2)
+
+
+def samples_needed(delta: float, epsilon: float) -> int:
+    """How many samples without any loss it takes to tell that the risk is at most ``delta``."""
+    return ceil(log(1 / epsilon) / (2 * delta**2))
+
+
+def fixed_sequence(
+    thresholds: Sequence[float], risk: Callable[[float], float], samples: int, delta: float, epsilon: float
+) -> list[Tested]:
+    """Test ``thresholds`` in this order; the last of the list is the first that failed, unless none did."""
+    tested: list[Tested] = []
+    for threshold in thresholds:
+        found = risk(threshold)
+        tested.append(Tested(threshold, found, hoeffding(found, samples, delta)))
+        if tested[-1].p > epsilon:
+            break
+    return tested
+
+
+def chosen(tested: Sequence[Tested], epsilon: float) -> Tested | None:
+    """The last that passed, None where the very first failed."""
+    passed = [each for each in tested if each.p <= epsilon]
+    return passed[-1] if passed else None
+
+
+def grid(count: int, nearest: float = 1e-3) -> list[float]:
+    """``count`` thresholds from 1 - ``nearest`` down to 0, whose distances to 1 grow by one factor."""
+    return [1 - nearest ** (1 - index / (count - 1)) for index in range(count)]
+
+
+def dissimilarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Of the sequences [n, length] of two arrays, pair by pair: 1 - (longest common subsequence) / length, [n].
+
+    For sequences of one length this is 1 - ROUGE-L, whichever its measure.
+    """
+    count, length = left.shape
+    before = np.zeros((count, length + 1), np.int64)
+    for index in range(length):
+        same = before[:, :-1] + (left[:, index, None] == right)
+        after = np.zeros_like(before)
+        after[:, 1:] = np.maximum(same, before[:, 1:])
+        before = np.maximum.accumulate(after, axis=1)
+    return 1 - before[:, -1] / length
+
+
+def upper_bound(losses: np.ndarray, confidence: float) -> float:
+    """A bound that the mean of independent losses [n] in [0, 1] exceeds with a probability of at most 1 - confidence.
+
+    The largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence: Bentkus' inequality (2004).
+    """
+    count, total = len(losses), ceil(float(losses.sum()) - 1e-9)
+    low, high = float(losses.mean()), 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if exp(1) * _binomial(total, count, middle) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _binomial(most: int, count: int, share: float) -> float:
+    """P(Bin(count, share) <= most)"""
+    if share >= 1:
+        return float(most >= count)
+    if share <= 0:
+        return 1.0
+    return sum(
+        exp(log(comb(count, k)) + k * log(share) + (count - k) * log(1 - share)) for k in range(min(most, count) + 1)
+    )

@@ -1,0 +1,65 @@
+"""CALM: a token leaves a decoder as soon as it is sure enough of the next one, by a calibrated threshold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+Measure = Literal["softmax_response", "saturation", "classifier"]
+
+
+def _recipe(
+    shape: Shape, measure: Measure = "softmax_response", head_dim: int | None = None, vocab_size: int = 256
+) -> Recipe:
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.t5 import T5
+        from kinformer.stacks.confidence import ExitClassifier, Saturation, SoftmaxResponse
+        from kinformer.stacks.exits import Exits
+
+        rules = {each.kind: each for each in (SoftmaxResponse.Config, Saturation.Config, ExitClassifier.Config)}
+        config = decoder(
+            shape,
+            vocab or vocab_size,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, head_dim=head_dim, position=T5.Config()),
+        )
+        return config.replace(stack=Exits.Config(rule=rules[measure]()))
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, activation="gelu")
+
+
+MEMBER = Member(
+    name="calm",
+    title="CALM (confident early exits, calibrated)",
+    paper="Schuster et al. 2022, Confident Adaptive Language Modeling (NeurIPS, arXiv 2207.07061)",
+    year=2022,
+    axes=("depth",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "the decoder alone, as a language model, with T5's biases of distances; its feed-forward is not gated",
+        "rows of a batch leave on their own; in the authors' code all wait for the least sure",
+        "a layer that is skipped absorbs the vector that the token left with; in the authors' code the first exit's",
+        "a threshold decays with the position in the sequence, prompt included; in the authors' code it does not",
+        "the classifier learns beside the model, which its loss does not move; in the paper in a stage of its own",
+    ),
+    exact_limit="without thresholds, or with thresholds above 1, it is exact attention of all layers",
+    recipes={
+        "tiny": _recipe(_shape(32, 3, 2)),
+        "small": _recipe(_shape(256, 4, 4)),
+        "benchmark": _recipe(_shape(256, 4, 4)),
+        "paper": _recipe(_shape(512, 8, 6, 1024), head_dim=64, vocab_size=32128),
+        "paper-saturation": _recipe(_shape(512, 8, 6, 1024), "saturation", head_dim=64, vocab_size=32128),
+        "paper-classifier": _recipe(_shape(512, 8, 6, 1024), "classifier", head_dim=64, vocab_size=32128),
+    },
+    objective="exits",
+)

@@ -1,0 +1,80 @@
+"""``kinformer calibrate``: the threshold in the run, what uses it and reports it, mistakes."""
+
+import json
+
+import pytest
+
+from kinformer.runs.run import open_run
+
+FEW = ("--prompts", 60, "--risk", 0.2, "--prompt-tokens", 8, "--new-tokens", 4, "--thresholds", 4, "--threads", 1)
+
+
+@pytest.fixture(scope="module")
+def calm_run(make_run):
+    return make_run("calm")
+
+
+@pytest.mark.parametrize("consistency", ["textual", "risk"])
+def test_the_threshold_is_kept_and_used(cli, calm_run, consistency):
+    code, out, err = cli("calibrate", calm_run, *FEW, "--consistency", consistency, "--json")
+    assert code == 0, err
+    found, run = json.loads(out), open_run(calm_run)
+    assert found["threshold"] in [each["threshold"] for each in found["tested"]] and found["measured"] <= 0.2
+    assert run.config.stack.rule.thresholds == (found["threshold"],)
+    assert run.data["calibration"]["threshold"] == found["threshold"]
+    assert run.data["calibration"]["consistency"] == consistency
+    assert run.model().stack.rule.thresholds == (found["threshold"],) * 2
+    code, out, _ = cli("calibrate", calm_run, *FEW, "--consistency", consistency)
+    assert code == 0 and f"threshold {found['threshold']:.4f} has a loss of at most 0.2" in out
+
+
+def test_reports_of_evaluate_and_generate(cli, calm_run):
+    at = ("--set", "stack.rule.thresholds=[0.02]", "--threads", 1)
+    code, out, err = cli("evaluate", calm_run, *at, "--max-bytes", 300, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    counts = facts["exits"]["tokens_by_layers"]
+    assert list(counts) == ["1", "2", "3"] and sum(counts.values()) == 299 and counts["1"] > 0
+    mean = sum(int(layers) * count for layers, count in counts.items()) / 299
+    assert facts["layers_per_token"] == facts["exits"]["layers_per_token"] == pytest.approx(mean)
+    assert facts["exits"]["speedup"] > 0 and facts["all_layers_bits_per_byte"] != facts["bits_per_byte"]
+    _, plain, _ = cli("evaluate", calm_run, "--set", "stack.rule.thresholds=[]", "--max-bytes", 300, "--json")
+    assert json.loads(plain)["bits_per_byte"] == facts["all_layers_bits_per_byte"] and "exits" not in json.loads(plain)
+    code, out, err = cli("generate", calm_run, *at, "--prompt", "wind", "--max-new-tokens", 9, "--samples", 2, "--json")
+    assert code == 0, err
+    exits = json.loads(out)["exits"]
+    assert sum(exits["tokens_by_layers"].values()) == 16 and exits["flops_saved"] < 1 and exits["layers"] == 3
+    _, out, err = cli("generate", calm_run, *at, "--prompt", "wind", "--max-new-tokens", 9)
+    assert "of 3 layers per token" in err
+
+
+def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
+    from kinformer.runs import calibrate
+
+    monkeypatch.setattr(calibrate, "dissimilarity", lambda left, right: (left >= 0).mean(1))
+    code, out, err = cli("calibrate", calm_run, *FEW)
+    assert code == 0 and "all tokens go through all layers" in out, err
+    run = open_run(calm_run)
+    assert run.config.stack.rule.thresholds == () and run.data["calibration"]["threshold"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--risk", 0), "--risk 0: is a share"),
+        (("--confidence", 1), "--confidence 1: is a share"),
+        (("--prompts", 100), "too few to tell a risk of at most 0.05 with confidence 0.95"),
+        (("--thresholds", 1), "--thresholds"),
+        (("--new-tokens", 9999), "too few for 1000 samples of 10063"),
+        (("--data", "nowhere.txt"), "nowhere.txt"),
+        (("--split", "tset"), "--split"),
+    ],
+)
+def test_mistakes(cli, calm_run, flags, told):
+    code, _, err = cli("calibrate", calm_run, *flags)
+    assert code == 2 and told in err and len(err.strip().splitlines()) == 1
+
+
+def test_runs_without_such_exits_are_refused(cli, gpt_run):
+    code, _, err = cli("calibrate", gpt_run)
+    assert code == 2 and "no token leaves early; give one of calm" in err

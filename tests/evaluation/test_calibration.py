@@ -1,0 +1,83 @@
+"""Learn then Test: closed forms, the order of the test, and how often the bound holds over many draws."""
+
+from itertools import combinations
+from math import exp, log
+
+import numpy as np
+import pytest
+
+from kinformer.evaluation.calibration import (
+    chosen,
+    dissimilarity,
+    fixed_sequence,
+    grid,
+    hoeffding,
+    samples_needed,
+    upper_bound,
+)
+
+
+def test_the_p_value_is_hoeffdings():
+    assert hoeffding(0.02, 600, 0.05) == pytest.approx(exp(-2 * 600 * 0.03**2))
+    assert hoeffding(0.05, 600, 0.05) == hoeffding(0.9, 600, 0.05) == 1.0
+    needed = samples_needed(0.05, 0.05)
+    assert hoeffding(0.0, needed, 0.05) <= 0.05 < hoeffding(0.0, needed - 1, 0.05)
+
+
+def test_thresholds_fall_to_zero_and_are_closer_near_one():
+    found = grid(24)
+    assert found[0] == pytest.approx(0.999) and found[-1] == 0 and len(found) == 24
+    gaps = -np.diff(found)
+    assert (gaps > 0).all() and (np.diff(gaps) > 0).all()
+
+
+def test_the_test_ends_with_the_first_failure_and_chooses_the_one_before():
+    """Later thresholds are not looked at, even where they would pass."""
+    risks = {0.9: 0.0, 0.8: 0.01, 0.7: 0.2, 0.6: 0.0}
+    asked = []
+
+    def risk(threshold):
+        asked.append(threshold)
+        return risks[threshold]
+
+    tested = fixed_sequence(list(risks), risk, 2000, 0.05, 0.05)
+    assert asked == [0.9, 0.8, 0.7] and chosen(tested, 0.05) == (0.8, 0.01, hoeffding(0.01, 2000, 0.05))
+    assert chosen(fixed_sequence([0.7, 0.9], risk, 2000, 0.05, 0.05), 0.05) is None
+    assert chosen(fixed_sequence([0.9, 0.8], risk, 2000, 0.05, 0.05), 0.05)[0] == 0.8
+
+
+def test_the_chosen_threshold_is_seldom_too_risky():
+    """Losses whose true mean grows as the threshold falls: a risk above delta is chosen in at most epsilon of draws."""
+    draw, delta, epsilon, samples = np.random.default_rng(0), 0.1, 0.1, 300
+    true = {threshold: 0.2 * (1 - threshold) for threshold in np.linspace(1, 0, 21)}
+    wrong, found = 0, []
+    for _ in range(400):
+        tested = fixed_sequence(
+            list(true), lambda t: float((draw.random(samples) < true[t]).mean()), samples, delta, epsilon
+        )
+        found.append(true[chosen(tested, epsilon).threshold])
+        wrong += found[-1] > delta
+    assert wrong / 400 <= epsilon and np.mean(found) > 0.02
+
+
+def test_dissimilarity_is_one_minus_the_longest_common_subsequence():
+    draw = np.random.default_rng(0)
+    left, right = draw.integers(3, size=(2, 20, 6))
+
+    def common(a, b):
+        parts = (
+            size for size in range(6, 0, -1) for some in combinations(a, size) if some in set(combinations(b, size))
+        )
+        return next(parts, 0)
+
+    want = [1 - common(tuple(a), tuple(b)) / 6 for a, b in zip(left, right, strict=True)]
+    assert np.allclose(dissimilarity(left, right), want) and len(set(want)) > 2
+    assert not dissimilarity(left, left).any() and (dissimilarity(left, left + 9) == 1).all()
+
+
+def test_the_upper_bound_is_bentkus():
+    """Without a loss in n samples the bound r has e (1 - r)^n = 1 - confidence."""
+    assert upper_bound(np.zeros(200), 0.95) == pytest.approx(1 - exp((log(0.05) - 1) / 200), abs=1e-9)
+    losses = np.array([1.0] * 3 + [0.0] * 97)
+    assert 0.03 < upper_bound(losses, 0.9) < upper_bound(losses, 0.99) < 0.2
+    assert upper_bound(np.ones(10), 0.95) == 1.0
