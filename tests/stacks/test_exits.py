@@ -15,6 +15,8 @@ RULES = {
     "softmax": {"kind": "softmax_response", "thresholds": [0.02]},
     "softmax, decaying": {"kind": "softmax_response", "measure": "maximum", "thresholds": [0.03], "decay_tokens": 4.0},
     "saturation": {"kind": "saturation", "thresholds": [0.97]},
+    "multinomial": {"kind": "multinomial"},
+    "geometric": {"kind": "geometric", "thresholds": [0.64, 0.71, 0.75], "per_exit": True},
     "classifier": {"kind": "classifier", "thresholds": [0.64, 0.71, 0.75]},
 }
 SMALL = {"layers": 4, "layers.*.feed_forward.hidden_dim": 64}

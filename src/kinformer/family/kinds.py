@@ -43,7 +43,7 @@ def _models() -> list[type[Config]]:
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import lookup, patches, steps, tokens
     from kinformer.models import decoder, encoder_decoder
-    from kinformer.stacks import act, confidence, exits, reversible, sequential, universal
+    from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
 
     return [
         decoder.Decoder.Config,
@@ -61,6 +61,8 @@ def _models() -> list[type[Config]]:
         confidence.SoftmaxResponse.Config,
         confidence.Saturation.Config,
         confidence.ExitClassifier.Config,
+        learned_exits.Multinomial.Config,
+        learned_exits.Geometric.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
         modulus_head.ModulusHead.Config,

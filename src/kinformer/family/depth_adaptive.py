@@ -1,0 +1,78 @@
+"""Depth-adaptive Transformer: exits at every layer of a decoder, which a token takes as it has learnt to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, decoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+
+
+def _recipe(
+    shape: Shape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
+) -> Recipe:
+    """``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
+
+    def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.blocks.initialise import Initialisation
+        from kinformer.core.exits import ExitRuleConfig
+        from kinformer.heads.language import LanguageModelHead
+        from kinformer.mixers.softmax import SoftmaxAttention
+        from kinformer.positions.sinusoidal import Sinusoidal
+        from kinformer.stacks.confidence import SoftmaxResponse
+        from kinformer.stacks.exits import Exits
+        from kinformer.stacks.learned_exits import Geometric, Multinomial
+
+        rule: ExitRuleConfig = Multinomial.Config() if multinomial else Geometric.Config()
+        stack = Exits.Config(rule=rule, weights="uniform", classifiers="tied" if tied else "separate")
+        if mixed:
+            rule = SoftmaxResponse.Config(measure="maximum")
+            stack = stack.replace(rule=rule, training="mixed", samples=6)
+        config = decoder(
+            shape,
+            vocab or 256,
+            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
+            position=Sinusoidal.Config(),
+            head=LanguageModelHead.Config(tied=tied),
+            initialisation=Initialisation(scheme="xavier"),
+            scale=True,
+        )
+        layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
+        return config.replace(layers=layers, stack=stack, norm=None, dropout=dropout)
+
+    return recipe
+
+
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+
+
+MEMBER = Member(
+    name="depth-adaptive",
+    title="Depth-Adaptive Transformer (learnt exits)",
+    paper="Elbayad et al. 2020, Depth-Adaptive Transformer (ICLR, arXiv 1910.10073)",
+    year=2020,
+    axes=("depth",),
+    causal=True,
+    growth="linear",
+    departures=(
+        "the decoder alone, as a language model; so there is no source from which one exit for a whole sequence could "
+        "be foretold",
+        "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
+        "no dropout outside of the recipes paper",
+    ),
+    exact_limit="without a rule (stack.rule=null) it is exact attention of all layers",
+    recipes={
+        "tiny": _recipe(_shape(32, 3, 2)),
+        "small": _recipe(_shape(256, 4, 4)),
+        "benchmark": _recipe(_shape(256, 4, 4)),
+        "paper": _recipe(_shape(256, 6, 4, 1024), dropout=0.3),
+        "paper-multinomial": _recipe(_shape(256, 6, 4, 1024), multinomial=True, dropout=0.3),
+        "paper-tied": _recipe(_shape(256, 6, 4, 1024), tied=True, dropout=0.3),
+        "paper-mixed": _recipe(_shape(256, 6, 4, 1024), mixed=True, dropout=0.3),
+    },
+    objective="exits",
+)
