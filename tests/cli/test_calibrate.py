@@ -58,6 +58,19 @@ def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
     assert run.config.stack.rule.thresholds == () and run.data["calibration"]["threshold"] is None
 
 
+def test_thresholds_of_every_exit_by_search(cli, calm_run):
+    flags = ("--search", 200, "--max-bytes", 600, "--threads", 1)
+    code, out, err = cli("calibrate", calm_run, *flags, "--tolerance", 0.5, "--json")
+    assert code == 0, err
+    found, run = json.loads(out), open_run(calm_run)
+    assert run.config.stack.rule.thresholds == tuple(found["thresholds"]) and len(found["thresholds"]) == 2
+    assert found["bits_per_byte"] <= found["all_layers_bits_per_byte"] + 0.5 and found["exits"]["layers_per_token"] < 3
+    code, out, _ = cli("evaluate", calm_run, "--split", "validation", "--max-bytes", 600, "--json", "--threads", 1)
+    assert json.loads(out)["bits_per_byte"] == pytest.approx(found["bits_per_byte"])
+    code, out, _ = cli("calibrate", calm_run, *flags, "--tolerance", 0.5)
+    assert code == 0 and "bits per byte, with all layers" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -66,6 +79,9 @@ def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
         (("--prompts", 100), "too few to tell a risk of at most 0.05 with confidence 0.95"),
         (("--thresholds", 1), "--thresholds"),
         (("--new-tokens", 9999), "too few for 1000 samples of 10063"),
+        (("--search", 9, "--risk", 0.2), "--risk: is of a calibration that bounds a risk"),
+        (("--tolerance", 0.2), "--tolerance: is for --search"),
+        (("--search", 9, "--tolerance", -1), "--tolerance -1: must be 0 or more"),
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--split", "tset"), "--split"),
     ],

@@ -8,12 +8,15 @@ import torch
 
 from kinformer.evaluation.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.family.build import configure
+from kinformer.figures.exits import coloured_text
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
+from kinformer.runs.draw_options import DrawOptions
+from kinformer.runs.run import open_run
 
 pytest.importorskip("matplotlib")
 
@@ -229,3 +232,35 @@ def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
     monkeypatch.setattr("kinformer.evaluation.figure.find_spec", lambda name: None)
     code, out, err = cli("draw", "local")
     assert (code, out) == (2, "") and "pip install 'kinformer[plot]'" in err and err.count("\n") == 1
+
+
+def test_a_text_by_depth(drawn, make_run, text_file):
+    """Every token is coloured by the exit that foretold it, each read with half a window or more before it."""
+    run = make_run("calm")
+    told, data = drawn(run, "--exits", "--length", 90, "--data", text_file, "--set", "stack.rule.thresholds=[0.02]")
+    assert data.startswith(b"\x89PNG") and told["out"] == "calm.png" and told["layers"] == 3
+    counts = told["tokens_by_layers"]
+    assert sum(counts.values()) == 90 and counts["1"] > 0 and 1 < told["layers_per_token"] < 3
+    options = DrawOptions(subject=str(run), exits=True, length=90, set={"stack.rule.thresholds": [0.02]})
+    text, model = coloured_text(options), open_run(run).model({"stack.rule.thresholds": [0.02]})
+    assert [exit for _, exit in text.pieces[:1] + text.pieces[-1:]] == [None, None]
+    shown = "".join(piece for piece, _ in text.pieces).encode()[:32]
+    first = torch.tensor([list(shown)])
+    seen = []
+    model.stack.left.register_forward_hook(lambda _, given, __: seen.append(given[0][0].tolist()))
+    with torch.no_grad():
+        model(first)
+    assert [exit for _, exit in text.pieces[1:33]] == seen[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
+        (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
+        (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),
+    ],
+)
+def test_mistakes_with_exits(cli, make_run, flags, told):
+    code, _, err = cli("draw", make_run(flags[0]), *flags[1:])
+    assert code == 2 and told in err

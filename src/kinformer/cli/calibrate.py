@@ -15,6 +15,7 @@ class Options(CalibrateOptions, Printing):
 
     A sample is a prompt from the text and its greedy continuation. Its loss, between 0 and 1, is how much the
     continuation with early exits differs from that of all layers (textual), or how much worse it is (risk).
+    With --search thresholds of every exit are found by what they cost in bits per byte instead.
     """
 
     folder: RunFolder
@@ -23,6 +24,8 @@ class Options(CalibrateOptions, Printing):
 
 def run(options: Options) -> int:
     """Calibrate and report."""
+    if options.search is not None:
+        return _search(options)
     from kinformer.runs.calibrate import calibrate
 
     found = calibrate(options.folder, asked(CalibrateOptions, options), quiet=options.json or options.quiet)
@@ -43,4 +46,27 @@ def run(options: Options) -> int:
         print(f"{options.folder}: no threshold has {what}; all tokens go through all layers")
     else:
         print(f"{options.folder}: threshold {best.threshold:.4f} has {what}: {exits.text}")
+    return 0
+
+
+def _search(options: Options) -> int:
+    from kinformer.runs.search_exits import search
+
+    found = search(options.folder, asked(CalibrateOptions, options))
+    if options.json:
+        print_json(
+            {"run": options.folder, "thresholds": found.thresholds, "bits_per_byte": found.bits_per_byte}
+            | {"all_layers_bits_per_byte": found.whole, "data": found.data.identity}
+            | {"exits": None if found.exits is None else found.exits.facts, "seconds": found.seconds}
+            | {"curve": [each._asdict() for each in found.curve]}
+        )
+        return 0
+    if found.exits is None:
+        print(f"{options.folder}: no thresholds cost so little; all tokens go through all layers")
+        return 0
+    thresholds = ", ".join(f"{each:.4f}" for each in found.thresholds)
+    print(
+        f"{options.folder}: thresholds {thresholds}: {found.bits_per_byte:.4f} bits per byte, with all layers "
+        f"{found.whole:.4f}; {found.exits.text}"
+    )
     return 0

@@ -13,7 +13,7 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
-from kinformer.runs.options import DrawOptions
+from kinformer.runs.draw_options import DrawOptions
 
 if TYPE_CHECKING:
     from kinformer.evaluation.panels import Panel
@@ -40,10 +40,14 @@ def run(options: Options) -> int:
     check(out)
     import torch
 
+    torch.manual_seed(options.seed)
+    if options.exits and not options.spans:
+        return _exits(options, out)
+    if options.data is not None and not options.spans:
+        raise KinformerError(f"--data {options.data}: is for --exits; add --exits, or leave it out.")
     from kinformer.evaluation.draw import draw
     from kinformer.figures.subject import find
 
-    torch.manual_seed(options.seed)
     subject = find(asked(DrawOptions, options))
     panels = subject.panels()
     if not panels:
@@ -58,6 +62,19 @@ def run(options: Options) -> int:
     more = f" ({MOST_PANELS} of {len(panels)}; choose with --layer and --head)" if len(panels) > MOST_PANELS else ""
     print(f"{out}: {subject.title}{more}")
     _list(panels[:MOST_PANELS])
+    return 0
+
+
+def _exits(options: Options, out: Path) -> int:
+    from kinformer.evaluation.draw_exits import draw_exits
+    from kinformer.figures.exits import coloured_text
+
+    text = coloured_text(asked(DrawOptions, options))
+    draw_exits(text, out)
+    if options.json:
+        print_json({"subject": options.subject, "kind": "run", "out": str(out)} | text.exited.facts)
+    else:
+        print(f"{out}: {text.title}\n  {text.exited.text}")
     return 0
 
 

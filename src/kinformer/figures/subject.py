@@ -29,7 +29,7 @@ from kinformer.evaluation.panels import (
 from kinformer.evaluation.whole_text import WholeText, global_token_words, in_text
 from kinformer.figures.spans import span_panel
 from kinformer.kernels.block_sparse import explain
-from kinformer.runs.options import DrawOptions
+from kinformer.runs.draw_options import DrawOptions
 from kinformer.runs.run import CONFIG, open_run
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def find(options: DrawOptions) -> Drawing:
 
 
 def _spans(options: DrawOptions) -> Drawing:
-    others = ("pattern", "position", "length", "layer", "head", "image_width")
+    others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "data")
     if given := [flag_of(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"--spans draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
     run = open_run(options.subject)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ class Calibrated:
 def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated:
     """Find the threshold of the run in ``folder`` and write it into its config, in place of the one before."""
     run = open_run(folder)
-    _check(run)
+    check_exits(run)
     device = options.prepare(options.seed)
     model = pack(run.model({"stack.rule.thresholds": []}).to(device), options.rows)
     begun = time.perf_counter()
@@ -62,7 +62,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
             tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
-        kept = _keep(run, best, options, held)
+        kept = keep(run, () if best is None else (best.threshold,), _said(best, options), held)
     return Calibrated(run=kept, tested=tested, chosen=best, exits=exits, data=held, seconds=time.perf_counter() - begun)
 
 
@@ -74,7 +74,7 @@ def _told(samples: _Samples, progress: Progress, most: int) -> Any:
     return risk
 
 
-def _check(run: Run) -> None:
+def check_exits(run: Run) -> None:
     """Refuse runs whose exits have no threshold, or that continue no text."""
     from kinformer.stacks.confidence import ThresholdConfig
 
@@ -150,12 +150,16 @@ def at_threshold(model: Any, threshold: float) -> Iterator[None]:
         rule.thresholds = before
 
 
-def _keep(run: Run, best: Tested | None, options: CalibrateOptions, held: HeldOut) -> Run:
-    """The run with its thresholds, saved."""
-    config = override(run.config, {"stack.rule.thresholds": [] if best is None else [best.threshold]}, kinds())
+def _said(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
     names = ("risk", "confidence", "consistency", "prompts", "prompt_tokens", "new_tokens", "seed")
-    said = {name: getattr(options, name) for name in names} | {"data": held.identity}
-    said |= {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
-    kept = replace(run, config=config, data=dict(run.data) | {CALIBRATION: said})
+    found = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
+    return {name: getattr(options, name) for name in names} | found
+
+
+def keep(run: Run, thresholds: Sequence[float], said: Mapping[str, Any], held: HeldOut) -> Run:
+    """The run with its ``thresholds``, and what is ``said`` of how they were found, saved."""
+    config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
+    data = dict(run.data) | {CALIBRATION: dict(said) | {"data": held.identity}}
+    kept = replace(run, config=config, data=data)
     kept.save()
     return kept

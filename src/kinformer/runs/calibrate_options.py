@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from kinformer.core.errors import KinformerError, require
+from kinformer.core.errors import KinformerError, flag_of, require
 from kinformer.runs.options import Machine
 
 
@@ -38,6 +38,13 @@ class CalibrateOptions(Machine):
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
     rows: int = 64
     """How many continuations grow side by side."""
+    search: int | None = None
+    """Instead of a bound on a risk: draw so many thresholds for every exit, and take those with the fewest layers per
+    token whose bits per byte stay within --tolerance of all layers'."""
+    tolerance: float | None = None
+    """With --search: how many bits per byte early exits may cost (0.01 if not given)."""
+    max_bytes: int | None = None
+    """With --search: measure on the first N bytes only (20,000 if not given)."""
     seed: int = 0
     """Decides the samples."""
 
@@ -49,6 +56,12 @@ class CalibrateOptions(Machine):
         for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
             require(f"--{name.replace('_', '-')}", getattr(self, name), least)
         require("--seed", self.seed, 0)
+        if self.search is not None:
+            self._check_search()
+            return
+        for name in ("tolerance", "max_bytes"):
+            if getattr(self, name) is not None:
+                raise KinformerError(f"{flag_of(name)}: is for --search; give --search N too, or leave it out.")
         from kinformer.evaluation.calibration import samples_needed
 
         needed = samples_needed(self.risk, 1 - self.confidence)
@@ -57,3 +70,15 @@ class CalibrateOptions(Machine):
                 f"--prompts {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
                 f"{self.confidence:g}, even without a single difference; give {needed} or more."
             )
+
+    def _check_search(self) -> None:
+        require("--search", self.search, 1)
+        require("--max-bytes", self.max_bytes, 2)
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise KinformerError(f"--tolerance {self.tolerance:g}: must be 0 or more bits per byte.")
+        own = {"search", "tolerance", "max_bytes", "split", "data", "seed", *(each.name for each in fields(Machine))}
+        for each in fields(CalibrateOptions):
+            if each.name not in own and getattr(self, each.name) != each.default:
+                raise KinformerError(
+                    f"{flag_of(each.name)}: is of a calibration that bounds a risk; leave it or --search out."
+                )

@@ -1,0 +1,103 @@
+"""Thresholds of every exit, found by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
+
+What every exit would say of every token is written down once, with all tokens in all layers (as in aligned training);
+then each draw of thresholds costs nothing but comparisons. That tokens which left earlier are looked at in later
+layers as they were is left out here, so that what is found must be measured afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.exits import AtExit, ExitRule
+from kinformer.data import Split
+from kinformer.evaluation.exiting import with_rule
+from kinformer.evaluation.windows import Windows, batches
+
+_AT_ONCE = 1 << 22
+
+
+class Draw(NamedTuple):
+    """``thresholds`` of every exit but the last, and the mean ``nats`` and ``layers`` per token with them."""
+
+    thresholds: tuple[float, ...]
+    nats: float
+    layers: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """``confidence`` [exits - 1, n] and ``nats`` [exits, n] of n tokens at every exit, behind so many ``layers``."""
+
+    confidence: np.ndarray
+    nats: np.ndarray
+    layers: tuple[int, ...]
+
+    def search(self, draws: int, seed: int) -> list[Draw]:
+        """``draws`` thresholds, each exit's evenly between its lowest and highest confidence, none of which is worse
+        than another in both nats and layers, fewest layers first."""
+        generator = np.random.default_rng(seed)
+        low, high = self.confidence.min(1), self.confidence.max(1)
+        thresholds = generator.uniform(low, high, (draws, len(low)))
+        measured = np.concatenate(list(self._measured(thresholds)))
+        order = np.lexsort((measured[:, 0], measured[:, 1]))
+        best, kept = np.inf, []
+        for index in order:
+            if measured[index, 0] < best:
+                best = measured[index, 0]
+                kept.append(Draw(tuple(thresholds[index].tolist()), *measured[index].tolist()))
+        return kept
+
+    def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
+        """Nats and layers [some draws, 2]."""
+        layers, count = np.array(self.layers), self.nats.shape[1]
+        for some in np.array_split(thresholds, max(1, len(thresholds) * count // _AT_ONCE)):
+            exit = np.full((len(some), count), len(self.layers) - 1)
+            for number in range(len(self.layers) - 2, -1, -1):
+                exit[self.confidence[number] >= some[:, number, None]] = number
+            nats = self.nats[exit, np.arange(count)].mean(1)
+            yield np.stack([nats, layers[exit].mean(1)], axis=1)
+
+
+def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Outlook:
+    """What every exit of ``model``, whose stack has a threshold rule, makes of every token of ``split``."""
+    stack, last = model.stack, []
+    recorder = _Recorder(stack.rule)
+    with torch.inference_mode(), with_rule(stack, recorder):
+        for group in batches(len(split) - 1, windows, max(1, chunk // windows.context)):
+            rows = split.rows(np.array([window.start for window in group]), group[0].size + 1)
+            tokens = torch.from_numpy(rows).to(model.input.device)
+            recorder.targets = tokens[:, 1:].flatten()
+            logits, _ = model(tokens[:, :-1])
+            last.append(recorder.nats_of(logits.flatten(0, 1)))
+    nats = [*(np.concatenate(each) for each in recorder.nats), np.concatenate(last)]
+    confidence = np.stack([np.concatenate(each) for each in recorder.confidence])
+    return Outlook(confidence, np.stack(nats), tuple(use + 1 for use in stack.exits))
+
+
+class _Recorder(ExitRule):
+    """Lets no token leave, and notes the ``rule``'s confidence and the nats of the ``targets`` at every exit."""
+
+    targets: Tensor
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__(rule.exits)
+        self.rule = rule
+        self.confidence: list[list[np.ndarray]] = [[] for _ in range(self.last)]
+        self.nats: list[list[np.ndarray]] = [[] for _ in range(self.last)]
+
+    def forward(self, at: AtExit) -> Tensor:
+        self.confidence[at.number].append(self.rule.confidence(at).float().cpu().numpy())
+        self.nats[at.number].append(self.nats_of(at.logits()))
+        return torch.full(at.x.shape[:1], self.last, device=at.x.device)
+
+    def nats_of(self, logits: Tensor) -> np.ndarray:
+        """-ln p of the targets [n]."""
+        return functional.cross_entropy(logits.float(), self.targets, reduction="none").cpu().numpy()
