@@ -54,7 +54,7 @@ def test_every_step_is_drawn(walks):
     make the steps beside the ends up to twice as frequent."""
     module = TrajectoryRows(walks, settings(length=12, batch_size=4000), None)
     batch = module.batch(0, 0, 1)
-    assert batch.real.all() and batch.values.shape == (4000, 12, 10)
+    assert batch.real.all() and batch.values.shape == (4000, 12, 8)
     assert torch.equal(batch.values, module.batch(0, 0, 1).values)
     assert not torch.equal(batch.values, module.batch(1, 0, 1).values)
     halves = [module.batch(0, rank, 2).values for rank in (0, 1)]
@@ -123,7 +123,7 @@ def test_an_agent_that_carries_its_state_is_one_forward_over_the_episode(walks, 
     torch.manual_seed(0)
     model = kinformer.build(
         "decision", recipe="tiny",
-        set={"input.state_dim": 8, "input.action_dim": 4, "head.actions": 4, "layers.*.mixer": mixer},
+        set={"input.state_dim": 6, "input.action_dim": 4, "head.actions": 4, "layers.*.mixer": mixer},
     ).eval()  # fmt: skip
     episode = int(walks.found.lengths.argmax())
     carried = said_of(model, None, walks.found, episode)
@@ -203,7 +203,7 @@ def test_from_the_command_line(capsys, tmp_path):
     assert told["steps"] == 2 and told["validation_bits_per_action"] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["task"]["name"] == "trajectories" and config["data"]["spec"] == "key-to-door"
-    assert len(config["model"]["input"]["state_mean"]) == 8 and config["model"]["head"]["actions"] == 4
+    assert len(config["model"]["input"]["state_mean"]) == 6 and config["model"]["head"]["actions"] == 4
     act = ["--target", "0,0.5,1", "--episodes", 3, "--cloning-steps", 5, "--picture", picture]
     measured = json.loads(run("evaluate", out, *act, "--json"))
     assert [row["target"] for row in measured["returns"]] == [0.0, 0.5, 1.0]
@@ -252,7 +252,7 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
     assert found.figures.keys() == {"action_error"} and "give --env NAME" in found.text[-1]
     with pytest.raises(KinformerError, match="names no environment; give --env NAME too"):
         kinformer.evaluate(tmp_path / "run", target="1")
-    with pytest.raises(KinformerError, match="has observations of 8 numbers, but those of .*run have 3"):
+    with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):
         kinformer.evaluate(tmp_path / "run", env="key-to-door")
 
 
@@ -264,7 +264,7 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
         ({"gaussian": True}, "--gaussian: is for continuous actions"),
         (
             {"env": "shortest-path"},
-            "--env shortest-path: has observations of 20 numbers, but those of key-to-door have 8",
+            "--env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
         ),
         ({"tokenizer": "bytes.json"}, "--tokenizer: is for text, not for trajectories"),
         ({"data": "nowhere.npz"}, "is neither a file nor a folder"),
