@@ -17,13 +17,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
 
 PARTS = {"core", "kernels", "projections", "positions", "scores", "patterns", "features", "decays", "memory"}
-LEARNING = {"core", "data", "training", "generation", "evaluation"}
+LEARNING = {"core", "data", "environments", "training", "generation", "evaluation"}
 BELOW_FAMILY = PARTS | LEARNING | {"mixers", "inputs", "stacks", "blocks", "heads", "models", "interop", "testing"}
 BELOW_RUNS = BELOW_FAMILY | {"family", "tasks"}
 MAY_IMPORT = {
     "core": set(),
     **dict.fromkeys(("kernels", "projections", "positions", "scores", "patterns", "features", "decays"), {"core"}),
-    **dict.fromkeys(("data", "testing", "inputs", "stacks", "blocks", "heads", "interop"), {"core"}),
+    "data": {"core", "environments"},
+    **dict.fromkeys(("environments", "testing", "inputs", "stacks", "blocks", "heads", "interop"), {"core"}),
     "memory": {"core", "kernels"},
     "mixers": PARTS,
     "models": {"core", "blocks", "stacks"},

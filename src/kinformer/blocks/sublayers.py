@@ -75,6 +75,7 @@ def _additive(residual: Residual, run: Any) -> Any:
     if residual.additive:
         return run
     raise KinformerError(
-        "the layer's residual changes the sum of stream and sublayer (a norm stands behind it), so that no sublayer "
+        "the layer's residual changes the sum of stream and sublayer (by a norm or a gate behind it), so that no "
+        "sublayer "
         "can be taken away again; use the residual 'pre' (--set layers.*.residual=pre), or the stack 'sequential'."
     )

@@ -29,6 +29,8 @@ ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)
 SEQUENCE_ACCURACY = Figure("sequence_accuracy", SHARE, lower_is_better=False)
 BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
 BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
+BITS_PER_ACTION = Figure("bits_per_action", "bits per action")
+ACTION_ERROR = Figure("action_error", "mean squared error of actions")
 
 
 def bits_per_masked(unit: str) -> Figure:

@@ -74,7 +74,7 @@ def _models() -> list[type[Config]]:
 
 def _blocks() -> list[type[Config]]:
     """Layers, residuals, norms and feed-forwards."""
-    from kinformer.blocks import feed_forward, layer, macaron, norms, residual, sha_rnn
+    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, residual, sha_rnn
     from kinformer.memory import product_keys
 
     return [
@@ -83,6 +83,8 @@ def _blocks() -> list[type[Config]]:
         sha_rnn.ShaRnnLayer.Config,
         residual.PreNorm.Config,
         residual.PostNorm.Config,
+        gated.Reordered.Config,
+        gated.Gated.Config,
         feed_forward.MLP.Config,
         feed_forward.SwiGLU.Config,
         feed_forward.Boom.Config,

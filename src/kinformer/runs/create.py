@@ -144,7 +144,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     if options.data is None:
         assert task.default_data is not None
         return task.default_data
-    if options.data == STDLIB:
+    if options.data == STDLIB or task.names(options.data):
         return options.data
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)

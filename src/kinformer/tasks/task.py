@@ -211,6 +211,10 @@ class Task:
         """Whether a model of ``config``, as it is, was made for this task."""
         return self.takes(config)
 
+    def names(self, spec: str) -> bool:
+        """Whether ``spec`` names data that is no file."""
+        return False
+
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
         """The data that ``source`` names."""
         raise NotImplementedError

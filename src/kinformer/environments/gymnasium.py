@@ -1,0 +1,105 @@
+"""The environments of gymnasium (extra ``rl``), and of packages that add to it, behind the same interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kinformer.core.errors import KinformerError
+from kinformer.environments.environment import Box, Discrete, Environment
+
+ENDLESS = 10_000
+"""Steps of an environment that sets no limit."""
+
+
+class Gymnasium(Environment):
+    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot.
+
+    Errors: ``KinformerError`` where gymnasium or the environment is not installed, and for spaces of other kinds.
+    """
+
+    def __init__(self, name: str, count: int = 1, render: bool = False) -> None:
+        super().__init__(count)
+        self.name = name
+        self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
+        first = self.copies[0]
+        spec = getattr(first, "spec", None)
+        self.most_steps = (spec.max_episode_steps if spec else None) or ENDLESS
+        self.one_hot = _observed(first.observation_space, name)
+        self.observation_dim = self.one_hot or int(np.prod(first.observation_space.shape))
+        self.actions = _actions(first.action_space, name)
+        self.seen = np.zeros((count, self.observation_dim), np.float32)
+
+    def render(self) -> np.ndarray:
+        picture = self.copies[0].render()
+        return np.asarray(picture, np.uint8) if picture is not None else super().render()
+
+    def close(self) -> None:
+        for each in self.copies:
+            each.close()
+
+    def _begin(self, row: int, seed: int) -> None:
+        self._see(row, self.copies[row].reset(seed=seed)[0])
+
+    def _observe(self) -> np.ndarray:
+        return self.seen.copy()
+
+    def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rewards, terminated = np.zeros(self.count), np.zeros(self.count, bool)
+        for row in np.flatnonzero(running):
+            action = int(actions[row]) if isinstance(self.actions, Discrete) else self._within(actions[row])
+            observation, rewards[row], terminated[row], truncated, _ = self.copies[row].step(action)
+            self._see(int(row), observation)
+            if truncated and not terminated[row]:
+                self.steps[row] = self.most_steps  # its own limit, whatever its record says
+        return rewards, terminated
+
+    def _within(self, action: np.ndarray) -> np.ndarray:
+        space = self.copies[0].action_space
+        return np.clip(action, space.low.reshape(-1), space.high.reshape(-1)).reshape(space.shape).astype(space.dtype)
+
+    def _see(self, row: int, observation: Any) -> None:
+        if self.one_hot:
+            self.seen[row] = np.arange(self.one_hot) == int(observation)
+        else:
+            self.seen[row] = np.asarray(observation, np.float32).reshape(-1)
+
+
+def _make(name: str, render_mode: str | None) -> Any:
+    try:
+        import gymnasium
+    except ImportError:
+        raise KinformerError(
+            f"--env {name}: is an environment of gymnasium, which is not installed; pip install 'kinformer[rl]' gets "
+            f"it."
+        ) from None
+    try:
+        return gymnasium.make(name, render_mode=render_mode)
+    except gymnasium.error.Error as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise KinformerError(
+            f"--env {name}: gymnasium cannot make it ({reason}); check its name and version, or install the package "
+            f"that brings it."
+        ) from None
+
+
+def _observed(space: Any, name: str) -> int:
+    """How many discrete observations there are; 0 of a box."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return int(space.n)
+    if kind == "Box":
+        return 0
+    raise KinformerError(f"--env {name}: observations are of the kind {kind}, but must be a Box or Discrete.")
+
+
+def _actions(space: Any, name: str) -> Discrete | Box:
+    kind = type(space).__name__
+    if kind == "Discrete" and not int(space.start):
+        return Discrete(int(space.n))
+    if kind == "Box" and np.isfinite(space.low).all() and np.isfinite(space.high).all():
+        return Box(tuple(map(float, space.low.reshape(-1))), tuple(map(float, space.high.reshape(-1))))
+    raise KinformerError(
+        f"--env {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
+    )

@@ -1,0 +1,172 @@
+"""Trajectories: a causal model learns from episodes which action followed a return to go and a state, and then acts so
+as to get the return that it is asked for (Chen et al. 2021, Decision Transformer)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError, require
+from kinformer.core.figure import ACCURACY, BITS_PER_ACTION
+from kinformer.core.model import CausalModel
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.tasks.trajectory_data import TrajectoryData
+    from kinformer.training.data_module import DataModule
+
+NAME, INPUT, DEFAULT = "trajectories", "steps", "key-to-door"
+PER_STEP = 3
+"""Positions of a step: return, state, action."""
+OPTIMAL = "optimal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryOptions:
+    """Of trajectories."""
+
+    env: str | None = None
+    """The environment that the data is of, one of gymnasium's (extra rl) or of the library's own: actions are checked
+    against it, and the agent is measured in it. Of made data it is that where they walk."""
+    trajectories: int = 1000
+    """How many random walks are made, for key-to-door and shortest-path."""
+    walk_seed: int = 0
+    """Decides which."""
+    gaussian: bool = False
+    """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
+
+    def __post_init__(self) -> None:
+        require("--trajectories", self.trajectories, 3)
+        require("--walk-seed", self.walk_seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acting:
+    """How an agent acts."""
+
+    env: str | None = None
+    """The environment to act in; the run's own if not given."""
+    target: str | None = None
+    """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
+    If not given, the best return of the training data."""
+    context_steps: str | None = None
+    """How the agent remembers: "carried" absorbs one step at a time into the state, K reads the last K steps again at
+    every step. If not given, carried where rows of training held whole episodes or the state is bounded, else as many
+    steps as they held."""
+    action_temperature: float = 1.0
+    """1 draws actions as the model predicts them, 0 takes the most probable."""
+
+    def __post_init__(self) -> None:
+        targets_of(self.target or "0")
+        require("--action-temperature", self.action_temperature, 0)
+        if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
+            raise KinformerError(f"--context-steps {self.context_steps}: is neither a number of steps nor 'carried'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryMeasuring(Acting):
+    """Of trajectories."""
+
+    episodes: int = 100
+    """How many episodes are acted for every return that is asked for."""
+    cloning_steps: int = 2000
+    """Steps of training for the policy that clones the behaviour in the data and stands beside; 0 leaves it out."""
+    picture: str | None = None
+    """Draw the returns against those asked for, as PNG or SVG by the ending of this name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("--episodes", self.episodes, 1)
+        require("--cloning-steps", self.cloning_steps, 0)
+
+
+def _is_count(text: str | None) -> bool:
+    return text is not None and text.isdecimal() and int(text) > 0
+
+
+def targets_of(text: str) -> tuple[float | None, ...]:
+    """``"3600,1800"`` as numbers, in order; None stands for the optimum."""
+    found: list[float | None] = []
+    for part in text.split(","):
+        if part.strip() == OPTIMAL:
+            found.append(None)
+            continue
+        try:
+            found.append(float(part))
+        except ValueError:
+            found.append(float("nan"))
+        if not isfinite(found[-1] or 0.0):
+            raise KinformerError(f"--target {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
+    return tuple(found)
+
+
+def _actions(model: Any) -> Any:
+    from kinformer.tasks.trajectory_rows import ActionLoss
+
+    return ActionLoss()
+
+
+class TrajectoryTask(Task):
+    """Held-out actions, and where there is an environment the returns that the agent gets, beside cloned behaviour."""
+
+    name = NAME
+    title = "trajectories"
+    description = (
+        "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such, "
+        "minari:NAME, or random walks in key-to-door or shortest-path) which action followed a return to go and a "
+        "state. Measured by held-out actions, and in an environment (--env) by the returns for those that are asked "
+        "for, beside cloned behaviour and the best of the data."
+    )
+    does = "acts for a return"
+    protocol = CausalModel
+    figures = (BITS_PER_ACTION, ACCURACY)
+    objectives = {"actions": _actions}
+    Options = TrajectoryOptions
+    MeasuringOptions = TrajectoryMeasuring
+    default_data = DEFAULT
+    refused = dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out.")
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.input.kind == INPUT
+
+    def names(self, spec: str) -> bool:
+        from kinformer.tasks.trajectory_data import MADE
+
+        return spec in MADE or spec.startswith("minari:")
+
+    def open(self, source: Source, options: TrajectoryOptions, cache: Path | None = None) -> TrajectoryData:
+        from kinformer.tasks.trajectory_data import open_data
+
+        return open_data(source.spec, source.holdout, options)
+
+    def fit(self, config: Any, data: TrajectoryData | None) -> dict[str, Any]:
+        from kinformer.tasks.trajectory_data import fitted
+
+        return fitted(config, data)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.text import check_sequence
+        from kinformer.tasks.trajectory_data import check_plan
+
+        check_sequence(model)
+        check_plan(plan)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.trajectory_rows import TrajectoryRows
+
+        return TrajectoryRows(plan.data, plan.settings, plan.config)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.trajectory_measure import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
+        return evaluate(subject, measuring, own, quiet)
+
+
+TASK = TrajectoryTask()

@@ -1,0 +1,159 @@
+"""Environments: what happens in them, that rows know nothing of each other, and what is refused."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from kinformer.core.errors import KinformerError
+from kinformer.environments.environment import Box, Discrete
+from kinformer.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
+from kinformer.environments.shortest_path import GOAL, ShortestPath, distances
+from kinformer.environments.table import OWN, make
+
+
+def towards(environment, row):
+    """The action that leads the agent of ``row`` to the object of its room; a wall where it is there already."""
+    gap = PLACES[environment.room[row]] - environment.agent[row]
+    return int((MOVES @ gap).argmax())
+
+
+def played(environment, choose):
+    """The return and the steps of every row."""
+    returns = np.zeros(environment.count)
+    while not environment.ended.all():
+        returns += environment.step(np.array([choose(environment, row) for row in range(environment.count)]))[1]
+    return returns, environment.steps
+
+
+def test_the_door_pays_those_who_have_the_key():
+    environment = KeyToDoor(30)
+    environment.reset(seed=5)
+    returns, steps = played(environment, towards)
+    assert returns.tolist() == [1.0] * 30 == environment.optimal.tolist()
+    assert (steps > 2 * ROOM_STEPS).all() and (steps <= 3 * ROOM_STEPS).all()
+
+
+def test_the_door_pays_nobody_else():
+    environment = KeyToDoor(30)
+    environment.reset(seed=5)
+
+    def avoiding(environment, row):
+        if environment.room[row] == 2:
+            return towards(environment, row)
+        after = np.clip(environment.agent[row] + MOVES, 0, SIZE - 1)
+        away = np.flatnonzero((after != PLACES[0]).any(1))
+        return int(away[0])
+
+    returns, _ = played(environment, avoiding)
+    assert not environment.has_key.any() and not returns.any()
+
+
+def test_what_is_seen_of_three_rooms():
+    environment = KeyToDoor(1)
+    seen = [environment.reset(seed=1)[0][0]]
+    while not environment.ended.all():
+        seen.append(environment.step(np.array([0]))[0][0])
+    rooms = np.array(seen)[:, :3].argmax(1)
+    assert rooms[: 2 * ROOM_STEPS].tolist() == [0] * ROOM_STEPS + [1] * ROOM_STEPS and rooms[-1] == 2
+    assert not np.array(seen)[rooms == 1, 5].any() and np.array(seen)[rooms == 2, 5].all()
+    assert environment.render().shape[2] == 3
+
+
+def test_walking_along_distances_is_the_shortest_path():
+    environment = ShortestPath(40)
+    environment.reset(seed=2)
+    nearer = environment.distance
+
+    def choose(environment, row):
+        near = np.flatnonzero(environment.allowed[row])
+        return int(near[nearer[near].argmin()])
+
+    returns, _ = played(environment, choose)
+    assert (returns == environment.optimal).all() and returns.min() < -2
+    assert distances(np.eye(5, dtype=bool)).tolist() == [0, -1, -1, -1, -1]
+
+
+def test_where_there_is_no_edge_nobody_goes():
+    environment = ShortestPath(1)
+    environment.reset(seed=2)
+    node = environment.node.copy()
+    _, rewards, terminated, _, _ = environment.step(node)
+    assert (environment.node == node).all() and rewards[0] == -1 and not terminated[0]
+    assert node[0] != GOAL
+
+
+@pytest.mark.parametrize("name", [*OWN, "CartPole-v1"])
+def test_a_row_is_what_it_would_be_alone(name):
+    if name not in OWN:
+        pytest.importorskip("gymnasium")
+    together, alone = make(name, 3), make(name, 1)
+    seen = together.reset(seed=[7, 8, 9])[0][1]
+    assert np.array_equal(seen, alone.reset(seed=8)[0][0])
+    assert isinstance(together.actions, Discrete)
+    draw = np.random.default_rng(0)
+    for _ in range(5):
+        actions = draw.integers(together.actions.n, size=3)
+        some, one = together.step(actions), alone.step(actions[1:2])
+        for field, other in zip(some[:4], one[:4], strict=True):
+            assert np.array_equal(field[1], other[0])
+    together.close()
+
+
+def test_rows_are_reset_by_a_mask_and_rest_when_they_have_ended():
+    environment = KeyToDoor(2)
+    environment.reset(seed=3)
+    for _ in range(environment.most_steps):
+        observations, _, _, truncated, _ = environment.step(np.array([0, 1]))
+    assert environment.ended.all() and truncated.any()
+    still = environment.step(np.array([3, 3]))
+    assert not still[1].any() and not still[2].any() and np.array_equal(still[0], observations)
+    again, _ = environment.reset(seed=[3, 4], options={"reset_mask": np.array([True, False])})
+    assert environment.ended.tolist() == [False, True] and np.array_equal(again[1], observations[1])
+
+
+def test_gymnasium_behind_the_same_interface():
+    pytest.importorskip("gymnasium")
+    environment = make("Pendulum-v1", 2)
+    assert environment.actions == Box((-2.0,), (2.0,)) and environment.observation_dim == 3
+    environment.reset(seed=0)
+    outside = environment.step(np.array([[-9.0], [9.0]]))
+    environment.reset(seed=0)
+    assert np.array_equal(environment.step(np.array([[-2.0], [2.0]]))[0], outside[0])
+    for _ in range(199):
+        truncated = environment.step(np.zeros((2, 1)))[3]
+    assert truncated.all() and environment.ended.all()
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Nowhere-v1", "--env Nowhere-v1: gymnasium cannot make it"),
+        ("CartPole-v7", "--env CartPole-v7: gymnasium cannot make it"),
+    ],
+)
+def test_what_gymnasium_does_not_have(name, told):
+    pytest.importorskip("gymnasium")
+    with pytest.raises(KinformerError, match=told):
+        make(name)
+
+
+def test_without_gymnasium(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(KinformerError, match=r"not installed; pip install 'kinformer\[rl\]' gets it"):
+        make("CartPole-v1")
+    assert make("key-to-door").count == 1
+
+
+def test_mistakes():
+    with pytest.raises(KinformerError, match="knows the actions 0 to 3, but is given"):
+        environment = KeyToDoor(1)
+        environment.reset()
+        environment.step(np.array([4]))
+    with pytest.raises(KinformerError, match="2 seeds for 1 rows"):
+        environment.reset(seed=[1, 2])
+    with pytest.raises(KinformerError, match="must have 1 or more"):
+        KeyToDoor(0)
+    with pytest.raises(KinformerError, match="has no picture of itself"):
+        ShortestPath().render()

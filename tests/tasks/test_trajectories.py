@@ -1,0 +1,343 @@
+"""The task trajectories: its rows and losses, agents that carry their state, and runs from both sides."""
+
+import json
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.errors import KinformerError
+from kinformer.data.made_trajectories import random_walks
+from kinformer.environments.environment import Box, Discrete
+from kinformer.inputs.steps import ACTION, RETURN, STATE
+from kinformer.tasks.trajectories import TrajectoryOptions, targets_of
+from kinformer.tasks.trajectory_acting import Agent, Drawing, rollouts
+from kinformer.tasks.trajectory_data import open_data
+from kinformer.tasks.trajectory_measure import facts_correlation
+from kinformer.tasks.trajectory_rows import ActionLoss, TrajectoryRows, negative_log_density, rows_of
+from kinformer.training.settings import Settings
+
+SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}
+SMALL |= {"device": "cpu", "trajectories": 30, "validation_tokens": 72, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def walks():
+    return open_data("key-to-door", None, TrajectoryOptions(trajectories=40))
+
+
+def settings(**changes):
+    return Settings(**{"length": 72, "batch_size": 64, "steps": 1} | changes)
+
+
+def test_a_row_holds_returns_states_and_actions(walks):
+    found = walks.found
+    one, two = np.argsort(found.lengths)[[0, -1]]
+    batch = rows_of(found, 4, np.array([one, two]), np.array([0, 15]), 24)
+    assert batch.real.sum(1).tolist() == [found.lengths[one], found.lengths[two] - 15]
+    values = batch.values.view(2, 24, 3, -1)
+    real = values[batch.real]
+    assert (real[..., 0] == torch.tensor([RETURN, STATE, ACTION])).all() and not values[~batch.real].any()
+    first = found.starts[two] + 15
+    assert values[1, 0, 0, :3].tolist() == [RETURN, 15.0, found.returns_to_go[first]]
+    assert values[1, 0, 1, 2:].tolist() == found.observations[first].tolist()
+    assert values[1, 0, 2, 2:6].argmax() == batch.actions[1, 0] == found.actions[first]
+    assert torch.equal(batch.valid.view(2, 24, 3).all(-1), batch.real)
+
+
+def test_every_step_is_drawn(walks):
+    """Windows of 4 steps slide over both ends, so that no step is rarer than another; those that are pushed back in
+    make the steps beside the ends up to twice as frequent."""
+    module = TrajectoryRows(walks, settings(length=12, batch_size=4000), None)
+    batch = module.batch(0, 0, 1)
+    assert batch.real.all() and batch.values.shape == (4000, 12, 8)
+    assert torch.equal(batch.values, module.batch(0, 0, 1).values)
+    assert not torch.equal(batch.values, module.batch(1, 0, 1).values)
+    halves = [module.batch(0, rank, 2).values for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), batch.values)
+    timesteps = batch.values[:, ::3, 1].flatten().long().bincount(minlength=24)
+    usual = timesteps[4:15].float().mean()
+    assert (timesteps[:15] / usual - torch.tensor([1, 1.25, 1.5, 1.75] + [1] * 11)).abs().max() < 0.15
+
+
+def test_validation_reads_every_held_out_step_once(walks):
+    module = TrajectoryRows(walks, settings(length=30, batch_size=4, validation_tokens=100000), None)
+    read = sum(int(batch.real.sum()) for batch in module.validation(0, 1))
+    assert read == len(walks.found.steps_of(walks.found.splits["validation"]))
+    assert sum(1 for _ in module.validation(0, 2)) == module.validations
+
+
+class Knowing(torch.nn.Module):
+    """Says of every state what the next position's values are."""
+
+    def head_inputs(self, values, state=None, *, valid=None):
+        return values.roll(-1, 1)[..., 2:6], None
+
+    def logits(self, inputs):
+        return inputs * 50
+
+
+def test_the_objective_reads_actions_at_states(walks):
+    batch = rows_of(walks.found, 4, np.array([3, 5]), np.array([0, 4]), 24)
+    loss, metrics, _ = ActionLoss()(Knowing(), batch, None, 0.0)
+    assert loss < 1e-6 and int(metrics["predicted"]) == int(metrics["correct"]) == int(batch.real.sum())
+    wrong = batch._replace(actions=(batch.actions + 1) % 4)
+    assert int(ActionLoss()(Knowing(), wrong, None, 0.0)[1]["correct"]) == 0
+
+
+def test_densities_are_those_of_normal_distributions():
+    predicted, actions = torch.randn(5, 4).double(), torch.randn(5, 2).double()
+    normal = torch.distributions.Normal(predicted[:, :2], predicted[:, 2:].exp())
+    assert torch.allclose(negative_log_density(predicted, actions), -normal.log_prob(actions).sum(-1))
+
+
+class Replay(NamedTuple):
+    """Draws the actions of an episode of the data, and notes what an agent said."""
+
+    actions: Discrete
+    done: np.ndarray
+    said: list
+
+    def __call__(self, predicted, episodes, step):
+        self.said.append(predicted)
+        return self.done[step][None]
+
+
+def said_of(model, context, found, episode):
+    """What an agent says at every step of an episode in which the data's actions are taken."""
+    steps = np.arange(found.starts[episode], found.starts[episode + 1])
+    replay = Replay(Discrete(4), found.actions[steps], [])
+    agent = Agent(model, replay, context)
+    agent.begin(np.array([0]))
+    for step in steps:
+        agent.act(found.observations[step][None], found.returns_to_go[step][None])
+    return torch.cat(replay.said)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "linear", "segment_memory"])
+def test_an_agent_that_carries_its_state_is_one_forward_over_the_episode(walks, mixer):
+    torch.manual_seed(0)
+    model = kinformer.build(
+        "decision", recipe="tiny",
+        set={"input.state_dim": 6, "input.action_dim": 4, "head.actions": 4, "layers.*.mixer": mixer},
+    ).eval()  # fmt: skip
+    episode = int(walks.found.lengths.argmax())
+    carried = said_of(model, None, walks.found, episode)
+    length = walks.found.lengths[episode]
+    batch = rows_of(walks.found, 4, np.array([episode]), np.array([0]), int(length))
+    with torch.no_grad():
+        whole = model(batch.values)[0][0, 1::3]
+    assert (carried - whole).abs().max() < 1e-5
+    window = said_of(model, 4, walks.found, episode)
+    assert (window[:4] - whole[:4]).abs().max() < 1e-5
+    last = rows_of(walks.found, 4, np.array([episode]), np.array([int(length) - 4]), 4)
+    with torch.no_grad():
+        assert (window[-1] - model(last.values)[0][0, -2]).abs().max() < 1e-5
+    assert (window[-1] - whole[-1]).abs().max() > 1e-6
+
+
+class Careless:
+    """Counts what it is asked for, and goes up."""
+
+    def begin(self, episodes):
+        self.episodes, self.asked = episodes, []
+
+    def act(self, observations, asked):
+        self.asked.append(asked.copy())
+        return np.zeros(len(observations), np.int64)
+
+    def keep(self, rows):
+        self.episodes = self.episodes[rows]
+
+
+def test_rollouts_are_of_every_seed_once_and_ask_for_what_is_left():
+    policy = Careless()
+    found = rollouts(policy, "shortest-path", -5.0, 70, seed=3)
+    assert len(found.returns) == len(found.lengths) == 70 and (found.returns == -found.lengths).all()
+    assert policy.asked[0].tolist() == [-5.0] * 6 and policy.asked[2].tolist() == [-3.0] * len(policy.asked[2])
+    alone = rollouts(policy, "shortest-path", None, 1, seed=3 + 69)
+    assert alone.optimal[0] == found.optimal[69] and policy.asked[0] == alone.optimal
+    with pytest.raises(KinformerError, match="nobody knows the best return of CartPole-v1"):
+        rollouts(policy, "CartPole-v1", None, 1, seed=0)
+
+
+def test_draws_do_not_depend_on_other_rows_and_follow_the_temperature():
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(4000, -1)
+    episodes = np.arange(4000)
+    drawn = Drawing(Discrete(3), 1.0, 5)(logits, episodes, 0)
+    shares = np.bincount(drawn) / 4000
+    assert np.abs(shares - logits[0].softmax(0).numpy()).max() < 0.03
+    assert np.array_equal(drawn[7:9], Drawing(Discrete(3), 1.0, 5)(logits[:2], episodes[7:9], 0))
+    assert (Drawing(Discrete(3), 0.0, 5)(logits, episodes, 0) == 2).all()
+    spread = torch.tensor([[0.5, log(0.1)]]).expand(4000, -1)
+    box = Box((-2.0,), (2.0,))
+    values = Drawing(box, 1.0, 5)(spread, episodes, 1)
+    assert abs(values.mean() - 0.5) < 0.01 and abs(values.std() - 0.1) < 0.01
+    assert (Drawing(box, 0.0, 5)(spread, episodes, 1) == 0.5).all()
+    assert (Drawing(box, 1.0, 5)(torch.full((2, 1), 9.0), episodes[:2], 1) == 2).all()
+
+
+def test_the_rank_correlation_is_spearmans():
+    def of(targets, means):
+        return facts_correlation([{"target": t, "mean": m} for t, m in zip(targets, means, strict=True)])
+
+    assert of([1, 2, 3], [5, 50, 500]) == pytest.approx(1) and of([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert of([1, 2, 3, 4], [1, 2, 2, 3]) == pytest.approx(0.9486833) and of([1, 2, 3], [4, 4, 4]) == 0
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        assert code == 0, told.err
+        return told.out
+
+    out, picture = tmp_path / "run", tmp_path / "returns.png"
+    flags = ["--recipe", "tiny", "--length", 72, "--batch-size", 4, "--steps", 2, "--threads", 1, "--trajectories", 30]
+    told = json.loads(run("train", "decision", *flags, "--validation-tokens", 72, "--out", out, "--json"))
+    assert told["steps"] == 2 and told["validation_bits_per_action"] > 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["task"]["name"] == "trajectories" and config["data"]["spec"] == "key-to-door"
+    assert len(config["model"]["input"]["state_mean"]) == 6 and config["model"]["head"]["actions"] == 4
+    act = ["--target", "0,0.5,1", "--episodes", 3, "--cloning-steps", 5, "--picture", picture]
+    measured = json.loads(run("evaluate", out, *act, "--json"))
+    assert [row["target"] for row in measured["returns"]] == [0.0, 0.5, 1.0]
+    assert all(row["episodes"] == 3 and row["context_steps"] == "carried" for row in measured["returns"])
+    assert set(measured) >= {"return_at_0", "return_at_1", "rank_correlation", "data_best", "cloning", "accuracy"}
+    assert picture.stat().st_size > 10_000
+    shown = run("evaluate", out, "--episodes", 2, "--cloning-steps", 0, "--context-steps", 3, "--target", "optimal")
+    assert "the last 3 steps read again at each" in shown and "optimal" in shown and "cloned" not in shown
+
+
+@pytest.mark.parametrize("member", ["gpt", "linear-transformer", "transformer-xl"])
+def test_causal_members_of_tokens_can_act_too(tmp_path, member):
+    run = kinformer.train(member, out=tmp_path / "run", data="shortest-path", **SMALL)
+    assert (run.config.input.kind, run.config.head.kind, run.config.head.actions) == ("steps", "discrete_actions", 20)
+    found = kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, target="optimal")
+    assert found.units[-1].name == "return_at_optimal" and -20 <= found.figures["return_at_optimal"] <= -1
+    assert found.facts["returns"][0]["optimal_share"] in (0.0, 0.5, 1.0)
+
+
+def pendulum(folder, **changes):
+    draw = np.random.default_rng(0)
+    arrays = {
+        "observations": draw.normal(size=(60, 3)), "actions": draw.uniform(-2, 2, (60, 1)),
+        "rewards": draw.normal(size=60), "episode_ends": np.arange(10, 61, 10),
+    }  # fmt: skip
+    np.savez(folder / "data.npz", **arrays | changes)
+    return str(folder / "data.npz")
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_continuous_actions(tmp_path, gaussian):
+    pytest.importorskip("gymnasium")
+    data = pendulum(tmp_path)
+    run = kinformer.train("decision", out=tmp_path / "run", data=data, env="Pendulum-v1", gaussian=gaussian, **SMALL)
+    head = run.config.head
+    assert (head.action_dim, head.low, head.high, head.gaussian) == (1, (-2.0,), (2.0,), gaussian)
+    assert list(run.figures)[0] == ("bits_per_action" if gaussian else "action_error")
+    found = kinformer.evaluate(tmp_path / "run", episodes=1, cloning_steps=2, target="-100")
+    assert found.figures["action_error"] > 0 and found.figures["return_at_-100"] < 0
+    assert found.baselines.keys() == {"data_best", "data_mean", "cloning"}
+
+
+def test_without_an_environment_actions_alone_are_measured(tmp_path):
+    kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **SMALL)
+    found = kinformer.evaluate(tmp_path / "run")
+    assert found.figures.keys() == {"action_error"} and "give --env NAME" in found.text[-1]
+    with pytest.raises(KinformerError, match="names no environment; give --env NAME too"):
+        kinformer.evaluate(tmp_path / "run", target="1")
+    with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):
+        kinformer.evaluate(tmp_path / "run", env="key-to-door")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"length": 2}, "--length 2: a step of a trajectory is 3 positions"),
+        ({"trajectories": 2}, "--trajectories is 2 but must be 3 or more"),
+        ({"gaussian": True}, "--gaussian: is for continuous actions"),
+        (
+            {"env": "shortest-path"},
+            "--env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
+        ),
+        ({"tokenizer": "bytes.json"}, "--tokenizer: is for text, not for trajectories"),
+        ({"data": "nowhere.npz"}, "is neither a file nor a folder"),
+        ({"set": {"input.action_dim": 7}}, "--set input.action_dim=7: the data has 4"),
+        (
+            {"set": {"head": {"kind": "continuous_actions", "action_dim": 4}}},
+            "the data's actions need the head discrete",
+        ),
+        ({"set": {"input": {"kind": "tokens", "vocab_size": 9}}}, "trajectories are read by the input steps"),
+    ],
+)
+def test_mistakes(tmp_path, options, told):
+    with pytest.raises(KinformerError, match=told):
+        kinformer.train("decision", out=tmp_path / "run", **SMALL | options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "env", "told"),
+    [
+        (
+            {"actions": np.full((60, 1), 2.5)},
+            "Pendulum-v1",
+            r"the action of step 0 is \[2.5\], but those of Pendulum-v1",
+        ),
+        ({"actions": np.zeros((60, 2))}, "Pendulum-v1", "actions have 2 numbers, but those of Pendulum-v1 have 1"),
+        ({"actions": np.zeros(60, int)}, "Pendulum-v1", "has continuous actions, but those of .* are discrete"),
+        (
+            {"actions": np.arange(60) % 3, "observations": np.zeros((60, 4))},
+            "CartPole-v1",
+            "holds the action 2, but Cart",
+        ),
+    ],
+)
+def test_actions_outside_their_space(tmp_path, changes, env, told):
+    pytest.importorskip("gymnasium")
+    with pytest.raises(KinformerError, match=told):
+        kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path, **changes), env=env, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"target": "many"}, "--target many: is no list of returns; write as in 3600,1800, or optimal"),
+        ({"context_steps": "0"}, "--context-steps 0: is neither a number of steps nor 'carried'"),
+        ({"episodes": 0}, "--episodes is 0 but must be 1 or more"),
+        ({"action_temperature": -1.0}, "--action-temperature is -1"),
+        ({"max_bytes": 7}, "--max-bytes 7: is for text"),
+    ],
+)
+def test_mistakes_of_measuring(tmp_path, options, told, trained):
+    with pytest.raises(KinformerError, match=told):
+        kinformer.evaluate(trained, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    kinformer.train("decision", out=out, **SMALL)
+    return out
+
+
+def test_positions_that_end(tmp_path):
+    changes = {"position": {"kind": "learned", "max_length": 30}}
+    kinformer.train("decision", out=tmp_path / "run", set=changes, **SMALL | {"length": 30})
+    found = kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0)
+    assert found.facts["context_steps"] == 10
+    with pytest.raises(KinformerError, match="positions end at 30, 3 a step; give --context-steps 10"):
+        kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, context_steps="carried")
+    with pytest.raises(KinformerError, match="--context-steps 11: takes 32 positions"):
+        kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, context_steps="11")
+
+
+def test_targets():
+    assert targets_of("3600,1800") == (3600.0, 1800.0) and targets_of("optimal, -2") == (None, -2.0)
+    assert random_walks("key-to-door", 5, 0).returns.max() <= 1
