@@ -29,6 +29,7 @@ ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)
 SEQUENCE_ACCURACY = Figure("sequence_accuracy", SHARE, lower_is_better=False)
 BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
 BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
+BITS_PER_DIM = Figure("bits_per_dim", "bits per dimension")
 
 
 def bits_per_masked(unit: str) -> Figure:
