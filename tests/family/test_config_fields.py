@@ -21,6 +21,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
 from kinformer.core.exits import AtExit
+from kinformer.core.likelihood import Likelihood
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
 from kinformer.evaluation.estimate_parts import outputs
@@ -152,6 +153,7 @@ BASES = {
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
     ("head", "continuous_actions"): [{"low": (-1.0, -2.0), "high": (1.0, 2.0)}],
+    ("input", "pixels"): [{"channels": 3}, {"channels": 3, "joint": True}],
     ("model", "encoder"): [{"global_tokens": 2}, {"global_input": ExtraTokens.Config(count=2)}],
 }
 """Further configs to begin from: fields that differ from the smallest."""
@@ -298,20 +300,40 @@ def called(model) -> list[Tensor]:
     return [each for logits, state in found for each in (logits, *states.tensors(() if state is None else state))]
 
 
-def entered(input) -> list[Tensor]:
-    values = steps_like(input, 2, 5, seed=6) if isinstance(input, Steps) else torch.arange(10).view(2, 5)
-    if isinstance(input, Patches):
-        values = numbers(2, input.config.channels, 7, 9)
-    return [input(values, torch.arange(input.length(values)).expand(2, -1))]
-
-
 def predicted(config: Config) -> tuple:
     same = {name: getattr(config, name) for name in ("cutoffs", "divisor", "width") if hasattr(config, name)}
     embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
     input = Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM).double()
     config.check(DIM, input)
     more = {"neighbours": torch.tensor([[3, 5, -1]]).expand(2, TIME, -1)} if config.kind == "spalm" else {}
-    return found(config.build(DIM, input), lambda head: [head(numbers(2, TIME, DIM), input, None, **more)])
+
+    def outputs(head):
+        logits = head(numbers(2, TIME, DIM), input, None, **more)
+        scored = (
+            [head.nats(6 * logits, (torch.arange(TIME) % VOCAB).expand(2, -1))] if isinstance(head, Likelihood) else []
+        )
+        return [logits, *scored]
+
+    return found(config.build(DIM, input), outputs)
+
+
+def entered(config: Config) -> tuple:
+    """Vectors of values, and of pixels the order in which an image becomes a sequence."""
+
+    def vectors(input):
+        if isinstance(input, Steps):
+            return [input(steps_like(input, 2, 5, seed=6), torch.arange(5).expand(2, -1))]
+        if isinstance(input, Patches):
+            images = numbers(2, input.config.channels, 7, 9)
+            return [input(images, torch.arange(input.length(images)).expand(2, -1))]
+        times = (2, TIME, input.values_per_position)
+        values = (torch.arange(2 * TIME).view(2, TIME, 1).expand(times) * torch.arange(1, times[2] + 1)) % VOCAB
+        values = values if input.example(1, 1).dim() == 3 else values[..., 0]
+        return [input(values, torch.arange(TIME).expand(2, -1))]
+
+    order = [torch.from_numpy(config.raster.order())] if hasattr(config, "raster") else []
+    weights, outputs = found(config.build(DIM), vectors)
+    return weights, [*outputs, *order]
 
 
 def told(config: Config) -> tuple:
@@ -370,7 +392,7 @@ MEASURES = {
     "compression": lambda config: seen(smallest(Compressive.Config).replace(compression=config)),
     "head": predicted,
     "embedding": lambda config: seen(Tokens.Config(vocab_size=VOCAB, embedding=config)),
-    "input": lambda config: found(config.build(DIM), entered),
+    "input": entered,
     "global_input": lambda config: seen(encoder(global_input=config)),
     "stack": lambda config: seen(
         smallest(Decoder.Config).replace(

@@ -8,15 +8,15 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
 
 O = TypeVar("O")
-Kind = Literal["Options", "MeasuringOptions"]
 
 FIRST = (
     "member", "folder", "folders", "subject", "data", "split", "out", "prompt", "prompt_file",

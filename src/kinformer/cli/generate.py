@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.options import Changes, Printing, RunFolder, asked
+from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, asked
 from kinformer.cli.output import print_json, size
 from kinformer.core.errors import KinformerError
 from kinformer.runs.options import GenerateOptions
 
+TASK_OPTIONS = "GeneratingOptions"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(GenerateOptions, Printing):
-    """Continue a text: every token is written as soon as it is drawn."""
+    """Continue a text, every token written as soon as it is drawn, or draw images."""
 
     folder: RunFolder
     """The run folder."""
@@ -29,6 +31,7 @@ class Options(GenerateOptions, Printing):
     """Write the continuation only, without the prompt before it."""
     json: bool = False
     """Print one JSON object instead of text, at the end."""
+    own: Hidden = field(default_factory=dict)
 
 
 def run(options: Options) -> int:
@@ -36,22 +39,26 @@ def run(options: Options) -> int:
     from kinformer.runs.generate import generate
 
     prompt = _prompt(options)
-    echo = "" if options.no_echo else _text(prompt)
+    echo = "" if options.no_echo or prompt is None else _text(prompt)
     write = None if options.json else _Echo(echo)
     result = generate(options.folder, prompt, asked(GenerateOptions, options), write)
-    _print(options, result, echo)
+    if hasattr(result, "facts"):
+        _print_facts(options, result)
+    else:
+        _print(options, result, echo)
     return 130 if result.interrupted else 0
 
 
-def _prompt(options: Options) -> str | bytes:
-    if (options.prompt is None) == (options.prompt_file is None):
+def _prompt(options: Options) -> str | bytes | None:
+    if options.prompt is not None and options.prompt_file is not None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
     if options.prompt_file is not None:
         from kinformer.data.files import reading
 
         with reading(options.prompt_file):
             return Path(options.prompt_file).read_bytes()
-    assert options.prompt is not None
+    if options.prompt is None:
+        return None
     return sys.stdin.buffer.read() if options.prompt == "-" else options.prompt
 
 
@@ -69,6 +76,16 @@ class _Echo:
         sys.stdout.write(self._before + text)
         sys.stdout.flush()
         self._before = ""
+
+
+def _print_facts(options: Options, result: Any) -> None:
+    """Of what was drawn into a file."""
+    if options.json:
+        print_json(result.facts)
+        return
+    print(result.facts["out"])
+    if not options.quiet:
+        print(result.text, file=sys.stderr)
 
 
 def _print(options: Options, result: Any, echo: str) -> None:

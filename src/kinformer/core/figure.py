@@ -31,6 +31,7 @@ BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
 BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
 BITS_PER_ACTION = Figure("bits_per_action", "bits per action")
 ACTION_ERROR = Figure("action_error", "mean squared error of actions")
+BITS_PER_DIM = Figure("bits_per_dim", "bits per dimension")
 
 
 def bits_per_masked(unit: str) -> Figure:

@@ -13,10 +13,20 @@ from kinformer.core.config import Config
 class Input(nn.Module):
     """values [batch, time, ...] -> [batch, time, dim]: token ids, frames of sound, patches, typed values, ...
 
-    ``vocab_size``: values are ids below it; None where they are no ids.
+    ``vocab_size``: values are ids below it; None where they are no ids. ``values_per_position``: how many of them stand
+    at one position.
     """
 
     vocab_size: int | None = None
+
+    @property
+    def levels(self) -> int | None:
+        """How many intensities there are, for heads that predict those: as many as ids, where values are numbers."""
+        return self.vocab_size
+
+    @property
+    def values_per_position(self) -> int:
+        return 1
 
     @property
     def table(self) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import reading
-from kinformer.data.files import SourceFile
+from kinformer.data.files import SourceFile, atomic_write
 from kinformer.data.image_source import SPLITS, Found, Part
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -132,6 +132,14 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
             middle = image.crop((left, top, left + across, top + down))
             image = middle.resize((width, height), Image.Resampling.BICUBIC)
         return np.array(image, np.uint8).reshape(shape)
+
+
+def write_png(path: Path, pixels: np.ndarray) -> None:
+    """Write ``pixels``, uint8 [height, width, 1 or 3], as a PNG."""
+    Image = require_pillow(path)
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    with atomic_write(path) as file:
+        picture.save(file, "PNG")
 
 
 class _decoding:  # noqa: N801 (used as a function)

@@ -66,7 +66,7 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
         with Live([*model.parameters(), *model.buffers(), *gradients, tokens]) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits, state = outputs(model, tokens)
-                loss = loss_of(logits)
+                loss = loss_of(model, logits, tokens)
             until_loss = live.most
             del logits, state
             live.most = live.now

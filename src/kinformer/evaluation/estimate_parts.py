@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
+from kinformer.core.likelihood import Likelihood
 from kinformer.core.stack import Stack, units_of
 
 Costs = dict[tuple[str, str], int]
@@ -140,7 +141,7 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits = outputs(model, tokens)[0]
                 ledger.enter("loss")
-                loss = loss_of(logits)
+                loss = loss_of(model, logits, tokens)
             ledger.begin_backward(loss)
             loss.backward()
             ledger.book()
@@ -155,8 +156,11 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     return (found, None) if isinstance(found, Tensor) else found
 
 
-def loss_of(logits: Tensor) -> Tensor:
-    """The mean cross-entropy of every token, or of every text where ``logits`` are [batch, classes]."""
+def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of every token, or of every text where ``logits`` are [batch, classes]; of a head that has
+    a likelihood of its own the mean of that."""
+    if isinstance(model.head, Likelihood):
+        return model.head.nats(logits, tokens).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 

@@ -32,7 +32,7 @@ def rules_of_thumb(
     if heads is None or hasattr(config, "encoder") or not hasattr(config.input, "vocab_size"):
         return None
     depth, width, narrow = len(config.uses), config.dim, precision == "bf16-mixed"
-    parameters = config.input.vocab_size * width + 12 * depth * width**2
+    parameters = (getattr(config.input, "vocab_size", None) or 0) * width + 12 * depth * width**2
     activations = (2 if narrow else 4) * batch * length * depth * (14 * width + length * heads)
     return RulesOfThumb(
         parameters=parameters,

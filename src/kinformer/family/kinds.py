@@ -38,10 +38,10 @@ def _own() -> dict[str, dict[str, type[Config]]]:
 
 def _models() -> list[type[Config]]:
     """Models, what they read, how their layers are applied, and heads."""
-    from kinformer.heads import actions, adaptive, language, spalm
+    from kinformer.heads import actions, adaptive, language, logistics, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import lookup, patches, steps, tokens
+    from kinformer.inputs import lookup, patches, pixels, steps, tokens
     from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
 
@@ -49,6 +49,7 @@ def _models() -> list[type[Config]]:
         decoder.Decoder.Config,
         encoder_decoder.EncoderDecoder.Config,
         tokens.Tokens.Config,
+        pixels.Pixels.Config,
         steps.Steps.Config,
         patches.Patches.Config,
         lookup.Lookup.Config,
@@ -65,6 +66,7 @@ def _models() -> list[type[Config]]:
         learned_exits.Geometric.Config,
         adaptive.AdaptiveSoftmax.Config,
         language.LanguageModelHead.Config,
+        logistics.LogisticMixture.Config,
         modulus_head.ModulusHead.Config,
         spalm.SpalmHead.Config,
         actions.DiscreteActions.Config,

@@ -54,23 +54,42 @@ class Sampling:
             raise KinformerError(f"seed is {self.seed} but must be 0 or more.")
 
 
+class UniformStreams:
+    """Numbers from [0, 1) for each row: a function of the seed, its stream's index and how many it drew before.
+
+    They are made 256 at a time.
+    """
+
+    def __init__(self, seed: int | None, streams: Sequence[int]) -> None:
+        self.seed, self.streams, self.drawn = seed, tuple(streams), 0
+        self._block = torch.empty(0)
+
+    def next(self, device: torch.device) -> Tensor:
+        """The next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
+        block, index = divmod(self.drawn, _BLOCK)
+        self.drawn += 1
+        if index == 0 or len(self._block) == 0:
+            rows = [_uniforms(self.seed, stream, block) for stream in self.streams]
+            self._block = torch.from_numpy(np.stack(rows, axis=1)[..., None]).to(device)
+        return self._block[index]
+
+
 class TokenSampler:
     """Draws a token for each row: a function of its logits, the seed, its stream's index and how many it drew before.
 
     So a row's tokens do not depend on the other rows. Each draw takes one uniform number, inverting the cumulated
-    probabilities; the numbers are made 256 at a time.
+    probabilities.
     """
 
     def __init__(self, sampling: Sampling, streams: Sequence[int]) -> None:
         self.sampling = sampling
         self.streams = tuple(streams)
-        self.drawn = 0
-        self._uniforms = torch.empty(0)
+        self._uniforms = UniformStreams(sampling.seed, streams)
 
     def fork(self, copies: int) -> TokenSampler:
         """Each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
         forked = TokenSampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
-        forked.drawn = self.drawn
+        forked._uniforms.drawn = self._uniforms.drawn
         return forked
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -79,18 +98,9 @@ class TokenSampler:
             return logits.argmax(dim=-1)
         probabilities, tokens = candidates(logits, self.sampling)
         mass = probabilities.cumsum(dim=-1)
-        uniform = self._uniform(logits.device)
+        uniform = self._uniforms.next(logits.device)
         chosen = torch.searchsorted(mass, uniform * mass[:, -1:], right=True).clamp_max_(mass.shape[1] - 1)
         return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
-
-    def _uniform(self, device: torch.device) -> Tensor:
-        """The next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
-        block, index = divmod(self.drawn, _BLOCK)
-        self.drawn += 1
-        if index == 0 or len(self._uniforms) == 0:
-            rows = [_uniforms(self.sampling.seed, stream, block) for stream in self.streams]
-            self._uniforms = torch.from_numpy(np.stack(rows, axis=1)[..., None]).to(device)
-        return self._uniforms[index]
 
 
 def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
-from kinformer.patterns.query_blocks import Numbers, by_query_block
+from kinformer.core.raster import Raster, check_blocks
+from kinformer.patterns.query_blocks import by_query_block
 
 
 class _Rectangle(NamedTuple):
@@ -67,13 +68,10 @@ class Image2D(Pattern):
         flange_width: int = 4
 
         def __post_init__(self) -> None:
-            for side in ("height", "width"):
-                size, block, flange = (getattr(self, f"{name}{side}") for name in ("", "block_", "flange_"))
-                if block < 1 or size < 1 or size % block:
-                    raise KinformerError(
-                        f"{side} = {size} is not made of whole blocks of block_{side} = {block}; choose a divisor."
-                    )
-                if flange < 0:
+            sizes, blocks = {"height": self.height, "width": self.width}, (self.block_height, self.block_width)
+            check_blocks(sizes, dict(zip(sizes, blocks, strict=True)))
+            for side in sizes:
+                if (flange := getattr(self, f"flange_{side}")) < 0:
                     raise KinformerError(f"flange_{side} must be 0 or more, but is {flange}.")
 
         def build(self) -> Image2D:
@@ -85,22 +83,23 @@ class Image2D(Pattern):
         return self.height, self.width
 
     @property
-    def _area(self) -> int:
-        return self.block_height * self.block_width
+    def raster(self) -> Raster:
+        """The order of the cells."""
+        return Raster(self.height, self.width, self.block_height, self.block_width)
 
     @property
     def behind(self) -> int:  # type: ignore[override]
         """From the last cell of a block to the first cell that the block sees, in the block where that is longest."""
         top = np.arange(0, self.height, self.block_height)[:, None]
         left = np.arange(0, self.width, self.block_width)
-        first = self._position((top - self.flange_height).clip(0), (left - self.flange_width).clip(0))
-        return int((self._position(top, left) + self._area - 1 - first).max())
+        first = self.raster.number((top - self.flange_height).clip(0), (left - self.flange_width).clip(0))
+        return int((self.raster.number(top, left) + self.raster.area - 1 - first).max())
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         size = self.height * self.width
-        top, left = self._corner(q % size)
-        corner_y, corner_x = self._corner(k % size)
-        y, x = self.cell(k % size)
+        top, left = self.raster.corner(q % size)
+        corner_y, corner_x = self.raster.corner(k % size)
+        y, x = self.raster.cell(k % size)
         in_flange = (x >= left - self.flange_width) & (x < left + self.block_width + self.flange_width)
         above = (y >= top - self.flange_height) & (y < top) & in_flange
         beside = (corner_y == top) & in_flange & (x < left)
@@ -108,20 +107,20 @@ class Image2D(Pattern):
         return (above | beside | own) & (q // size == k // size)
 
     def cover(self, boxes: Boxes) -> Cover:
-        return by_query_block(boxes, self._area, self._cover_of_block)
+        return by_query_block(boxes, self.raster.area, self._cover_of_block)
 
     def _cover_of_block(self, boxes: Boxes) -> Cover:
         """The keys are taken as the cells of the rectangle around them."""
         size = self.height * self.width
         image = boxes.q_low // size * size
         low, high = np.maximum(boxes.k_low, image), np.minimum(boxes.k_high, boxes.q_high)
-        top, left = self._corner(boxes.q_low - image)
+        top, left = self.raster.corner(boxes.q_low - image)
         bottom, right = top + self.block_height - 1, left + self.block_width - 1
         wide, far = left - self.flange_width, right + self.flange_width
         above = _Rectangle(top - self.flange_height, top - 1, wide, far)
         beside = _Rectangle(top, bottom, wide, left - 1)
         keys = self._around((low - image).clip(0, size - 1), (high - image).clip(0, size - 1))
-        own = boxes.q_low // self._area * self._area
+        own = boxes.q_low // self.raster.area * self.raster.area
         some = (low <= high) & (keys.meets(above) | keys.meets(beside) | (high >= own))
         every = keys.within(above) | keys.within(beside) | ((low >= own) & (high <= boxes.q_low))
         every &= some & (low == boxes.k_low) & (high == boxes.k_high)
@@ -129,8 +128,8 @@ class Image2D(Pattern):
 
     def _around(self, low: Ints, high: Ints) -> _Rectangle:
         """The smallest rectangle of whole lines, blocks or rows of blocks that holds the cells low .. high."""
-        (top, left), (last_top, last_left) = self._corner(low), self._corner(high)
-        (y, x), (last_y, last_x) = self.cell(low), self.cell(high)
+        (top, left), (last_top, last_left) = self.raster.corner(low), self.raster.corner(high)
+        (y, x), (last_y, last_x) = self.raster.cell(low), self.raster.cell(high)
         one_row = top == last_top
         one_block = one_row & (left == last_left)
         one_line = one_block & (y == last_y)
@@ -140,19 +139,3 @@ class Image2D(Pattern):
             np.where(one_line, x, np.where(one_row, left, 0)),
             np.where(one_line, last_x, np.where(one_row, last_left + self.block_width - 1, self.width - 1)),
         )
-
-    def _corner(self, index: Numbers) -> tuple[Numbers, Numbers]:
-        """Row and column of the first cell of the block of cell number ``index``."""
-        row = self.block_height * self.width
-        return index // row * self.block_height, index % row // self._area * self.block_width
-
-    def cell(self, index: Numbers) -> tuple[Numbers, Numbers]:
-        """Row and column of cell number ``index`` of an image."""
-        top, left = self._corner(index)
-        inner = index % self._area
-        return top + inner // self.block_width, left + inner % self.block_width
-
-    def _position(self, y: Ints, x: Ints) -> Ints:
-        """The inverse of ``cell``."""
-        before = y // self.block_height * self.block_height * self.width + x // self.block_width * self._area
-        return before + y % self.block_height * self.block_width + x % self.block_width

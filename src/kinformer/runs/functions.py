@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kinformer.core.errors import KinformerError, nearest
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.store import attach_store
-from kinformer.tasks.table import option_names
+from kinformer.tasks.table import OptionKind, option_names
 from kinformer.tasks.task import Evaluation
 
 O = TypeVar("O")
@@ -48,7 +48,7 @@ def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
     return attach_store(opened, opened.model(changes))
 
 
-def _request(kind: type[O], given: dict[str, Any], tasks: Literal["Options", "MeasuringOptions"], function: str) -> O:
+def _request(kind: type[O], given: dict[str, Any], tasks: OptionKind, function: str) -> O:
     """What was given by name, sorted into general options and tasks' own; paths are text."""
     general = {each.name for each in fields(kind)} - {"own"}  # type: ignore[arg-type]
     own = option_names(tasks)

@@ -15,22 +15,37 @@ from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
-from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.table import generating_options
+from kinformer.tasks.task import LoadedRun, Task
 
 
 def generate(
-    folder: str | Path, prompt: str | bytes, options: GenerateOptions, write: Callable[[str], None] | None = None
+    folder: str | Path, prompt: str | bytes | None, options: GenerateOptions, write: Callable[[str], None] | None = None
 ) -> Any:
-    """What the run's task makes of ``prompt``; see its page for what comes back. ``write`` is given every piece of a
-    single sample as soon as it is there."""
+    """What the run's task makes of ``prompt``, None where it needs none; see its page for what comes back. ``write``
+    is given every piece of a single sample as soon as it is there."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    if not prompt:
-        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
-    options = options if options.seed is not None else replace(options, seed=secrets.randbits(32))
+    own = generating_options(run.task, options.own, str(run.folder))
+    _check_prompt(run.task, prompt)
+    options = replace(
+        options,
+        own=own,
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+        temperature=run.task.temperature if options.temperature is None else options.temperature,
+    )
     assert options.seed is not None
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     model = attach_store(run, pack(model, options.samples), options, options.samples)
     return run.task.generate(LoadedRun(run, model), prompt, options, write)
+
+
+def _check_prompt(task: Task, prompt: str | bytes | None) -> None:
+    if not task.prompted and prompt is not None:
+        raise KinformerError(f"--prompt: the task {task.name} continues no text; leave it out.")
+    if task.prompted and prompt is None:
+        raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
+    if task.prompted and not prompt:
+        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")

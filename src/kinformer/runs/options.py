@@ -87,9 +87,9 @@ class TrainOptions(Settings, Machine):
     out: str
     """The run folder: new, or with --resume an existing one."""
     data: str | None = None
-    """A file or folder of text or bytes, - for standard input, or stdlib: the sources of Python's standard library,
-    which tasks of text take if nothing is given. For the task classify, a folder with a folder of examples per class,
-    or a file of lines: .tsv or .jsonl."""
+    """A file or folder of text or bytes, - for standard input, or stdlib: Python's standard library, which tasks of
+    text take if nothing is given. For classify, a folder per class, or lines: .tsv or .jsonl. For image, a folder of
+    pictures, IDX files, .npz, or digits."""
     text_field: str | None = None
     """Of data in JSON lines: the field with the text, which is written into the run folder."""
     task: str | None = None
@@ -193,14 +193,14 @@ class EvaluateOptions(StoreOptions, Measuring, Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(StoreOptions, Machine):
-    """Continue a text: every token is written as soon as it is drawn."""
+    """Continue a text, every token written as soon as it is drawn, or draw images."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
-    temperature: float = 0.8
-    """1 draws as the model predicts, above that more surprising, below less; 0 always takes the most probable token."""
+    temperature: float | None = None
+    """1 draws as the model predicts, 0 always takes the most probable token (0.8 for text, 1 for images)."""
     top_k: int | None = None
     """Draw from the N most probable tokens only."""
     top_p: float | None = None
@@ -208,13 +208,16 @@ class GenerateOptions(StoreOptions, Machine):
     stop: tuple[str, ...] = ()
     """End before this text appears; may be given again."""
     samples: int = 1
-    """Continue the prompt so many times; several are written one after the other when all are done."""
+    """Continue the prompt so many times, written one after the other when all are done; or draw so many images."""
     chunk: int = 1024
     """Tokens of the prompt that the model sees at a time."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     seed: int | None = None
     """Decides the draws; a new one each time if not given."""
+    quiet: bool = False
+    """Tell nothing but the result: no progress, no notes."""
+    own: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
         require("--samples", self.samples, 1)
@@ -223,10 +226,8 @@ class GenerateOptions(StoreOptions, Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions(Machine):
-    """Write what the run makes of every context of a text, and the token that came next, into a datastore.
-
-    A build that was stopped goes on when the same command is given again.
-    """
+    """Write what the run makes of every context of a text, and the token that came next, into a datastore; a build that
+    was stopped goes on when the same command is given again."""
 
     datastore: str
     """The datastore: a new folder, or with --append one that this run made."""

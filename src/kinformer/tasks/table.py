@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
-from kinformer.tasks import algorithm, classify, listops, mlm, next_token, recall, trajectories
+from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, trajectories
 from kinformer.tasks.task import Task, what_fits
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
 TASKS: dict[str, Task] = {
-    page.TASK.name: page.TASK for page in (next_token, recall, algorithm, trajectories, mlm, classify, listops)
+    page.TASK.name: page.TASK for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops)
 }
+OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
+"""Which of a task's own options: for training, measuring or generating."""
 
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
@@ -71,8 +73,8 @@ def what_tasks_there_are() -> str:
     return f"the tasks are {', '.join(ALL)}."
 
 
-def option_names(kind: Literal["Options", "MeasuringOptions"]) -> dict[str, Task]:
-    """The names of all tasks' own options, for training or for measuring, with the first task that has each."""
+def option_names(kind: OptionKind) -> dict[str, Task]:
+    """The names of all tasks' own options of one kind, with the first task that has each."""
     return {option.name: each for each in reversed(tasks()) for option in fields(getattr(each, kind))}
 
 
@@ -86,13 +88,18 @@ def measuring_options(found: Task, given: Mapping[str, Any], folder: str) -> Any
     return _own(found, "MeasuringOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
 
 
-def _own(found: Task, kind: Literal["Options", "MeasuringOptions"], given: Mapping[str, Any], owned: Any) -> Any:
+def generating_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+    """The task's own options of generating from those that were given by name; one of another task is refused."""
+    return _own(found, "GeneratingOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+
+
+def _own(found: Task, kind: OptionKind, given: Mapping[str, Any], owned: Any) -> Any:
     own, known = getattr(found, kind), option_names(kind)
     for name, value in given.items():
         if name in {option.name for option in fields(own)}:
             continue
         if name not in known:
             raise KinformerError(f"{name!r} is not an option of the task {found.name}; {nearest(name, known)}")
-        shown = "" if isinstance(value, bool) or kind == "MeasuringOptions" else f" {value}"
+        shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
         raise KinformerError(f"{flag_of(name)}{shown}: is for {owned(known[name])}; leave it out.")
     return own(**given)

@@ -179,11 +179,12 @@ class Task:
     ``protocol``: which models can do it (``core.model``). ``input``: the kind of input that they must have, such as
     tokens; None where any will do, or where :meth:`fit` gives them theirs. ``objectives``: what can be minimised for
     it, by name, the usual one first, each made for a model. ``figures``: what it is measured by; the first decides
-    which weights are the best. ``Options`` and ``MeasuringOptions`` are dataclasses of options of its own, for training
-    and for measuring. ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``:
-    whether it reads text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can
-    where data is running text of which a row may be any part. ``refused``: general options that mean nothing to it,
-    with the reason. ``does`` says in two words what its models do.
+    which weights are the best. ``Options``, ``MeasuringOptions`` and ``GeneratingOptions`` are dataclasses of its own
+    options, for training, measuring and generating. ``default_data`` is what it learns from where none is named, None
+    if some must be. ``tokenizes``: whether it reads text by a tokenizer. ``budgeted``: whether ``--minutes`` alone
+    decides sizes and recipe, as it can where data is running text of which a row may be any part. ``prompted``: whether
+    generating continues a prompt; ``temperature``: at which one, if none is given. ``refused``: general options that
+    mean nothing to it, with the reason. ``does`` says in two words what its models do.
     """
 
     name: ClassVar[str]
@@ -196,6 +197,9 @@ class Task:
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     Options: ClassVar[type] = NoOptions
     MeasuringOptions: ClassVar[type] = NoOptions
+    GeneratingOptions: ClassVar[type] = NoOptions
+    prompted: ClassVar[bool] = True
+    temperature: ClassVar[float] = 0.8
     default_data: ClassVar[str | None] = None
     tokenizes: ClassVar[bool] = False
     budgeted: ClassVar[bool] = False
@@ -226,6 +230,10 @@ class Task:
     def fit(self, config: Any, data: Any | None) -> dict[str, Any]:
         """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
         return {}
+
+    def length(self, data: Any, config: Any) -> int | None:
+        """How many positions a row has, where the data decide it; None where --length does."""
+        return None
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         """Raise a :class:`KinformerError` where the model, which is on the meta device, cannot be trained as

@@ -1,0 +1,69 @@
+"""The order in which the cells of an image become positions of a sequence: block after block, row after row in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+
+
+@dataclass(frozen=True)
+class Raster:
+    """``height`` x ``width`` cells in blocks of ``block_height`` x ``block_width``: within a block in raster order, and
+    the blocks themselves in raster order. Blocks as large as the image are plain raster order."""
+
+    height: int
+    width: int
+    block_height: int
+    block_width: int
+
+    @classmethod
+    def plain(cls, height: int, width: int) -> Raster:
+        """Row after row."""
+        return cls(height, width, height, width)
+
+    @property
+    def size(self) -> int:
+        """How many cells there are."""
+        return self.height * self.width
+
+    @property
+    def area(self) -> int:
+        """How many cells a block has."""
+        return self.block_height * self.block_width
+
+    def corner(self, index: Numbers) -> tuple[Numbers, Numbers]:
+        """Row and column of the first cell of the block of cell number ``index``."""
+        row = self.block_height * self.width
+        return index // row * self.block_height, index % row // self.area * self.block_width
+
+    def cell(self, index: Numbers) -> tuple[Numbers, Numbers]:
+        """Row and column of cell number ``index`` of an image."""
+        top, left = self.corner(index)
+        inner = index % self.area
+        return top + inner // self.block_width, left + inner % self.block_width
+
+    def number(self, y: Numbers, x: Numbers) -> Numbers:
+        """The inverse of :meth:`cell`."""
+        before = y // self.block_height * self.block_height * self.width + x // self.block_width * self.area
+        return before + y % self.block_height * self.block_width + x % self.block_width
+
+    def order(self) -> np.ndarray:
+        """Of every position, which cell it is in plain raster order, int64 [size]."""
+        y, x = self.cell(np.arange(self.size))
+        return y * self.width + x
+
+
+def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
+    """Refuse an image that is not made of whole blocks; both are by side, ``height`` and ``width``."""
+    for side, size in sizes.items():
+        if blocks[side] < 1 or size < 1 or size % blocks[side]:
+            raise KinformerError(
+                f"{side} = {size} is not made of whole blocks of block_{side} = {blocks[side]}; choose a divisor."
+            )

@@ -1,0 +1,202 @@
+"""Pixels: the intensities of an image as a sequence, with embeddings of row, column and channel.
+
+Position t of a sequence is the cell that is going to be predicted there: values are shifted by one, so that position 0
+holds START and position t the value of the cell before, and the vectors of row, column and channel are those of cell t
+itself (Parmar et al. 2018, whose code adds positions after the shift).
+
+A cell is one value: a colour pixel is three cells side by side, red, green, blue. With ``joint`` a cell is a pixel and
+holds the values of all channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import check_unused
+from kinformer.core.errors import KinformerError
+from kinformer.core.input import Input, InputConfig
+from kinformer.core.raster import Raster, check_blocks
+
+LEVELS, START = 256, 256
+_BASE = 10000.0
+
+
+class Pixels(Input):
+    """values int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START -> [batch, time, dim].
+
+    Sequences are images of ``height`` x ``width`` pixels, one after the other, in raster order or in blocks of
+    ``block_height`` x ``block_width`` cells (see :class:`kinformer.core.raster.Raster`).
+
+    ``places``: what says where a cell is. ``learned``, a vector of its row, one of its column and one of its channel;
+    ``sinusoid_2d``, tensor2tensor's timing signals, half of the features of the row and half of the cell in the row;
+    ``sinusoid``, sines of the position in the sequence; ``none``. They are added to the vector of the value; with
+    ``concatenate`` each has half of the features (the Linear Transformer's code).
+    ``per_channel``: a table of values for each channel. ``scale``: values times the root of their width.
+    ``restart``: the first cell of every block sees START, and the last value of a block is seen by none (the Image
+    Transformer's code in 2D, which shifts every block by itself).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(InputConfig):
+        kind = "pixels"
+        height: int = 32
+        width: int = 32
+        channels: int = 1
+        joint: bool = False
+        block_height: int | None = None
+        block_width: int | None = None
+        restart: bool = False
+        places: Literal["learned", "sinusoid_2d", "sinusoid", "none"] = "learned"
+        concatenate: bool = False
+        per_channel: bool = False
+        scale: bool = False
+
+        def __post_init__(self) -> None:
+            for name in ("height", "width", "channels"):
+                if getattr(self, name) < 1:
+                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
+            if self.channels == 1:
+                check_unused(self, "of one channel", "joint", "per_channel")
+            if self.joint:
+                check_unused(self, "where pixels are joint, as each channel has a table then", "per_channel")
+            if (self.block_height is None) != (self.block_width is None):
+                raise KinformerError("block_height and block_width belong together; give both, or none of them.")
+            if self.block_height is None:
+                check_unused(self, "in raster order, which has no blocks", "restart")
+            if self.places == "none":
+                check_unused(self, "without places", "concatenate")
+            raster = self.raster
+            sizes = {"height": raster.height, "width": raster.width}
+            check_blocks(sizes, {"height": raster.block_height, "width": raster.block_width})
+
+        @property
+        def vocab_size(self) -> int | None:
+            """How many ids there are, None where a position holds several."""
+            return None if self.joint else LEVELS
+
+        @property
+        def raster(self) -> Raster:
+            """The cells of an image in the order of the sequence."""
+            height, width = self.height, self.width if self.joint else self.width * self.channels
+            if self.block_height is None or self.block_width is None:
+                return Raster.plain(height, width)
+            return Raster(height, width, self.block_height, self.block_width)
+
+        def build(self, dim: int) -> Pixels:
+            return Pixels(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.raster, self.dim = config, config.raster, dim
+        halves = 2 if config.concatenate else 1
+        multiple = halves * {"sinusoid": 2, "sinusoid_2d": 4}.get(config.places, 1)
+        if dim % multiple:
+            raise KinformerError(
+                f"pixels with places = {config.places!r} cannot share a width of {dim}; take a multiple of {multiple}."
+            )
+        width = dim // halves
+        self.vocab_size = config.vocab_size
+        tables = config.channels if config.joint or config.per_channel else 1
+        self.values = nn.Embedding(LEVELS * tables, width)
+        self.start = nn.Parameter(torch.zeros(width))
+        self.factor = width**0.5 if config.scale else None
+        learned, channels = config.places == "learned", 1 if config.joint else config.channels
+        self.rows = nn.Embedding(config.height, width) if learned else None
+        self.columns = nn.Embedding(config.width, width) if learned else None
+        self.channels = nn.Embedding(channels, width) if learned and channels > 1 else None
+
+    @property
+    def table(self) -> Any:
+        return self.values.weight
+
+    @property
+    def levels(self) -> int:
+        return LEVELS
+
+    @property
+    def values_per_position(self) -> int:
+        return self.config.channels if self.config.joint else 1
+
+    def check(self, values: Tensor) -> None:
+        channels = self.config.channels
+        shape = f"[batch, time, {channels}]" if self.config.joint else "[batch, time]"
+        fits = values.dim() == (3 if self.config.joint else 2) and values.shape[1] >= 1
+        if not fits or (self.config.joint and values.shape[2] != channels):
+            raise KinformerError(f"pixels must be {shape} with time >= 1, but have the shape {tuple(values.shape)}.")
+        if values.dtype != torch.int64:
+            raise KinformerError(f"pixels must be int64, 0 to 255, but are {values.dtype}; convert them by .long().")
+
+    def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        """``positions`` [batch, time] int64 count the cells of one image after the other."""
+        self._check_range(values)
+        cells = positions % self.raster.size
+        x = self._valued(values, cells)
+        placed = self._placed(cells)
+        if placed is None:
+            return x
+        return torch.cat([x, placed.to(x.dtype)], dim=-1) if self.config.concatenate else x + placed.to(x.dtype)
+
+    def _valued(self, values: Tensor, cells: Tensor) -> Tensor:
+        """The vectors of the values, or of START, which have come before ``cells``."""
+        config, known = self.config, values.clamp(max=LEVELS - 1)
+        begins = (values[..., 0] if config.joint else values) == START
+        if config.restart:
+            begins = begins | (cells % self.raster.area == 0)
+        if config.joint:
+            x = self.values(known + LEVELS * torch.arange(config.channels, device=values.device)).sum(-2)
+        elif config.per_channel:
+            _, before = self.raster.cell((cells - 1) % self.raster.size)
+            x = self.values(known + before % config.channels * LEVELS)
+        else:
+            x = self.values(known)
+        x = x if self.factor is None else x * self.factor
+        return torch.where(begins[..., None], self.start.to(x.dtype), x)
+
+    def _placed(self, cells: Tensor) -> Tensor | None:
+        """The vectors of rows, columns and channels."""
+        config, width = self.config, self.values.embedding_dim
+        if config.places == "none":
+            return None
+        if config.places == "sinusoid":
+            return _interleaved(cells, width)
+        y, x = self.raster.cell(cells)
+        if self.rows is None or self.columns is None:
+            return torch.cat([_split(y, width // 2), _split(x, width // 2)], dim=-1)
+        if config.joint:
+            return self.rows(y) + self.columns(x)
+        placed = self.rows(y) + self.columns(x // config.channels)
+        return placed if self.channels is None else placed + self.channels(x % config.channels)
+
+    def _check_range(self, values: Tensor) -> None:
+        """Refuse what is no intensity; on a GPU looking at them would wait for the device."""
+        if type(values) is not Tensor or values.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        low, high = values.aminmax()
+        if low < 0 or high > START:
+            raise KinformerError(
+                f"{int(low) if low < 0 else int(high)} is no intensity, which are 0 to 255, with {START} for the start "
+                "of an image; give the bytes of an image."
+            )
+
+    def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
+        shape = (batch, time, self.config.channels) if self.config.joint else (batch, time)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def _interleaved(numbers: Tensor, width: int) -> Tensor:
+    """Vaswani et al. 2017: sin(n / 10000^(2i / width)) at 2i and the cosine at 2i + 1, [..., width] for ``numbers``."""
+    index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
+    angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / width)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(torch.get_default_dtype())
+
+
+def _split(numbers: Tensor, width: int) -> Tensor:
+    """tensor2tensor's timing signal: sines of n f_i, then cosines, f_i falling from 1 to 1 / 10000."""
+    count = width // 2
+    index = torch.arange(count, device=numbers.device, dtype=torch.float64)
+    angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / max(1, count - 1))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
