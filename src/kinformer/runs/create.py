@@ -63,7 +63,8 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         def plan_of(options: TrainOptions) -> TrainingPlan:
             config = plan_config(options, base, task, data)
             own = training_options(task, options.own)
-            return TrainingPlan(config, data, _settings(options, task), own, tokenizer)
+            settings = _settings(options, task, task.length(data, config))
+            return TrainingPlan(config, data, settings, own, tokenizer)
 
         if budgeted:
             chooser = Chooser(asked, options, task, plan_of, _open_recipe(options, base), device, begun)
@@ -128,7 +129,7 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
 
 def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
-    given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer")}
+    given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
     if options.text_field is not None and (task.default_data is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(
@@ -144,7 +145,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     if options.data is None:
         assert task.default_data is not None
         return task.default_data
-    if options.data == STDLIB:
+    if options.data in (STDLIB, task.default_data):
         return options.data
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,8 +195,12 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
     return None if base is not None or sized or options.recipe is not None else recipe_config(options, base, None)
 
 
-def _settings(options: TrainOptions, task: Task) -> Settings:
+def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
+    """``length``: of every row, where the data decide it."""
     settings = options.settings()
+    if length is not None and options.length not in (None, length):
+        raise KinformerError(f"--length {options.length}: rows of this data have {length} positions; leave it out.")
+    settings = settings if length is None else replace(settings, length=length)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)
     return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
-from kinformer.tasks import algorithm, classify, listops, mlm, next_token, recall
+from kinformer.tasks import algorithm, classify, listops, mlm, next_token, recall, vision
 from kinformer.tasks.task import Task, what_fits
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
-TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in (next_token, recall, algorithm, mlm, classify, listops)}
+TASKS: dict[str, Task] = {
+    page.TASK.name: page.TASK for page in (next_token, recall, algorithm, mlm, classify, listops, vision)
+}
 
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)

@@ -223,6 +223,10 @@ class Task:
         """Overrides that make ``config`` fit the task and its data (None: not opened yet), as plain data."""
         return {}
 
+    def length(self, data: Any, config: Any) -> int | None:
+        """How many positions a row has, where the data decide it; None where --length does."""
+        return None
+
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         """Raise a :class:`KinformerError` where the model, which is on the meta device, cannot be trained as
         planned."""

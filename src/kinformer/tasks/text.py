@@ -17,8 +17,7 @@ from kinformer.evaluation.windows import Windows
 if TYPE_CHECKING:
     from torch import nn
 
-    from kinformer.data import Labelled
-    from kinformer.tasks.task import Measuring, TrainedRun, TrainingPlan
+    from kinformer.tasks.task import Data, Measuring, TrainedRun, TrainingPlan
 
 CARRIED = "carried"
 
@@ -111,7 +110,7 @@ def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None
     return HeldOut(corpus, part, same)
 
 
-def note_other_data(run: TrainedRun, data: Corpus | Labelled, asked_for: bool) -> bool:
+def note_other_data(run: TrainedRun, data: Data, asked_for: bool) -> bool:
     """Whether ``data`` is what the run was trained on; a note says where it is not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     if trained_on is None:
@@ -125,7 +124,7 @@ def note_other_data(run: TrainedRun, data: Corpus | Labelled, asked_for: bool) -
     return data.fingerprint == trained_on
 
 
-def heading(folder: Path | str, member: str, changes: tuple[str, ...], data: Corpus | Labelled, split: str) -> str:
+def heading(folder: Path | str, member: str, changes: tuple[str, ...], data: Data, split: str) -> str:
     """The line above a run's figures."""
     return f"{folder} ({', '.join((member, *changes))}) on {data.name} {data.version}, {split} split"
 
