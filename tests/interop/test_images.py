@@ -24,7 +24,11 @@ SIZES = {
     "initializer_range": 0.3,
 }
 CLASSES = {0: "cat", 1: "dog", 2: "newt"}
-MEMBERS = {"vit": ("ViTConfig", "ViTForImageClassification", SIZES)}
+MEMBERS = {
+    "vit": ("ViTConfig", "ViTForImageClassification", SIZES),
+    "deit": ("DeiTConfig", "DeiTForImageClassificationWithTeacher", SIZES),
+    "deit without a teacher": ("DeiTConfig", "DeiTForImageClassification", SIZES),
+}
 
 
 class Peer:
@@ -87,10 +91,11 @@ def test_same_logits_of_other_settings(changes, tmp_path):
 
 
 @pytest.mark.parametrize("size", [(20, 12), (8, 32)])
-def test_same_logits_of_images_of_another_size(peers, size, tmp_path):
-    model, x = imported(peers["vit"].folder, tmp_path / "run").double(), images(*size)
+@pytest.mark.parametrize("name", ["vit", "deit"])
+def test_same_logits_of_images_of_another_size(peers, name, size, tmp_path):
+    model, x = imported(peers[name].folder, tmp_path / "run").double(), images(*size)
     with torch.no_grad():
-        assert_close(model(x), peers["vit"](x, interpolate_pos_encoding=True), 1e-9)
+        assert_close(model(x), peers[name](x, interpolate_pos_encoding=True), 1e-9)
 
 
 def test_images_are_prepared_as_the_checkpoint_says(peers, folder, tmp_path, capsys):

@@ -124,7 +124,7 @@ def _mixers() -> list[type[Config]]:
 
 def _encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input
-    from kinformer.heads import classification, masked_language
+    from kinformer.heads import classification, distilled, masked_language
     from kinformer.mixers import (
         bidirectional,
         bidirectional_linear,
@@ -132,6 +132,7 @@ def _encoders() -> list[type[Config]]:
         bidirectional_routing,
         etc,
         linformer,
+        separable_convolution,
         sinkhorn,
         star,
     )
@@ -152,10 +153,12 @@ def _encoders() -> list[type[Config]]:
         linformer.Linformer.Config,
         star.StarAttention.Config,
         sinkhorn.SinkhornAttention.Config,
+        separable_convolution.SeparableConvolution.Config,
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
         classification.LinearClassificationHead.Config,
+        distilled.DistilledHead.Config,
         classification.TokenClassificationHead.Config,
     ]
 

@@ -18,9 +18,11 @@ from kinformer.family import (
     blockbert,
     complex_order,
     compressive,
+    convformer,
     da_transformer,
     decision,
     deep_char,
+    deit,
     etc,
     fast_weights,
     gated_deltanet,
@@ -105,6 +107,8 @@ MEMBERS: dict[str, Member] = {
         star,
         sinkhorn,
         vit,
+        deit,
+        convformer,
     )
 }
 

@@ -84,10 +84,12 @@ class Vision(Task):
         return ImageRows(plan.data, plan.settings, plan.options)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
-        from kinformer.tasks.vision_loss import ImageClassification
+        from kinformer.tasks.vision_loss import Distillation, ImageClassification
 
         self.choose_objective(name)
-        return ImageClassification(getattr(data, "options", self.Options()).smoothing)
+        options = getattr(data, "options", self.Options())
+        teacher = None if data is None else data.teacher
+        return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
 
     def measure(self, subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
         from kinformer.tasks.vision_measure import evaluate
