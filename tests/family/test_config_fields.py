@@ -181,7 +181,7 @@ def others(config: Config, name: str) -> list:
         return [value.replace(**{field.name: each}) for field in fields(value) for each in others(value, field.name)]
     if name == "layers":
         return [value * 2]
-    if name in OTHER:
+    if name in OTHER and (value is None or isinstance(OTHER[name][0], type(value))):
         return [each for each in OTHER[name] if each != value]
     if isinstance(value, bool):
         return [not value]

@@ -169,7 +169,7 @@ def test_what_does_not_go_together(tmp_path, digits):
         ({"tokenizer": "x.json"}, "--tokenizer: is for text, not for images"),
         ({"set": {"head.classes": 4}}, "does not tell the 10 classes"),
         ({"set": {"head": "masked_language"}}, "predicts token ids|does not tell the 10 classes"),
-        ({"task": "mlm"}, "vit is an encoder, whose tasks are vision"),
+        ({"task": "mlm"}, "vit is an encoder that reads patches, whose tasks are vision"),
         ({"label_share": 0.0}, "--label-share is 0"),
         ({"smoothing": 1.0}, "--smoothing is 1"),
     ):
