@@ -134,6 +134,7 @@ OTHER = {
     "size": [(8, 6), (12, 12)],
     "mean": [(0.1, 0.2, 0.3)],
     "std": [(0.1, 0.2, 0.3)],
+    "kernel": [3, 5],
 }
 """Other values of fields whose type does not say them."""
 BASES = {
@@ -198,7 +199,7 @@ def others(config: Config, name: str) -> list:
         return [value.replace(**{field.name: each}) for field in fields(value) for each in others(value, field.name)]
     if name == "layers":
         return [value * 2]
-    if name in OTHER and isinstance(value, float) == isinstance(OTHER[name][0], float):
+    if name in OTHER and (value is None or isinstance(OTHER[name][0], type(value))):
         return [each for each in OTHER[name] if each != value]
     if isinstance(value, bool):
         return [not value]
@@ -274,6 +275,8 @@ def absorbed(mixer) -> list[Tensor]:
 
 
 def read(mixer) -> list[Tensor]:
+    if mixer.images_only:
+        return [mixer(numbers(2, TIME, DIM), Text(grid=(2, TIME // 2)))]
     if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
         return [mixer(numbers(2, TIME, DIM))]
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
@@ -304,6 +307,7 @@ def predicted(config: Config) -> tuple:
     same = {name: getattr(config, name) for name in ("cutoffs", "divisor", "width") if hasattr(config, name)}
     embedding = AdaptiveEmbedding.Config(**same) if same else Lookup.Config()
     input = Tokens.Config(vocab_size=VOCAB, embedding=embedding).build(DIM).double()
+    input = Patches.Config(distillation_token=True).build(DIM) if config.kind == "distilled" else input
     config.check(DIM, input)
     more = {"neighbours": torch.tensor([[3, 5, -1]]).expand(2, TIME, -1)} if config.kind == "spalm" else {}
 

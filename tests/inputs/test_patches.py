@@ -80,18 +80,21 @@ def test_positions_are_interpolated_over_the_grid(resize):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "parameters"),
+    ("member", "recipe", "parameters"),
     [
-        ("paper-tiny", 5_717_416),
-        ("paper-small", 22_050_664),
-        ("paper", 86_567_656),
-        ("paper-large", 304_326_632),
-        ("paper-huge", 632_045_800),
+        ("vit", "paper-tiny", 5_717_416),
+        ("vit", "paper-small", 22_050_664),
+        ("vit", "paper", 86_567_656),
+        ("vit", "paper-large", 304_326_632),
+        ("vit", "paper-huge", 632_045_800),
+        ("deit", "paper-tiny", 5_910_800),
+        ("deit", "paper-small", 22_436_432),
+        ("deit", "paper", 87_338_192),
     ],
 )
-def test_vit_has_its_published_sizes(recipe, parameters):
+def test_published_sizes(member, recipe, parameters):
     with torch.device("meta"):
-        model = configure("vit", recipe).build()
+        model = configure(member, recipe).build()
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert model.input.length(model.input.example(1, model.config.input.length)) == model.config.input.length
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -42,8 +42,9 @@ _PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
 
 def form_of(options: type, kind: Kind | None, defaults: Mapping[str, Any] | None = None) -> type:
     """A dataclass with the fields of ``options``, the most used flat and first, the others in a dataclass per group;
-    and with a group of the own options of every task that has some, under the name of the first that has them. An
-    option whose name is taken already keeps its task's name before it: ``--task.option``.
+    and with a group of the own options of every task that has some, under the name of the first that has them. Tasks
+    share an option of one name, type and default; otherwise a group with a name that is taken already keeps its task's
+    name before its options: ``--task.option``.
 
     ``defaults``: what is taken where nothing is given, by name.
     """
@@ -138,20 +139,45 @@ def _group(title: str, entries: list[tuple[str, Any, Any]]) -> tuple[str, Any, A
 
 
 def _task_groups(kind: Kind, taken: set[str]) -> Iterator[tuple[str, Any, Any]]:
-    seen = set[type]()
+    owners: dict[type, str] = {}
     for task in tasks():
-        own = getattr(task, kind)
-        names = {each.name for each in fields(own)}
-        if names and own not in seen:
-            about = {"__doc__": own.__doc__}
-            entries = list(_entries(own, {}).values())
-            group: Any = make_dataclass(own.__name__, entries, frozen=True, kw_only=True, namespace=about)
-            shown: Any = Annotated[group, tyro.conf.arg(name=task.name)]
-            if not names & taken:
-                shown = Annotated[shown, tyro.conf.OmitArgPrefixes]
-            yield f"{task.name.replace('-', '_')}_task", shown, field(default_factory=group)
-        taken |= names
-        seen.add(own)
+        owners.setdefault(getattr(task, kind), task.name)
+    shown = set[tuple[str, Any, Any]]()
+    for own, name in owners.items():
+        entries = {}
+        for each, entry in _entries(own, {}).items():
+            if (same := (each, *_meant(own, each))) not in shown:
+                others = (
+                    task for other, task in owners.items() if other is not own and same[1:] == _meant(other, each)
+                )
+                entries[each] = _noted(entry, list(others))
+                shown.add(same)
+        if not entries:
+            continue
+        about = {"__doc__": own.__doc__}
+        group: Any = make_dataclass(own.__name__, entries.values(), frozen=True, kw_only=True, namespace=about)
+        hint: Any = Annotated[group, tyro.conf.arg(name=name)]
+        if not entries.keys() & taken:
+            hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
+        yield f"{name.replace('-', '_')}_task", hint, field(default_factory=group)
+        taken |= entries.keys()
+
+
+def _meant(options: type, name: str) -> tuple[Any, Any]:
+    """The type and the default of an option, by which tasks share it; none where there is no such."""
+    found = {each.name: (each.type, each.default) for each in fields(options)}  # type: ignore[arg-type]
+    return found.get(name, (None, MISSING))
+
+
+def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]:
+    """``entry``, whose help says which tasks have the option too."""
+    if not also:
+        return entry
+    name, hint, kept = entry
+    inner, *marks = get_args(hint)
+    help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
+    marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
+    return name, Annotated[(inner, *marks)], kept
 
 
 def _count(text: str) -> int:

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
 
+NEEDS_PATCHES = (
+    "mixes the patches of images and nothing else; use the input patches with class_token = false, and a head that "
+    "takes their mean, as --set input.class_token=false --set head.pooling=mean."
+)
 LOCAL, GLOBAL = 0, 1
 """Kinds of tokens of the long input, as ``model(tokens, kinds=...)`` takes them."""
 
@@ -55,6 +59,8 @@ class EncoderMixer(nn.Module):
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
+    images_only: bool = False
+    """It mixes over the grid of an image's patches, which must be all tokens."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""
@@ -77,6 +83,13 @@ def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
     """For a mixer's ``check``, where it knows no global tokens; ``why`` is the first half of the sentence."""
     if global_tokens or global_input:
         raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
+
+
+def gridded(x: Tensor, text: Text, kind: str) -> tuple[int, int]:
+    """The grid of the patches x [batch, rows * columns, dim], for a mixer of this ``kind`` that is for images only."""
+    if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
+        raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")
+    return text.grid
 
 
 def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:

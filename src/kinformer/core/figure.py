@@ -27,6 +27,7 @@ class Figure:
 
 ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)
 SEQUENCE_ACCURACY = Figure("sequence_accuracy", SHARE, lower_is_better=False)
+CALIBRATION_ERROR = Figure("calibration_error", SHARE)
 BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
 BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
 BITS_PER_ACTION = Figure("bits_per_action", "bits per action")

@@ -123,6 +123,7 @@ def image_encoder(
     """``shape.depth`` equal layers over patches, with a norm behind the last. ``settings`` are further fields."""
     from kinformer.blocks.encoder_layer import EncoderLayer
     from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.norms import LayerNorm
     from kinformer.models.encoder import Encoder
     from kinformer.positions.none import NoPosition
@@ -138,6 +139,7 @@ def image_encoder(
         embedding_norm=None,
         norm=norm,
         head=head,
+        initialisation=Initialisation(scheme="xavier", residual="plain"),
         **settings,
     )
 

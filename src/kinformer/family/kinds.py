@@ -1,4 +1,4 @@
-"""Every kind of part by slot and name: the one explicit table that reads and writes configs."""
+"""Every kind of part by slot and name: the one explicit table that reads and writes configs (with ``model_kinds``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from kinformer.core.config import Config
 from kinformer.core.plugins import PARTS, Registry, entry_points_of
+from kinformer.family.model_kinds import blocks, encoders, models
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
@@ -30,70 +31,10 @@ def _kinds_of(slot: str, own: dict[str, type[Config]]) -> Registry[type[Config]]
 def _own() -> dict[str, dict[str, type[Config]]]:
     """Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
-    for some in (_models(), _encoders(), _blocks(), _mixers(), _positions(), _patterns(), _other_parts()):
+    for some in (models(), encoders(), blocks(), _mixers(), _positions(), _patterns(), _other_parts()):
         for config in some:
             table.setdefault(config.slot, {})[config.kind] = config
     return table
-
-
-def _models() -> list[type[Config]]:
-    """Models, what they read, how their layers are applied, and heads."""
-    from kinformer.heads import actions, adaptive, language, logistics, spalm
-    from kinformer.heads import modulus as modulus_head
-    from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import lookup, patches, pixels, steps, tokens
-    from kinformer.models import decoder, encoder_decoder
-    from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
-
-    return [
-        decoder.Decoder.Config,
-        encoder_decoder.EncoderDecoder.Config,
-        tokens.Tokens.Config,
-        pixels.Pixels.Config,
-        steps.Steps.Config,
-        patches.Patches.Config,
-        lookup.Lookup.Config,
-        adaptive_embedding.AdaptiveEmbedding.Config,
-        sequential.Sequential.Config,
-        reversible.Reversible.Config,
-        universal.Universal.Config,
-        act.ACT.Config,
-        exits.Exits.Config,
-        confidence.SoftmaxResponse.Config,
-        confidence.Saturation.Config,
-        confidence.ExitClassifier.Config,
-        learned_exits.Multinomial.Config,
-        learned_exits.Geometric.Config,
-        adaptive.AdaptiveSoftmax.Config,
-        language.LanguageModelHead.Config,
-        logistics.LogisticMixture.Config,
-        modulus_head.ModulusHead.Config,
-        spalm.SpalmHead.Config,
-        actions.DiscreteActions.Config,
-        actions.ContinuousActions.Config,
-    ]
-
-
-def _blocks() -> list[type[Config]]:
-    """Layers, residuals, norms and feed-forwards."""
-    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, residual, sha_rnn
-    from kinformer.memory import product_keys
-
-    return [
-        layer.DecoderLayer.Config,
-        macaron.MacaronLayer.Config,
-        sha_rnn.ShaRnnLayer.Config,
-        residual.PreNorm.Config,
-        residual.PostNorm.Config,
-        gated.Reordered.Config,
-        gated.Gated.Config,
-        feed_forward.MLP.Config,
-        feed_forward.SwiGLU.Config,
-        feed_forward.Boom.Config,
-        product_keys.ProductKeys.Config,
-        norms.LayerNorm,
-        norms.RMSNorm,
-    ]
 
 
 def _mixers() -> list[type[Config]]:
@@ -129,44 +70,6 @@ def _mixers() -> list[type[Config]]:
         compression.Convolution.Config,
         compression.DilatedConvolution.Config,
         compression.MostUsed.Config,
-    ]
-
-
-def _encoders() -> list[type[Config]]:
-    from kinformer.blocks import bare, encoder_layer, global_input
-    from kinformer.heads import classification, masked_language
-    from kinformer.mixers import (
-        bidirectional,
-        bidirectional_linear,
-        bidirectional_lsh,
-        bidirectional_routing,
-        etc,
-        linformer,
-        sinkhorn,
-        star,
-    )
-    from kinformer.models import encoder
-    from kinformer.projections import multi_head_global
-
-    return [
-        encoder.Encoder.Config,
-        encoder_layer.EncoderLayer.Config,
-        bare.BareLayer.Config,
-        global_input.ExtraTokens.Config,
-        global_input.Sentences.Config,
-        bidirectional.BidirectionalAttention.Config,
-        bidirectional_linear.BidirectionalLinear.Config,
-        bidirectional_lsh.BidirectionalLSH.Config,
-        bidirectional_routing.BidirectionalRouting.Config,
-        etc.EtcAttention.Config,
-        linformer.Linformer.Config,
-        star.StarAttention.Config,
-        sinkhorn.SinkhornAttention.Config,
-        multi_head_global.MultiHeadGlobal.Config,
-        masked_language.MaskedLanguageHead.Config,
-        classification.ClassificationHead.Config,
-        classification.LinearClassificationHead.Config,
-        classification.TokenClassificationHead.Config,
     ]
 
 

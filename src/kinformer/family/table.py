@@ -19,9 +19,11 @@ from kinformer.family import (
     calm,
     complex_order,
     compressive,
+    convformer,
     da_transformer,
     decision,
     deep_char,
+    deit,
     depth_adaptive,
     etc,
     fast_weights,
@@ -111,6 +113,8 @@ MEMBERS: dict[str, Member] = {
         star,
         sinkhorn,
         vit,
+        deit,
+        convformer,
     )
 }
 

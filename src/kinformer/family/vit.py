@@ -38,7 +38,7 @@ MEMBER = Member(
     departures=(
         "gelu is exact, as in the PyTorch ports; the authors' is the tanh approximation",
         "no hidden layer in the head, as in fine-tuning",
-        "weights begin N(0, 0.02), the head's too (theirs: xavier, and zero)",
+        "the head's weights begin as the others' (theirs at zero), biases at zero (theirs N(0, 1e-6) in feed-forwards)",
         "an image whose sides are no multiples of the patch is continued with zeros",
         "no dropout unless asked for",
     ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, read_json
-from kinformer.interop import bert, big_bird, encoder_weights, gpt2, longformer
+from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, vit
 from kinformer.interop.encoder import Family
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.s
 class Imported:
     """What a folder holds, in our terms: the member it is, the model config as data, weights under our names (float32).
 
-    ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added.
+    ``tokenizer`` is the path of its tokenizer.json, or None. ``notes`` say what was left out or added. ``classes``:
+    what an encoder of images tells.
     """
 
     member: str
@@ -33,19 +34,21 @@ class Imported:
     weights: Mapping[str, Tensor]
     tokenizer: Path | None
     notes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
     """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights.
 
-    ``family`` is that of an encoder, whose head is known by its tensors.
+    ``family`` is that of an encoder, whose head is known by its tensors. ``images``: whether it reads those.
     """
 
     member: str
     model_config: Callable[[Mapping[str, Any], Path], dict[str, Any]]
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] = encoder_weights.convert
     family: Family | None = None
+    images: bool = False
 
 
 FORMATS = {
@@ -54,6 +57,8 @@ FORMATS = {
     "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
     "longformer": _Format(member="longformer", model_config=longformer.model_config, family=longformer.LONGFORMER),
     "big_bird": _Format(member="big-bird", model_config=big_bird.model_config, family=big_bird.BIG_BIRD),
+    "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
+    "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
 }
 
 
@@ -85,6 +90,8 @@ def read_checkpoint(folder: str | Path) -> Imported:
         tensors = form.family.plain(tensors, config, folder / CONFIG)
         model |= form.family.head(config, folder / CONFIG, tensors)
         notes = encoder_weights.notes(tensors, model)
+    classes = images.classes(config, folder / CONFIG) if form.images else ()
+    notes += images.notes(folder) if form.images else ()
     weights = form.convert(_floats(tensors, folder), model, folder)
     _require_floats(weights, folder)
     tokenizer = folder / TOKENIZER
@@ -94,6 +101,7 @@ def read_checkpoint(folder: str | Path) -> Imported:
         weights=weights,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         notes=notes,
+        classes=classes,
     )
 
 

@@ -15,7 +15,7 @@ from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import EncoderMixer, Text, global_positions
+from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, Text, global_positions
 from kinformer.core.errors import KinformerError
 from kinformer.models.base import Trunk
 
@@ -54,10 +54,14 @@ class Reader(Trunk):
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else nn.Identity()
 
     def _check_mixers(self) -> None:
-        """Refuse mixers that cannot read texts with such global tokens."""
+        """Refuse mixers that cannot read texts with such global tokens, or none at all."""
+        input = getattr(self.input, "config", None)
+        patches_only = getattr(input, "whole", False) and not getattr(input, "before", 0)
         for mixer in self.stack.modules():
             if isinstance(mixer, EncoderMixer):
                 mixer.check(self.config.global_tokens > 0, self.config.global_input is not None)
+                if mixer.images_only and not patches_only:
+                    raise KinformerError(f"the mixer {type(mixer).__name__} {NEEDS_PATCHES}")
 
     def hidden(
         self,

@@ -43,7 +43,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
         with creating(out):
             run = _write(imported, config, out, name)
     notes = [f"{folder}: {note}." for note in imported.notes]
-    if imported.tokenizer is None:
+    if imported.tokenizer is None and reads_ids(config):
         calls = "kinformer.load"
         calls += " and kinformer.generate" if config.protocol is CausalModel else ""
         notes.append(
@@ -74,12 +74,21 @@ def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run
         config=config,
         task=task,
         options=task.Options(),
-        data={"spec": task.default_data, "holdout": None, "identity": {}},
+        data={
+            "spec": task.default_data,
+            "holdout": None,
+            "identity": {"classes": list(imported.classes)} if imported.classes else {},
+        },
         training={},
-        vocabulary=TOKENIZER,
+        vocabulary=TOKENIZER if reads_ids(config) else None,
     )
     run.save()
     return run
+
+
+def reads_ids(config: ModelConfig) -> bool:
+    """Whether a model of ``config`` reads ids, which a tokenizer makes of text."""
+    return hasattr(config.input, "vocab_size")
 
 
 def _copy(source: Path, target: Path) -> None:

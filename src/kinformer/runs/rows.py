@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kinformer.runs.retrieval import with_neighbours
 from kinformer.runs.run import Run
+from kinformer.runs.teacher import teacher_of
 from kinformer.tasks.task import Data, Source, TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
@@ -21,4 +22,6 @@ def plan_of(run: Run, settings: Settings) -> TrainingPlan:
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
     """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
-    return with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device, quiet)
+    rows = with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device, quiet)
+    rows.teacher = teacher_of(run)
+    return rows

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
-from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, trajectories
+from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, trajectories, vision
 from kinformer.tasks.task import Task, what_fits
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
 TASKS: dict[str, Task] = {
-    page.TASK.name: page.TASK for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops)
+    page.TASK.name: page.TASK
+    for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision)
 }
 OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
 """Which of a task's own options: for training, measuring or generating."""

@@ -16,12 +16,14 @@ class DataModule:
 
     ``metrics``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``figures``: what is made of their means, the first of which decides which weights are the best.
-    ``carries``: whether the state after a step is that before the next.
+    ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode whose
+    predictions are learnt too, or None.
     """
 
     metrics: tuple[str, ...] = ("nats",)
     figures: tuple[Figure, ...]
     carries: bool = False
+    teacher: Any = None
 
     @property
     def validations(self) -> int:

@@ -1,0 +1,55 @@
+"""DeiT: a ViT with a token more, which learns what a teacher says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kinformer.family.assemble import Shape, image_encoder
+from kinformer.family.record import Member, Recipe
+
+if TYPE_CHECKING:
+    from kinformer.models.encoder import Encoder
+
+
+def _recipe(shape: Shape, size: int, patch: int, classes: int = 1000) -> Recipe:
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.heads.distilled import DistilledHead
+        from kinformer.inputs.patches import Patches
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+
+        return image_encoder(
+            shape,
+            input=Patches.Config(size=(size, size), patch=patch, distillation_token=True, resize="bicubic"),
+            mixer=BidirectionalAttention.Config(num_heads=shape.num_heads),
+            head=DistilledHead.Config(classes=classes),
+        )
+
+    return recipe
+
+
+MEMBER = Member(
+    name="deit",
+    title="DeiT (distilled ViT)",
+    paper="Touvron et al. 2020, Training data-efficient image transformers & distillation through attention",
+    year=2020,
+    axes=("domain",),
+    causal=False,
+    growth="none",
+    departures=(
+        "the divergence of soft distillation is a mean over images, as in the paper; the authors' code divides by the "
+        "number of classes too",
+        "no stochastic depth, repeated augmentation or average of weights",
+        "an image whose sides are no multiples of the patch is continued with zeros",
+        "without a teacher both heads learn the labels",
+    ),
+    exact_limit="is exact attention",
+    recipes={
+        "tiny": _recipe(Shape(32, 2, 2), 32, 4, classes=10),
+        "small": _recipe(Shape(256, 4, 4), 32, 4, classes=10),
+        "benchmark": _recipe(Shape(256, 4, 4), 224, 16),
+        "paper": _recipe(Shape(768, 12, 12), 224, 16),
+        "paper-tiny": _recipe(Shape(192, 12, 3), 224, 16),
+        "paper-small": _recipe(Shape(384, 12, 6), 224, 16),
+        "paper-384": _recipe(Shape(768, 12, 12), 384, 16),
+    },
+)

@@ -1,0 +1,106 @@
+"""Kinds of models: what they read, how their layers are applied, layers, heads. Part of the table of kinds."""
+
+from __future__ import annotations
+
+from kinformer.core.config import Config
+
+
+def models() -> list[type[Config]]:
+    """Models, what they read, how their layers are applied, and heads."""
+    from kinformer.heads import actions, adaptive, language, logistics, spalm
+    from kinformer.heads import modulus as modulus_head
+    from kinformer.inputs import adaptive as adaptive_embedding
+    from kinformer.inputs import lookup, patches, pixels, steps, tokens
+    from kinformer.models import decoder, encoder_decoder
+    from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
+
+    return [
+        decoder.Decoder.Config,
+        encoder_decoder.EncoderDecoder.Config,
+        tokens.Tokens.Config,
+        pixels.Pixels.Config,
+        steps.Steps.Config,
+        patches.Patches.Config,
+        lookup.Lookup.Config,
+        adaptive_embedding.AdaptiveEmbedding.Config,
+        sequential.Sequential.Config,
+        reversible.Reversible.Config,
+        universal.Universal.Config,
+        act.ACT.Config,
+        exits.Exits.Config,
+        confidence.SoftmaxResponse.Config,
+        confidence.Saturation.Config,
+        confidence.ExitClassifier.Config,
+        learned_exits.Multinomial.Config,
+        learned_exits.Geometric.Config,
+        adaptive.AdaptiveSoftmax.Config,
+        language.LanguageModelHead.Config,
+        logistics.LogisticMixture.Config,
+        modulus_head.ModulusHead.Config,
+        spalm.SpalmHead.Config,
+        actions.DiscreteActions.Config,
+        actions.ContinuousActions.Config,
+    ]
+
+
+def encoders() -> list[type[Config]]:
+    from kinformer.blocks import bare, encoder_layer, global_input
+    from kinformer.heads import classification, distilled, masked_language
+    from kinformer.mixers import (
+        bidirectional,
+        bidirectional_linear,
+        bidirectional_lsh,
+        bidirectional_routing,
+        etc,
+        linformer,
+        separable_convolution,
+        sinkhorn,
+        star,
+    )
+    from kinformer.models import encoder
+    from kinformer.projections import multi_head_global
+
+    return [
+        encoder.Encoder.Config,
+        encoder_layer.EncoderLayer.Config,
+        bare.BareLayer.Config,
+        global_input.ExtraTokens.Config,
+        global_input.Sentences.Config,
+        bidirectional.BidirectionalAttention.Config,
+        bidirectional_linear.BidirectionalLinear.Config,
+        bidirectional_lsh.BidirectionalLSH.Config,
+        bidirectional_routing.BidirectionalRouting.Config,
+        etc.EtcAttention.Config,
+        linformer.Linformer.Config,
+        star.StarAttention.Config,
+        sinkhorn.SinkhornAttention.Config,
+        separable_convolution.SeparableConvolution.Config,
+        multi_head_global.MultiHeadGlobal.Config,
+        masked_language.MaskedLanguageHead.Config,
+        classification.ClassificationHead.Config,
+        classification.LinearClassificationHead.Config,
+        distilled.DistilledHead.Config,
+        classification.TokenClassificationHead.Config,
+    ]
+
+
+def blocks() -> list[type[Config]]:
+    """Layers, residuals, norms and feed-forwards."""
+    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, residual, sha_rnn
+    from kinformer.memory import product_keys
+
+    return [
+        layer.DecoderLayer.Config,
+        macaron.MacaronLayer.Config,
+        sha_rnn.ShaRnnLayer.Config,
+        residual.PreNorm.Config,
+        residual.PostNorm.Config,
+        gated.Reordered.Config,
+        gated.Gated.Config,
+        feed_forward.MLP.Config,
+        feed_forward.SwiGLU.Config,
+        feed_forward.Boom.Config,
+        product_keys.ProductKeys.Config,
+        norms.LayerNorm,
+        norms.RMSNorm,
+    ]

@@ -1,0 +1,47 @@
+"""DeiT (Touvron et al. 2020) as the library transformers saves it, as our ``deit``.
+
+With a teacher it has two classifiers, whose mean counts; without one the distillation token is there and unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.interop import images, vit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = {
+    "layernorm": "norm",
+    "classifier": "head.output",
+    "cls_classifier": "head.output",
+    "distillation_classifier": "head.distilled",
+}
+HEADS = {
+    "DeiTForImageClassificationWithTeacher": "distilled",
+    "DeiTForImageClassification": "linear_classification",
+}
+
+
+def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The model config, as data, of DeiT's ``config.json``."""
+    found = [HEADS[name] for name in config.get("architectures") or () if name in HEADS]
+    if not found:
+        raise KinformerError(
+            f"{place}: architectures is {config.get('architectures')!r}, but only {' and '.join(HEADS)} can be "
+            "imported."
+        )
+    head = {"kind": found[0], "classes": len(images.classes(config, place))}
+    return vit.encoder(config, place, head, distillation_token=True)
+
+
+def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The weights under our names; an unknown one is an error."""
+    found = images.plain(tensors, "deit")
+    if "embeddings.distillation_token" not in found:
+        raise KinformerError(f"{folder}: lacks the distillation token; restore it from a copy.")
+    return vit.converted(found, NAMES, folder, "DeiT")

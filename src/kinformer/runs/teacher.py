@@ -1,0 +1,31 @@
+"""The teacher of a run: another run's model, whose predictions are learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+from kinformer.runs.run import Run, open_run
+
+
+def teacher_of(run: Run) -> Any:
+    """The model, in eval mode and frozen, of the run that the option ``teacher`` names; None where there is none.
+
+    Errors: ``KinformerError`` for a run of another task, of other classes, or of inputs of another shape.
+    """
+    name = getattr(run.options, "teacher", None)
+    if name is None:
+        return None
+    teacher = open_run(name)
+    if teacher.task.name != run.task.name:
+        raise KinformerError(f"--teacher {name}: {teacher.task.does}; give a run of the task {run.task.name}.")
+    told, learnt = ((each.data.get("identity") or {}).get("classes") for each in (teacher, run))
+    if told != learnt:
+        raise KinformerError(
+            f"--teacher {name}: tells other classes ({', '.join(told or ['unknown ones'])}) than there are to learn; "
+            "give a run on the same data."
+        )
+    channels = [getattr(each.config.input, "channels", None) for each in (teacher, run)]
+    if channels[0] != channels[1]:
+        raise KinformerError(f"--teacher {name}: reads images of {channels[0]} channels, but these have {channels[1]}.")
+    return teacher.model().requires_grad_(False)

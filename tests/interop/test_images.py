@@ -1,0 +1,163 @@
+"""Import of encoders of images: the same logits as transformers, for images of any size, and their preparation."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kinformer
+from kinformer.core.errors import KinformerError
+from kinformer.interop import read_checkpoint
+
+from .encoders import assert_close, edit, imported
+
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 12,
+    "patch_size": 4,
+    "num_channels": 2,
+    "initializer_range": 0.3,
+}
+CLASSES = {0: "cat", 1: "dog", 2: "newt"}
+MEMBERS = {
+    "vit": ("ViTConfig", "ViTForImageClassification", SIZES),
+    "deit": ("DeiTConfig", "DeiTForImageClassificationWithTeacher", SIZES),
+    "deit without a teacher": ("DeiTConfig", "DeiTForImageClassification", SIZES),
+}
+
+
+class Peer:
+    """A random model of transformers in eval mode, saved to ``folder``."""
+
+    def __init__(self, folder, name, **changes):
+        import transformers
+
+        torch.manual_seed(0)
+        config, model, sizes = MEMBERS[name]
+        made = getattr(transformers, config)(**sizes | {"id2label": CLASSES} | changes)
+        self.model, self.folder = getattr(transformers, model)(made).eval(), folder
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        self.model.save_pretrained(folder)
+
+    def __call__(self, images, **options):
+        with torch.no_grad():
+            return self.model.to(images.dtype)(pixel_values=images, **options).logits
+
+
+def images(*size, dtype=torch.float64):
+    return torch.rand(3, 2, *size, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory):
+    return {name: Peer(tmp_path_factory.mktemp(name), name) for name in MEMBERS}
+
+
+@pytest.fixture
+def folder(peers, tmp_path):
+    """A copy of ViT's checkpoint that a test may spoil."""
+    return shutil.copytree(peers["vit"].folder, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_same_logits(peers, name, tmp_path):
+    model = imported(peers[name].folder, tmp_path / "run")
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        x = images(12, 12, dtype=dtype)
+        with torch.no_grad():
+            assert_close(model.to(dtype)(x), peers[name](x), limit)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qkv_bias": False, "layer_norm_eps": 1e-3},
+        {"image_size": [12, 20], "hidden_act": "gelu_new"},
+        {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2},
+    ],
+)
+def test_same_logits_of_other_settings(changes, tmp_path):
+    peer = Peer(tmp_path / "peer", "vit", **changes)
+    model, x = imported(peer.folder, tmp_path / "run").double(), images(12, 20 if "image_size" in changes else 12)
+    with torch.no_grad():
+        assert_close(model(x), peer(x), 1e-9)
+
+
+@pytest.mark.parametrize("size", [(20, 12), (8, 32)])
+@pytest.mark.parametrize("name", ["vit", "deit"])
+def test_same_logits_of_images_of_another_size(peers, name, size, tmp_path):
+    model, x = imported(peers[name].folder, tmp_path / "run").double(), images(*size)
+    with torch.no_grad():
+        assert_close(model(x), peers[name](x, interpolate_pos_encoding=True), 1e-9)
+
+
+def test_images_are_prepared_as_the_checkpoint_says(peers, folder, tmp_path, capsys):
+    plain = imported(folder, tmp_path / "plain").double()
+    assert "has no preprocessor_config.json" in capsys.readouterr().err
+    mean, std = [0.5, 0.2], [0.5, 2.0]
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": mean, "image_std": std}))
+    model, x = imported(folder, tmp_path / "run").double(), images(12, 12)
+    assert not capsys.readouterr().err
+    normal = (x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    with torch.no_grad():
+        assert_close(model(x), peers["vit"](normal), 1e-6)
+        assert torch.allclose(model(x), plain(normal)) and not torch.allclose(model(x), plain(x))
+    edit(folder / "preprocessor_config.json", do_rescale=False)
+    with pytest.raises(KinformerError, match="pixels are not brought to 0 to 1"):
+        read_checkpoint(folder)
+
+
+def test_the_run_knows_its_classes(peers, tmp_path):
+    imported(peers["vit"].folder, tmp_path / "run")
+    run = kinformer.open_run(tmp_path / "run")
+    assert run.data["identity"]["classes"] == ["cat", "dog", "newt"]
+    assert (run.task.name, run.member, run.tokenizer) == ("vision", "vit", None)
+
+
+def test_a_pooler_is_left_out_and_nothing_else(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"vit.pooler.dense.bias": torch.ones(16)}, folder / "model.safetensors")
+    assert not any("pooler" in name for name in read_checkpoint(folder).weights)
+    save_file(weights | {"vit.encoder.layer.0.gate": torch.ones(16)}, folder / "model.safetensors")
+    with pytest.raises(
+        KinformerError, match=r"holds 'encoder.layer.0.gate', which no ViT for image classification has"
+    ):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("vit.embeddings.cls_token", "lacks the class token or the positions"),
+        ("vit.encoder.layer.1.attention.attention.key.bias", "lacks the key of stack.layers.1.mixer"),
+        ("classifier.weight", "lacks head.output.weight|head.output.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(folder, missing, told, tmp_path):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight for name, weight in weights.items() if name != missing}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=told):
+        imported(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"patch_size": [4, 2]}, "only square patches"),
+        ({"image_size": "large"}, "image_size is 'large', but must be a whole number"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ({"id2label": {"0": "cat", "2": "dog"}}, "does not name the classes 0, 1, 2"),
+        ({"model_type": "beit"}, "the model_type 'beit' cannot be imported; what can: .*vit"),
+    ],
+)
+def test_settings_that_cannot_be_imported(folder, changes, told):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(KinformerError, match=told):
+        read_checkpoint(folder)

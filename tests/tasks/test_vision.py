@@ -1,0 +1,190 @@
+"""The task vision: images in, classes out, through train, evaluate and resume; the same rows whatever the processes."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.errors import KinformerError
+from kinformer.core.files import load_tensors
+from kinformer.data import IGNORED, read_images
+from kinformer.family.build import configure
+from kinformer.tasks.vision import TASK
+from kinformer.tasks.vision_fit import fitted, moments
+from kinformer.tasks.vision_loss import ImageClassification
+from kinformer.tasks.vision_measure import calibration_error
+from kinformer.tasks.vision_options import AUGMENTATIONS, VisionOptions
+from kinformer.tasks.vision_rows import ImageBatch, ImageRows, chosen
+from kinformer.training.settings import Settings
+
+SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
+ALL = ",".join(AUGMENTATIONS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return read_images("digits")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, cache):
+    return kinformer.train("vit", out=tmp_path_factory.mktemp("vit") / "run", steps=60, lr=3e-3, **SMALL)
+
+
+def test_it_learns_and_is_measured(run):
+    found = kinformer.evaluate(run.folder)
+    assert list(found.figures) == ["accuracy", "bits_per_label", "calibration_error"]
+    assert found.figures["accuracy"] > 2 * found.baselines["guessing"]
+    assert sum(each["images"] for each in found.facts["per_class"]) == 180 == found.facts["measured_images"]
+    correct = sum(each["correct"] for each in found.facts["per_class"])
+    assert found.figures["accuracy"] == pytest.approx(correct / 180)
+    assert kinformer.evaluate(run.folder, images=7).facts["measured_images"] == 7
+    validated = kinformer.evaluate(run.folder, split="validation").figures["accuracy"]
+    assert validated == pytest.approx(run.figures["accuracy"])
+
+
+def test_the_model_is_fitted_to_the_images(run, digits):
+    config = run.config
+    assert (config.input.size, config.input.channels, config.input.patch, config.head.classes) == ((8, 8), 1, 2, 10)
+    pixels = np.asarray(digits.train.pixels) / 255
+    assert config.input.mean[0] == pytest.approx(pixels.mean(), abs=1e-5)
+    assert config.input.std[0] == pytest.approx(pixels.std(), abs=1e-5)
+    assert run.training["length"] == config.input.length == 17 and run.tokenizer is None
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    flags = ["--recipe", "tiny", "--batch-size", "8", "--steps", "2", "--threads", "1"]
+    assert main(["train", "vit", *flags, "--augment", ALL, "--out", str(tmp_path / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 2 and 0 <= told["validation_accuracy"] <= 1
+    assert main(["evaluate", str(tmp_path / "run"), "--images", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "calibration error" in text and "20 images" in text
+    assert main(["train", "vit", "--help"]) == 0
+    assert "--augment" in capsys.readouterr().out
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    options = SMALL | {"steps": 4, "checkpoint_every": 2, "keep": 3, "augment": ALL, "smoothing": 0.1}
+    whole, cut = (kinformer.train("vit", out=tmp_path / name, **options) for name in ("whole", "cut"))
+    newest = max((cut.folder / "checkpoints").iterdir())
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    again = kinformer.train("vit", out=tmp_path / "cut", resume=True, quiet=True)
+    newest = [max((each.folder / "checkpoints").iterdir()) for each in (whole, again)]
+    ends = [load_tensors(folder / "model.safetensors")[0] for folder in newest]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_an_encoder_of_text_reads_patches(tmp_path, digits):
+    run = kinformer.train("longformer", task="vision", out=tmp_path / "run", steps=1, **SMALL)
+    assert run.config.input.kind == "patches" and run.config.position.kind == "none"
+    assert kinformer.load(run.folder)(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_training_goes_on_from_a_run(tmp_path, run):
+    again = kinformer.train("vit", init=run.folder, out=tmp_path / "run", steps=1, lr=0.0, **SMALL)
+    assert again.config.input == run.config.input
+    assert again.figures["accuracy"] == pytest.approx(run.figures["accuracy"])
+
+
+def rows(data, **options):
+    settings = Settings(batch_size=8, length=17, seed=3)
+    return ImageRows(data, settings, VisionOptions(**options))
+
+
+def test_processes_share_the_rows_of_a_step(digits):
+    module = rows(digits, augment=ALL)
+    for step in (0, 5):
+        whole = module.batch(step, 0, 1)
+        parts = [module.batch(step, rank, 2) for rank in range(2)]
+        for name in ("images", "labels", "others", "shares"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
+        assert whole.size == 8 * 17 == sum(part.size for part in parts)
+    images = torch.cat([each.images for each in module.validation(0, 1)])
+    assert len(images) == module.held_out == len(digits.validation)
+    labels = torch.cat([each.labels for rank in range(3) for each in module.validation(rank, 3)])
+    assert (labels != IGNORED).sum() == module.held_out
+
+
+def test_every_epoch_has_every_image_once(digits):
+    module = rows(digits, label_share=0.02)
+    count = len(module.chosen)
+    assert 20 <= count < 40 and sorted(set(digits.train.labels[module.chosen])) == list(range(10))
+    seen = [module.batch(step, 0, 1).images for step in range(count)]
+    epochs = torch.cat(seen)[: 8 * count].flatten(1).reshape(8, count, -1)
+    first = {tuple(image.tolist()) for image in epochs[0]}
+    assert len(first) == count and all({tuple(image.tolist()) for image in epoch} == first for epoch in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
+    assert np.array_equal(chosen(digits.train, 0.02, 3), module.chosen)
+    assert not np.array_equal(chosen(digits.train, 0.02, 4), module.chosen)
+
+
+def test_mixed_images_have_both_labels():
+    logits = torch.randn(4, 5, requires_grad=True)
+    model = SimpleNamespace(training=True)
+    labels, others, shares = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 3, 2, 1]), torch.tensor([0.9, 0.2, 0.5, 0.6])
+    batch = ImageBatch(torch.zeros(4, 1, 2, 2), labels, torch.ones(4, 1), others, shares)
+    loss, metrics, _ = ImageClassification(0.1)(_calling(model, logits), batch, None, 0.0)
+    target = shares[:, None] * functional.one_hot(labels, 5) + (1 - shares[:, None]) * functional.one_hot(others, 5)
+    want = functional.cross_entropy(logits, 0.9 * target + 0.02)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    larger = torch.tensor([0, 3, 2, 3])
+    assert metrics["correct"] == (logits.argmax(-1) == larger).sum() and metrics["predicted"] == 4
+
+
+def _calling(model, logits):
+    class Called:
+        training = model.training
+
+        def __call__(self, images):
+            return logits
+
+    return Called()
+
+
+def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
+    sure, right = np.array([0.95, 0.95, 0.55, 1.0]), np.array([True, False, True, True])
+    assert calibration_error(sure, right) == pytest.approx((2 * abs(0.95 - 0.5) + (1 - 0.55) + 0) / 4)
+    assert calibration_error(np.ones(3), np.ones(3, bool)) == 0
+
+
+def test_what_does_not_go_together(tmp_path, digits):
+    for options, told in (
+        ({"augment": "crop,turn"}, "--augment: 'turn' is unknown"),
+        ({"length": 20}, "--length 20: rows of this data have 17 positions"),
+        ({"tokenizer": "x.json"}, "--tokenizer: is for text, not for images"),
+        ({"set": {"head.classes": 4}}, "does not tell the 10 classes"),
+        ({"set": {"head": "masked_language"}}, "predicts token ids|does not tell the 10 classes"),
+        ({"task": "mlm"}, "vit is an encoder that reads patches, whose tasks are vision"),
+        ({"label_share": 0.0}, "--label-share is 0"),
+        ({"smoothing": 1.0}, "--smoothing is 1"),
+    ):
+        with pytest.raises(KinformerError, match=told):
+            kinformer.train("vit", out=tmp_path / "run", steps=1, **SMALL | options)
+        assert not (tmp_path / "run").exists()
+    unlabelled = tmp_path / "grey.npz"
+    np.savez(unlabelled, images=np.zeros((30, 8, 8), np.uint8))
+    with pytest.raises(KinformerError, match="has no classes to tell apart"):
+        kinformer.train("vit", data=str(unlabelled), out=tmp_path / "run", steps=1, **SMALL)
+    with pytest.raises(KinformerError, match="gpt is causal"):
+        kinformer.train("gpt", task="vision", out=tmp_path / "run", steps=1, **SMALL)
+
+
+def test_a_fitted_input_stays_as_it_is(digits):
+    config = configure("vit", "tiny", set={"input.mean": (0.5,) * 3, "input.std": (0.5,) * 3})
+    assert fitted(config, digits) == {"head.classes": 10}
+    assert moments(digits)[1][0] > 0.3 and TASK.length(digits, config) == 1 + 4
