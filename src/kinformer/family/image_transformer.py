@@ -8,11 +8,13 @@ from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
+    from kinformer.core.input import InputConfig
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, **pattern: Any) -> Recipe:
-    """``pattern``: ``block`` of the 1D form, or all sizes of the 2D form."""
+def _recipe(shape: Shape, pixels: bool = False, **pattern: Any) -> Recipe:
+    """``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of colours, as published, instead
+    of tokens."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -20,10 +22,11 @@ def _recipe(shape: Shape, **pattern: Any) -> Recipe:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.patterns.image_1d import Image1D
         from kinformer.patterns.image_2d import Image2D
+        from kinformer.positions.none import NoPosition
         from kinformer.positions.sinusoidal import Sinusoidal
 
         chosen = Image1D(**pattern) if "block" in pattern else Image2D.Config(**pattern)
-        return decoder(
+        config = decoder(
             shape,
             vocab or 256,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=chosen),
@@ -32,15 +35,27 @@ def _recipe(shape: Shape, **pattern: Any) -> Recipe:
             initialisation=Initialisation(scheme="xavier"),
             scale=True,
         ).replace(norm=None)
+        return config.replace(input=_pixels(pattern), position=NoPosition.Config()) if pixels else config
 
     return recipe
+
+
+def _pixels(pattern: dict[str, int]) -> InputConfig:
+    """A table of values for each channel, times the root of the width, and timing signals of rows and columns; in 2D
+    every block begins anew."""
+    from kinformer.inputs.pixels import Pixels
+
+    sizes = {"height": pattern.get("height", 32), "width": pattern.get("width", 96) // 3}
+    blocks = {name: size for name, size in pattern.items() if name in ("block_height", "block_width")}
+    shown: dict[str, Any] = sizes | blocks | {"restart": True} if blocks else sizes
+    return Pixels.Config(channels=3, per_channel=True, scale=True, places="sinusoid_2d", **shown)
 
 
 def _shape(dim: int, depth: int, num_heads: int) -> Shape:
     return Shape(dim, depth, num_heads, residual="post", activation="relu")
 
 
-def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, int]:
+def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, Any]:
     """Sizes as (height, width), in values: a colour pixel is three in a row."""
     names = ("block_height", "block_width", "flange_height", "flange_width")
     return {"height": height, "width": width} | dict(zip(names, block + flange, strict=True))
@@ -55,20 +70,25 @@ MEMBER = Member(
     causal=True,
     growth="window",
     departures=(
-        "values of all channels share one embedding table, and positions are those of the sequence, not of rows and "
-        "columns",
-        "the 2D form predicts the next value of the sequence of blocks, also from one block to the next (the published "
-        "code begins every block without its predecessor)",
+        "recipes of tokens (tiny, small, benchmark) have one table, sinusoids of the sequence, and in 2D predict from "
+        "one block to the next; those of pixels have what the published code has: a table for each channel, signals of "
+        "rows and columns, and 2D blocks that begin without their predecessor",
+        "what stands before an image or a block is learned and begins as noughts (the published code: noughts)",
+        "a sequence of less than two blocks in 1D is cut into blocks like any other (the published code: one block)",
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
     ),
     exact_limit="1D: 2 * block >= length; 2D: a block as large as the image",
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), block=8),
         "tiny-2d": _recipe(_shape(32, 2, 2), **_image(4, 6, block=(2, 3), flange=(1, 2))),
+        "tiny-pixels": _recipe(_shape(32, 2, 2), pixels=True, block=8),
+        "tiny-pixels-2d": _recipe(_shape(32, 2, 2), pixels=True, **_image(4, 6, block=(2, 3), flange=(1, 2))),
         "small": _recipe(_shape(256, 4, 4), block=256),
         "small-2d": _recipe(_shape(256, 4, 4), **_image(32, 96, block=(8, 16), flange=(8, 32))),
+        "small-pixels": _recipe(_shape(256, 4, 4), pixels=True, block=256),
+        "small-pixels-2d": _recipe(_shape(256, 4, 4), pixels=True, **_image(32, 96, block=(8, 16), flange=(8, 32))),
         "benchmark": _recipe(_shape(256, 4, 4), block=256),
-        "paper": _recipe(_shape(512, 12, 4), block=256),
-        "paper-2d": _recipe(_shape(512, 8, 8), **_image(64, 192, block=(8, 64), flange=(4, 32))),
+        "paper": _recipe(_shape(512, 12, 4), pixels=True, block=256),
+        "paper-2d": _recipe(_shape(512, 8, 8), pixels=True, **_image(64, 192, block=(8, 64), flange=(4, 32))),
     },
 )
