@@ -66,6 +66,11 @@ COMMANDS = {
         "Parameters, FLOPs, memory and state size before anything is run.",
         "kinformer estimate gpt --recipe paper --length 1024 --batch 8",
     ),
+    "compare": Command(
+        "kinformer.cli.compare",
+        "Train members under one budget, measure them in turns, and write one report.",
+        "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
+    ),
     "draw": Command(
         "kinformer.cli.draw",
         "Attention patterns and encodings of positions as a picture.",

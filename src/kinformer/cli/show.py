@@ -44,6 +44,7 @@ def run(options: Options) -> int:
 
     from kinformer.core.config import to_dict
     from kinformer.evaluation.picture import pictures
+    from kinformer.evaluation.state_size import state_bytes
     from kinformer.family.build import configure
 
     if record is None:
@@ -58,7 +59,7 @@ def run(options: Options) -> int:
         "config": to_dict(config),
         "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
         "max_length": model.max_length,
-        "state_bytes": {str(length): _state_bytes(model, length) for length in _lengths(model)},
+        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
         "patterns": pictures(model),
     }
     if options.json:
@@ -98,29 +99,6 @@ def _lengths(model: Any) -> list[int]:
     ends = (model.max_length, getattr(model, "max_source_length", None))
     limit = min((end for end in ends if end is not None), default=None)
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
-
-
-def _state_bytes(model: Any, length: int) -> int:
-    """Bytes of one row's state after ``length`` tokens: what the mixers declare, and the model's own counters. A source
-    has as many tokens."""
-    from kinformer.core.contract import CausalMixer
-    from kinformer.core.model import SourceModel, WholeModel
-    from kinformer.core.state import nbytes
-
-    if model.config.protocol is WholeModel:
-        return 0
-    mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
-
-    def declared(length: int, source: int) -> int:
-        total = 0
-        for mixer in mixers:
-            given: dict[str, Any] = {"source_length": source} if mixer.reads_source else {}
-            total += mixer.state_bytes(length, **given)
-        return total
-
-    reads = model.config.protocol is SourceModel
-    begun = model.begin(model.source_input.example(1, 1, "meta")) if reads else model.initial_state(1)
-    return nbytes(begun) - declared(0, 1) + declared(length, length)
 
 
 def _print(page: dict[str, Any]) -> None:

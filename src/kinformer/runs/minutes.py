@@ -123,10 +123,10 @@ def fastest_precision(device: str) -> str:
     return "bf16-mixed" if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else "fp32"
 
 
-def resized(config: ModelConfig, dim: int) -> dict[str, Any]:
+def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, Any]:
     """The changes that make a model of ``config`` so wide, its feed-forwards in proportion and its heads of 64; as many
-    heads as it has where they differ from each other; none where its width cannot be changed."""
-    for scaled in ("num_heads", "hidden_dim"), ("hidden_dim",):
+    heads as it has where they differ from each other or that is asked for; none where its width cannot be changed."""
+    for scaled in [("num_heads", "hidden_dim")] * heads_of_64 + [("hidden_dim",)]:
         changes = _changes(config, dim, scaled)
         with suppress(KinformerError), torch.device("meta"):
             override(config, changes, kinds()).build()

@@ -1,0 +1,67 @@
+"""The battery's laws, held against every contestant here and now: badges of the report.
+
+They are checked in float64 on the members' recipe tiny with the same changes, whose windows and segments are so small
+that the battery crosses them; sizes that only fit a larger model are left out of the changes.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from kinformer.compare.entrants import Entrant
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError
+from kinformer.core.model import WholeModel
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
+
+VOCAB = 23
+LAWS = {
+    "causality": "causal: later tokens change nothing before them",
+    "partition": "any partition: however a text is cut, outputs, gradients and states are the same",
+    "padding": "padding changes nothing",
+    "reset": "a reset begins a new sequence, also in mid-chunk",
+    "rows": "rows do not see each other",
+    "both_ways": "every token is seen from both sides",
+}
+
+
+def badges(entrant: Entrant) -> list[dict[str, Any]]:
+    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not."""
+    config, left_out = tiny(entrant)
+    if config.protocol is WholeModel:
+        subject: Any = EncoderModelSubject(config.build, VOCAB, global_tokens=False)
+        checks = {name: check for name, check in ENCODER_MODEL_CHECKS.items() if name in LAWS}
+    else:
+        subject = ModelSubject(config.build, VOCAB)
+        checks = {name: check for name, check in MODEL_CHECKS.items() if name in LAWS}
+    report = examine(checks, subject)
+    found = []
+    for name in checks:
+        failed = report.failed.get(name)
+        holds = True if name in report.passed else False if failed is not None else None
+        why = str(failed) if failed is not None else ""
+        found.append({"name": name, "law": LAWS[name], "holds": holds, "why": why, "left_out": left_out})
+    return found
+
+
+def tiny(entrant: Entrant) -> tuple[Any, list[str]]:
+    """The entrant's config at the recipe tiny, and the changes that it could not have."""
+    config = configure(entrant.member, "tiny", VOCAB if _takes_ids(entrant.member) else None)
+    config = override(config, entrant.layers("tiny", config), kinds())
+    left_out = []
+    for path, value in entrant.changes.items():
+        changed = None
+        with suppress(KinformerError):
+            changed = override(config, {path: value}, kinds())
+        if changed is None or path == "layers" or path == "dim":
+            left_out.append(path)
+        else:
+            config = changed
+    return config, left_out
+
+
+def _takes_ids(name: str) -> bool:
+    return getattr(configure(name, "tiny").input, "vocab_size", None) is not None

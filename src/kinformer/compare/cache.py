@@ -1,0 +1,54 @@
+"""Results that are kept under what they are the result of, so that nothing is computed twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kinformer.core.files import json_digest, read_json, require_signature, signed, write_json
+
+T = TypeVar("T")
+
+
+def key_of(content: Any) -> str:
+    """What identifies JSON-ready ``content``."""
+    return json_digest(content)[:16]
+
+
+def file_name(text: str) -> str:
+    """``text`` as part of a file's name."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
+
+
+class Cache:
+    """JSON values in a folder, each by its kind and key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where a value stands."""
+        return self.folder / f"{kind}-{key}.json"
+
+    def get(self, kind: str, key: str) -> Any | None:
+        """A value, None where there is none; a damaged file is one clear sentence."""
+        path = self.path(kind, key)
+        if not path.is_file():
+            return None
+        data = read_json(path)
+        require_signature(data, path)
+        return data["value"]
+
+    def put(self, kind: str, key: str, value: Any) -> None:
+        """Keep a value."""
+        write_json(self.path(kind, key), signed({"value": value}))
+
+    def once(self, kind: str, key: str, make: Callable[[], Any]) -> Any:
+        """The value that is kept, or what ``make`` gives, kept from now on."""
+        found = self.get(kind, key)
+        if found is None:
+            found = make()
+            self.put(kind, key, found)
+        return found

@@ -1,0 +1,241 @@
+"""A comparison from end to end: every stage kept as soon as it is done, so that a killed one goes on where it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer import __version__
+from kinformer.compare.badges import badges
+from kinformer.compare.cache import Cache, key_of
+from kinformer.compare.entrants import entrants
+from kinformer.compare.facts import facts, settings_of
+from kinformer.compare.machine import machine
+from kinformer.compare.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
+from kinformer.compare.plan import Clock, Contestant, contestants, guarded, still_in
+from kinformer.compare.record import Comparison, EntrantRecord, Point, SeedRun, Trial
+from kinformer.compare.speed import generation_speeds, length_speeds, memory_of, training_speeds
+from kinformer.compare.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import Figure
+from kinformer.core.lock import locked
+from kinformer.core.progress import note
+from kinformer.evaluation.estimate import estimate
+from kinformer.training.precision import use_fast_products
+
+MEASURING_SHARE, FIXED_SECONDS = 0.25, 12.0
+"""Of the whole comparison's minutes what measuring takes, and of each member the seconds that do not shrink with it."""
+VALIDATED = 1.15
+"""What a step takes with its share of validations and checkpoints."""
+
+
+def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
+    """Train and measure ``members`` (the default ones if there are none) as ``options`` say.
+
+    One that fails is out, with the reason; the others go on. ``command`` is told in the report.
+
+    Errors: ``KinformerError`` for what is wrong of all of them.
+    """
+    begun = time.monotonic()
+    folder = Path(options.out)
+    options.prepare(options.seed)
+    use_fast_products()
+    chosen = entrants(members or DEFAULT_MEMBERS, options.set)
+    clock = Clock()
+    with locked(folder):
+        cache = Cache(folder / "cache")
+        found = contestants(chosen, options)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure = found[0].task.figures[0]
+        for each in still_in(found):
+            with guarded(each, "its fact sheet"):
+                each.found["facts"] = facts(each.entrant, each.config)
+                each.found["max_length"] = each.found["facts"]["max_length"]
+                each.found["flops_step"] = _flops(each)
+        with clock("training speed"):
+            training_speeds(found, options, cache)
+        steps = _steps(found, options, cache, time.monotonic() - begun)
+        _tell(found, options, steps)
+        _train(found, options, cache, clock, steps, figure)
+        _measure(found, options, cache, clock)
+        where = machine(str(options.usable_device()))
+        return _comparison(found, options, clock, command, where, figure, steps)
+
+
+def _flops(contestant: Contestant) -> float | None:
+    """Of a training step, None where they cannot be estimated."""
+    base = contestant.base
+    with suppress(Exception):
+        settings = base.settings()
+        found = estimate(contestant.config, length=settings.length, batch=settings.batch_size)
+        return float(found.flops_step)
+    return None
+
+
+def _steps(found: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
+    """Steps of a run of each contestant. What depends on measured speeds is kept, so that a killed comparison goes on
+    as it was begun."""
+    left = still_in(found)
+    if not left:
+        raise KinformerError(f"no member can be trained: {found[0].name} {found[0].error}")
+    if options.minutes is not None:
+        return {each.name: max(1, round(60 * options.minutes / each.found["training"]["seconds"])) for each in left}
+    if options.total_minutes is not None:
+        key = key_of([options.total_minutes, options.seeds, options.sweep, [each.model_key for each in left]])
+        kept = cache.once("steps", key, lambda: _steps_in(left, options, spent))
+        return {each.name: kept for each in left}
+    steps = options.steps or DEFAULT_STEPS
+    if options.tokens is not None:
+        steps = max(1, round(options.tokens / (options.length * options.batch_size)))
+    return {each.name: steps for each in left}
+
+
+def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float) -> int:
+    """As many as leave a share of the time for measuring."""
+    assert options.total_minutes is not None
+    seconds = (1 - MEASURING_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
+    each_step = sum(each.found["training"]["seconds"] for each in left)
+    tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE  # one more, where an optimum stands at an end
+    steps = int(seconds / (each_step * VALIDATED * (options.seeds + tried)))
+    if steps < 20:
+        raise KinformerError(
+            f"--total-minutes {options.total_minutes:g}: suffices for {max(0, steps)} steps a run; give more minutes, "
+            "or fewer members, seeds or --parameters."
+        )
+    return steps
+
+
+def _tell(found: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
+    for each in still_in(found):
+        seconds, count = each.found["training"]["seconds"], steps[each.name]
+        trials = options.sweep * sweep_steps(options, count)
+        total = seconds * (count * options.seeds + trials)
+        note(
+            f"{each.name}: {each.parameters:,} parameters, {options.seeds} x {count} steps and {trials} of the sweep, "
+            f"about {total / 60:.1f} minutes"
+        )
+
+
+def _train(
+    found: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock, steps: dict[str, int], figure: Any
+) -> None:
+    """The sweeps, and then the runs, seed after seed, so that all have one before any has two."""
+    for each in still_in(found):
+        with clock("sweeps"), guarded(each, "the sweep"):
+            sweep(each, options, cache, steps[each.name], figure)
+    for number in range(options.seeds):
+        for each in still_in(found):
+            with guarded(each, f"seed {options.seed + number}"):
+                _one_seed(each, options, cache, clock, steps[each.name], number, baseline=each is found[0])
+
+
+def _one_seed(
+    each: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
+) -> None:
+    seed, figure = options.seed + number, each.task.figures[0]
+    with clock("training"):
+        tokens = validation_tokens(options, steps)
+        done = run(each, options, cache, each.found["lr"], seed, steps, validation_tokens=tokens)
+    if "diverged" in done:
+        raise KinformerError(done["diverged"])
+    with clock("measuring"):
+        tested = measured(each, options, cache, done, number == 0, baseline and number == 0)
+    each.found.setdefault("runs", []).append(done | {"seed": seed, "measured": tested})
+    note(f"{each.name}, seed {seed}: {figure.text(tested['figures'][figure.name])}")
+
+
+def _measure(found: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
+    """What does not depend on the weights: speeds in turns, memory, the battery."""
+    with clock("measuring"):
+        generation_speeds(found, options, cache)
+        length_speeds(found, options, cache)
+    for each in still_in(found):
+        with clock("measuring"), guarded(each, "measuring memory"):
+            each.found["memory"] = memory_of(each, options, cache)
+        with clock("battery"), guarded(each, "the battery"):
+            key = key_of([__version__, torch.__version__, each.entrant.parts, dict(each.entrant.changes)])
+            each.found["badges"] = cache.once("badges", key, lambda each=each: badges(each.entrant))  # type: ignore[misc]
+
+
+def _comparison(
+    found: Sequence[Contestant],
+    options: CompareOptions,
+    clock: Clock,
+    command: str,
+    where: dict[str, Any],
+    figure: Figure,
+    steps: dict[str, int],
+) -> Comparison:
+    tested = [one["measured"] for each in found for one in each.found.get("runs", ()) if "measured" in one]
+    baselines: Any = next((each["baselines"] for each in tested if each["baselines"]), {})
+    most = max((each.parameters for each in found), default=0)
+    return Comparison(
+        kinformer=__version__,
+        created=time.strftime("%Y-%m-%d"),
+        command=command,
+        task=found[0].task.name,
+        figure=figure.name,
+        unit=figure.unit,
+        lower_is_better=figure.lower_is_better,
+        data=tested[0]["data"] if tested else found[0].identity,
+        baselines=baselines,
+        budget={
+            "parameters": options.parameters or next((each.parameters for each in found if each.parameters), most),
+            "steps": sorted(set(steps.values())),
+            "minutes": options.minutes,
+            "total_minutes": options.total_minutes,
+            "tokens_step": options.length * options.batch_size,
+            "seeds": options.seeds,
+            "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
+        },
+        settings=settings_of(found[0].base.settings()),
+        seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
+        entrants=tuple(_record(each, options, where, figure) for each in found),
+    )
+
+
+def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], figure: Figure) -> EntrantRecord:
+    got, base = each.found, each.base
+    page = got.get("facts") or {}
+    settings = settings_of(base.settings()) | {"lr": got.get("lr"), "own": dict(base.own), "recipe": base.recipe}
+    runs = [one for one in got.get("runs", ()) if "measured" in one]
+    return EntrantRecord(
+        name=each.name,
+        spec=each.entrant.spec,
+        set={path: value if isinstance(value, dict) else str(value) for path, value in each.entrant.changes.items()},
+        facts=page,
+        parameters=each.parameters,
+        flops_step=got.get("flops_step"),
+        error=each.error,
+        sweep=tuple(Trial(**trial) for trial in got.get("sweep", ())),
+        lr=got.get("lr"),
+        moved=got.get("moved"),
+        runs=tuple(_seed_run(each, one, figure) for one in runs),
+        state_bytes=page.get("state_bytes", {}),
+        training=got.get("training"),
+        generation=got.get("generation"),
+        lengths=got.get("lengths"),
+        memory=got.get("memory"),
+        badges=got.get("badges", []),
+        machine=where,
+        settings={name: value for name, value in settings.items() if name != "seed"},
+    )
+
+
+def _seed_run(each: Contestant, one: dict[str, Any], figure: Figure) -> SeedRun:
+    tested = one["measured"]
+    return SeedRun(
+        seed=one["seed"],
+        value=tested["figures"][figure.name],
+        figures=tested["figures"],
+        steps=one["steps"],
+        seconds=one["seconds"],
+        curve=tuple(Point(**point) for point in curve(one, figure, each.found.get("flops_step"))),
+        contexts=tested["contexts"],
+        command=one["command"],
+    )

@@ -1,0 +1,175 @@
+"""Which charts a comparison has, and what their points say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import mean
+from typing import Any
+
+from kinformer.compare import words
+from kinformer.compare.charts import Chart, Series
+from kinformer.compare.record import Comparison, EntrantRecord, Point, mean_of
+
+
+def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
+    """Sections of charts; what nothing is known of is left out."""
+    index = {each.name: number for number, each in enumerate(comparison.entrants)}
+    sections = [
+        ("Learning", _learning(comparison, index)),
+        ("Quality against its costs", _costs(comparison, index)),
+        ("Position and longer contexts", _contexts(comparison, index)),
+        ("Time and memory against length", _lengths(comparison, index)),
+        ("The sweep of learning rates", _sweep(comparison, index)),
+    ]
+    return [(title, kept) for title, found in sections if (kept := [each for each in found if each.series])]
+
+
+def _unit(comparison: Comparison) -> str:
+    figure = comparison.deciding
+    return figure.name.replace("_", " ") if figure.unit == "share" else figure.unit
+
+
+def _learning(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    per_step = comparison.budget["tokens_step"]
+    axes: list[tuple[str, str, Callable[[Point], float | None], str, str]] = [
+        ("steps", "steps", lambda point: float(point.step), "{:,.0f} steps", ""),
+        ("tokens", "tokens", lambda point: float(point.step * per_step), "{:,.0f} tokens", ""),
+        ("seconds", "seconds of training", lambda point: point.seconds, "{:,.1f} s", ""),
+        ("flops", "FLOPs", lambda point: point.flops, "{:.3g} FLOPs", "x"),
+    ]
+    note = "Validation; the mean over the seeds where they were measured at the same steps."
+    for key, title, of, form, log in axes:
+        series = []
+        for each in comparison.finished:
+            points = [
+                (x, y, f"{form.format(x)}, {words.shown(comparison.deciding, y)}")
+                for x, y in _mean_curve(each, of)
+                if x is not None and x > 0
+            ]
+            if len(points) > 1:
+                series.append(Series(each.name, index[each.name], points))
+        yield Chart(f"by-{key}", f"Against {title}", title, _unit(comparison), series, log, note=note)
+
+
+def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> Iterator[tuple[float | None, float]]:
+    runs = entrant.runs
+    if any([point.step for point in run.curve] != [point.step for point in runs[0].curve] for run in runs):
+        runs = runs[:1]
+    for points in zip(*(run.curve for run in runs), strict=True):
+        xs = [of(point) for point in points]
+        yield (None if None in xs else mean(xs)), mean(point.value for point in points)  # type: ignore[type-var]
+
+
+def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    length = words.common_length(comparison)
+    costs: list[tuple[str, str, str, Callable[[EntrantRecord], Any], Callable[[float], str]]] = [
+        (
+            "state",
+            "State",
+            f"bytes of state after {length:,} tokens",
+            lambda each: words.state_at(each, length),
+            words.size,
+        ),
+        ("time", "Training time", "seconds of training", _seconds, lambda x: f"{x:,.0f} s"),
+        ("memory", "Memory", "peak bytes in training", words.peak_bytes, words.size),
+        ("speed", "Generation", "tokens/s, one text", lambda each: words.generated(each, 1), lambda x: f"{x:,.0f}/s"),
+    ]
+    for key, title, x_title, of, text in costs:
+        series = [
+            Series(
+                each.name,
+                index[each.name],
+                [(x, mean_of(each), f"{text(x)}, {words.shown(comparison.deciding, mean_of(each))}")],
+            )
+            for each in comparison.finished
+            if (x := of(each)) is not None
+        ]
+        yield Chart(f"quality-{key}", title, x_title, f"{_unit(comparison)}, test", series, "x", joined=False)
+
+
+def _seconds(entrant: EntrantRecord) -> float:
+    return mean(run.seconds for run in entrant.runs)
+
+
+def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    figure, positions, lengths = comparison.deciding, [], []
+    for each in comparison.finished:
+        rows = [row for row in each.runs[0].contexts if row.get("context")]
+        points = [(row["context"], row["value"], f"{row['context']:,} tokens, {words.shown(figure, row['value'])}")
+                  for row in sorted(rows, key=lambda row: row["context"])]  # fmt: skip
+        if len(points) > 1:
+            lengths.append(Series(each.name, index[each.name], points))
+        longest = max((row for row in rows if row["positions"]), key=lambda row: row["context"], default=None)
+        if longest is not None:
+            inside = [(last, value, f"{first:,} to {last:,} tokens before, {words.shown(figure, value)}")
+                      for first, last, value in map(_bin, longest["positions"])]  # fmt: skip
+            positions.append(Series(each.name, index[each.name], inside))
+    note = "First seed; tokens that a prediction had before it in its window, of the longest context measured."
+    yield Chart("positions", "By position", "tokens before", _unit(comparison), positions, "x", note=note)
+    note = "First seed; each length measured in windows of its own."
+    yield Chart("contexts", "By length of context", "tokens of context", _unit(comparison), lengths, "x", note=note)
+
+
+def _bin(found: Any) -> tuple[int, int, float]:
+    return found["first"], found["last"], found["bits_per_byte"]
+
+
+def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    for kind, title in (("step", "A training step"), ("forward", "A forward")):
+        series = [
+            Series(
+                each.name,
+                index[each.name],
+                [
+                    (length, 1000 * seconds, f"{length:,} tokens, {1000 * seconds:,.1f} ms")
+                    for length, seconds in sorted(words.seconds_of(each, kind).items())
+                ],
+            )
+            for each in comparison.entrants
+            if each.lengths
+        ]
+        yield Chart(f"length-{kind}", title, "tokens of one row", "milliseconds", series, "xy")
+    memory = [
+        Series(
+            each.name,
+            index[each.name],
+            [
+                (row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {words.size(row['bytes'])}")
+                for row in each.memory["lengths"]
+                if row["bytes"] > 0
+            ],
+        )
+        for each in comparison.entrants
+        if each.memory and any(row["bytes"] > 0 for row in each.memory["lengths"])
+    ]
+    note = "The highest moment of a training step of one row, above the model itself, in a process of its own."
+    yield Chart("length-memory", "Memory of a step", "tokens of one row", "MiB", memory, "xy", note=note)
+    states = [
+        Series(
+            each.name,
+            index[each.name],
+            [
+                (int(length), count / 1024, f"{int(length):,} tokens, {words.size(count)}")
+                for length, count in sorted(each.state_bytes.items(), key=lambda item: int(item[0]))
+                if count
+            ],
+        )
+        for each in comparison.entrants
+        if each.state_bytes and any(each.state_bytes.values())
+    ]
+    yield Chart("state", "The state of one row", "tokens absorbed", "KiB", states, "xy")
+
+
+def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
+    figure = comparison.deciding
+    series = []
+    for each in comparison.entrants:
+        points = [
+            (trial.lr, trial.value, f"learning rate {trial.lr:g}, {words.shown(figure, trial.value)}")
+            for trial in each.sweep
+            if trial.value is not None
+        ]
+        if points:
+            series.append(Series(each.name, index[each.name], points))
+    note = "Validation after short runs with the first seed; what diverged is not shown."
+    yield Chart("sweep", "Learning rates", "learning rate", _unit(comparison), series, "x", note=note)

@@ -1,0 +1,186 @@
+"""Who is compared: members, hybrids of them in a ratio, each with changes of its own, at one parameter budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from kinformer.core.config import override, to_dict
+from kinformer.core.errors import KinformerError, nearest
+from kinformer.core.model_config import ModelConfig
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.runs.minutes import resized
+
+TOLERANCE = 0.05
+GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
+_SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """``name`` in the comparison; ``parts`` are members with how many layers in a row each has of the stack's cycle,
+    the first of which gives all that is no layer; ``changes`` are its own."""
+
+    name: str
+    spec: str
+    parts: tuple[tuple[str, int], ...]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def member(self) -> str:
+        """The member that gives what is no layer."""
+        return self.parts[0][0]
+
+    def needs(self, task_options: type) -> dict[str, Any]:
+        """Options of the task without which its members are not themselves."""
+        known = {each.name for each in fields(task_options)}
+        needed: dict[str, Any] = {}
+        for name, _ in self.parts:
+            needed |= {option: value for option, value in member(name).needs.items() if option in known}
+        return needed
+
+    def layers(self, recipe: str, config: ModelConfig) -> dict[str, Any]:
+        """The changes that put the other members' layers where the cycle has them, none for a plain member."""
+        if len(self.parts) == 1:
+            return {}
+        cycle = [name for name, count in self.parts for _ in range(count)]
+        depth = max(len(cycle), len(config.layers) // len(cycle) * len(cycle))
+        found: dict[str, Any] = {"layers": depth} if depth != len(config.layers) else {}
+        for index in range(depth):
+            if (name := cycle[index % len(cycle)]) != self.member:
+                others = configure(name, recipe).layers
+                found[f"layers.{index}"] = to_dict(others[index % len(others)])
+        return found
+
+
+def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
+    """Those that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
+
+    ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
+    """
+    found = [_parsed(spec) for spec in specs]
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise KinformerError(f"{name}: is named twice; give one of them another name, as in other={name}.")
+    for path in changes:
+        if (owner := _owner(path)) and owner not in names:
+            raise KinformerError(f"--set {path}: {owner!r} is not compared; {nearest(owner, names)}")
+    return [
+        Entrant(
+            each.name,
+            each.spec,
+            each.parts,
+            {path.rpartition(":")[2]: value for path, value in changes.items() if _owner(path) in ("", each.name)},
+        )
+        for each in found
+    ]
+
+
+def _owner(path: str) -> str:
+    return path.rpartition(":")[0]
+
+
+def _parsed(spec: str) -> Entrant:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise KinformerError(
+            f"{spec}: is no member; write a name, a hybrid as in linear-transformer:3,gpt:1, or wide=gpt for another "
+            "name."
+        )
+    parts = []
+    for part in match["parts"].split(","):
+        name, _, count = part.partition(":")
+        if count and not int(count):
+            raise KinformerError(f"{spec}: {name} has 0 layers of the cycle; give 1 or more, or leave it out.")
+        parts.append((member(name).name, int(count or 1)))
+    if len(parts) == 1 and ":" in match["parts"]:
+        raise KinformerError(f"{spec}: is a ratio of one member; name another, as in {spec},gpt:1.")
+    if len({member(name).causal for name, _ in parts}) > 1:
+        raise KinformerError(f"{spec}: mixes causal members with such as read whole texts; choose of one kind.")
+    return Entrant(match["name"] or match["parts"], match["parts"], tuple(parts))
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """Of a model of ``config``; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in config.build().parameters())
+
+
+def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: str) -> dict[str, Any]:
+    """The changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
+
+    The width is the multiple of 16 (or of 4) that comes nearest, the number of heads stays, then the feed-forwards are
+    widened or narrowed by what is left.
+    Errors: ``KinformerError`` where no width does.
+    """
+    candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
+    best: tuple[float, dict[str, Any]] = (float("inf"), {})
+    for widths in candidates:
+        for found in (widths, _feed_forwards(config, widths, changes, budget)):
+            count = _count(config, {**found, **changes})
+            if count is not None and abs(count / budget - 1) < best[0]:
+                best = abs(count / budget - 1), found
+        if best[0] <= TOLERANCE / 5:
+            break
+    if best[0] > TOLERANCE:
+        own = _count(config, {**best[1], **changes})
+        raise KinformerError(
+            f"{name}: no width gives {budget:,} parameters within {TOLERANCE:.0%}"
+            + (f" (the nearest has {own:,})" if own else "")
+            + "; give another --parameters, or --set NAME:dim=... less."
+        )
+    return {path: value for path, value in best[1].items() if path not in changes}
+
+
+def _near(config: ModelConfig, changes: Mapping[str, Any], budget: int) -> Iterator[dict[str, Any]]:
+    """The widths about the budget, the nearest multiples of 16 first, then those of 4."""
+    low, high = NARROWEST, NARROWEST
+    while high < WIDEST and (_at(config, high, changes) or 0) < budget:
+        low, high = high, 2 * high
+    while high - low > GRAIN:
+        middle = (low + high) // 2 // GRAIN * GRAIN
+        if (_at(config, middle, changes) or budget) < budget:
+            low = middle
+        else:
+            high = middle
+    counted = [(dim, _at(config, dim, changes)) for dim in range(low, high + 1, FINE)]
+    for _, _, dim in sorted((dim % GRAIN > 0, abs(count / budget - 1), dim) for dim, count in counted if count):
+        yield resized(config, dim, heads_of_64=False)
+
+
+def _at(config: ModelConfig, dim: int, changes: Mapping[str, Any]) -> int | None:
+    widths = resized(config, dim, heads_of_64=False)
+    return _count(config, {**widths, **changes}) if widths else None
+
+
+def _count(config: ModelConfig, changes: Mapping[str, Any]) -> int | None:
+    with suppress(KinformerError):
+        return parameters_of(override(config, changes, kinds()))
+    return None
+
+
+def _feed_forwards(
+    config: ModelConfig, widths: dict[str, Any], changes: Mapping[str, Any], budget: int
+) -> dict[str, Any]:
+    """``widths`` with feed-forwards so wide that the parameters come to the budget, which they do in proportion."""
+    paths = {path: value for path, value in widths.items() if path.endswith("hidden_dim") and path not in changes}
+    if not paths:
+        layers = config.layers
+        hidden = getattr(getattr(layers[0], "feed_forward", None), "hidden_dim", None)
+        if hidden is None or len({getattr(layer.feed_forward, "hidden_dim", None) for layer in layers}) > 1:
+            return widths
+        paths = {"layers.*.feed_forward.hidden_dim": hidden}
+    more = {path: value + 8 for path, value in paths.items()}
+    counts = [_count(config, {**widths, **found, **changes}) for found in (paths, more)]
+    if None in counts or counts[0] == counts[1]:
+        return widths
+    step = 8 * round((budget - counts[0]) / (counts[1] - counts[0]))  # type: ignore[operator]
+    return widths | {path: max(8, value + step) for path, value in paths.items()}

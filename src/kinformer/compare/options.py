@@ -1,0 +1,118 @@
+"""What a comparison is asked for. Free of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.runs.options import Machine
+
+DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
+DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
+DEFAULT_STEPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Machine):
+    """Members side by side: one parameter budget, one data set in one order, one recipe but for the learning rate."""
+
+    data: str | None = None
+    """What to learn from, as for kinformer train; stdlib if nothing is given."""
+    task: str | None = None
+    """What to train for; if not given, the usual one of the first member."""
+    parameters: int | None = None
+    """Parameters of every model, within 5 %; those of the first member's recipe if not given."""
+    steps: int | None = None
+    """Optimiser steps of every run (1000 if no other budget is given)."""
+    tokens: int | None = None
+    """Tokens of every run, instead of --steps."""
+    minutes: float | None = None
+    """Minutes of training of every run, instead of --steps: a faster member makes more steps."""
+    total_minutes: float | None = None
+    """Minutes of the whole comparison, instead of --steps: as many steps for all as the measured speeds allow."""
+    seeds: int = 1
+    """Runs of every member, with seeds from --seed on; two or more give a spread, and tests of the differences."""
+    sweep: int = 3
+    """Learning rates tried for every member, a factor of 2 apart; more where the best is at an end. 0 tries none."""
+    sweep_steps: int | None = None
+    """Steps of a run of the sweep (a fifth of --steps)."""
+    lr: float | None = None
+    """The middle of the sweep, or with --sweep 0 the learning rate (0.01 with muon, else 0.001)."""
+    recipe: str = "small"
+    """Which of the members' recipes; its width is solved for."""
+    length: int = 256
+    """Tokens of each row of a batch."""
+    batch_size: int = 8
+    """Rows of a step."""
+    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "muon"
+    """Muon takes the layers' matrices and AdamW the rest."""
+    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """bf16-mixed computes in bfloat16 where that is safe."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json (bytes if not given)."""
+    holdout: float | None = None
+    """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
+    max_bytes: int | None = 200_000
+    """Measure on the first N bytes of the test split only."""
+    contexts: str = "1x,2x,4x"
+    """Lengths of context at which the first seed is measured too, in multiples of --length or in tokens."""
+    lengths: str = "128,512,2048"
+    """Lengths at which time and memory are measured, of one row."""
+    rounds: int = 5
+    """Measurements of every time, in turns."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
+    out: str = "comparison"
+    """The folder of results: what is there already is not computed again."""
+    seed: int = 0
+    """The first seed."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the task's own, by name."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
+            require(flag_of(name), getattr(self, name), 1)
+        require("--sweep", self.sweep, 0)
+        require("--max-bytes", self.max_bytes, 2)
+        given = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
+        for name in given:
+            if not getattr(self, name) > 0:
+                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must be above 0.")
+        if len(given) > 1:
+            raise KinformerError(f"{' and '.join(map(flag_of, given))} contradict; give one of them.")
+        if self.sweep == 2:
+            raise KinformerError("--sweep 2: has no middle; try 3 learning rates or more, or 0 for none.")
+        if self.lr is not None and not self.lr > 0:
+            raise KinformerError(f"--lr is {self.lr:g} but must be above 0.")
+
+    @property
+    def middle(self) -> float:
+        """Of the sweep's learning rates."""
+        return self.lr if self.lr is not None else 1e-2 if self.optimizer == "muon" else 1e-3
+
+    @property
+    def measured_lengths(self) -> tuple[int, ...]:
+        """``lengths`` as numbers."""
+        return whole_numbers(self.lengths, "--lengths")
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """``"128,512"`` as numbers, in order."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048.")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def default_budget(members: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` of a comparison, with those of the small default one where no member is named."""
+    if members:
+        return options
+    budgets = ("steps", "tokens", "minutes", "total_minutes")
+    chosen: dict[str, Any] = {"parameters": DEFAULT_PARAMETERS, "seeds": DEFAULT_SEEDS}
+    if all(options.get(name) is None for name in budgets):
+        chosen["total_minutes"] = DEFAULT_TOTAL
+    plain = {"parameters": None, "seeds": 1, "total_minutes": None}
+    return options | {name: value for name, value in chosen.items() if options.get(name) == plain[name]}

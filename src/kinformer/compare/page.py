@@ -1,0 +1,155 @@
+"""A comparison as one HTML page that holds all that it needs: style, script, charts, data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kinformer.compare import words
+from kinformer.compare.charts import marker, svg
+from kinformer.compare.curves import charts
+from kinformer.compare.record import Comparison, EntrantRecord
+from kinformer.compare.report import columns, conditions, ordered, title
+from kinformer.compare.statistics import welch
+from kinformer.evaluation.picture import SEEN
+
+ASSETS = Path(__file__).parent / "assets"
+SIGNS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}
+
+
+def page(comparison: Comparison) -> str:
+    """The page. All text of the comparison, which may be a stranger's, is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    loader = FileSystemLoader(ASSETS)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    index = {each.name: number for number, each in enumerate(comparison.entrants)}
+    sections = [
+        {
+            "title": heading,
+            "words": list(words.crossovers_of(comparison)) if "length" in heading and "Time" in heading else [],
+            "charts": [
+                {"title": c.title, "note": c.note, "told": c.told, "series": c.series, "svg": Markup(svg(c))}
+                for c in found
+            ],
+        }
+        for heading, found in charts(comparison)
+    ]
+    keys = {name: Markup(marker(number)) for name, number in index.items()}
+    return environment.get_template("page.html").render(
+        title=title(comparison),
+        conditions=conditions(comparison),
+        summary=words.summary(comparison),
+        columns=columns(comparison),
+        rows=_rows(comparison, index, keys),
+        pairs=_pairs(comparison),
+        baselines=", ".join(
+            f"{name.replace('_', ' ')} {words.shown(comparison.deciding, value)}"
+            for name, value in (comparison.baselines or {}).items()
+        ),
+        sections=sections,
+        sheets=[
+            _sheet(each, index[each.name], keys[each.name], [Markup(_picture(p["rows"])) for p in _patterns(each)])
+            for each in ordered(comparison)
+        ],
+        command=comparison.command,
+        machine=_json([{each.name: each.machine} for each in comparison.entrants][:1] + [comparison.seconds]),
+        style=Markup((ASSETS / "style.css").read_text(encoding="utf-8")),
+        script=Markup((ASSETS / "script.js").read_text(encoding="utf-8")),
+    )
+
+
+def _rows(comparison: Comparison, index: dict[str, int], keys: dict[str, Any]) -> list[dict[str, Any]]:
+    shown = columns(comparison)
+    best: list[float | None] = []
+    for column in shown:
+        values = [value for each in comparison.entrants if (value := column.value(each)) is not None]
+        best.append((min if column.less else max)(values) if column.less is not None and values else None)
+    return [
+        {
+            "name": each.name,
+            "index": index[each.name],
+            "key": keys[each.name],
+            "shown": bool(each.runs or each.lengths),
+            "cells": [
+                {
+                    "text": column.cell(each),
+                    "value": "" if (value := column.value(each)) is None else repr(value),
+                    "best": value is not None and value == top,
+                }
+                for column, top in zip(shown, best, strict=True)
+            ],
+        }
+        for each in ordered(comparison)
+    ]
+
+
+def _pairs(comparison: Comparison) -> dict[str, Any] | None:
+    found = [each for each in comparison.finished if len(each.runs) > 1]
+    if len(found) < 2:
+        return None
+    rows = []
+    for one in found:
+        tests = [None if other is one else welch(one.values, other.values) for other in found]
+        rows.append((one.name, ["" if test is None else f"{test.p:.3f}" for test in tests]))
+    return {"names": [each.name for each in found], "rows": rows}
+
+
+def _patterns(each: EntrantRecord) -> Sequence[dict[str, Any]]:
+    return (each.facts or {}).get("patterns", ())
+
+
+def _sheet(each: EntrantRecord, index: int, key: Any, pictures: list[Any]) -> dict[str, Any]:
+    facts, settings = each.facts or {}, each.settings or {}
+    known = [
+        ("parameters", f"{each.parameters:,}" if each.parameters else "-"),
+        ("width, layers", f"{facts['config']['dim']}, {len(facts['config']['layers'])}" if facts else "-"),
+        ("learning rate", f"{each.lr:g}" if each.lr else "-"),
+        ("state grows", ", ".join(sorted({member["growth"] for member in facts.get("members", ())})) or "-"),
+        ("FLOPs of a step", f"{each.flops_step:.3g}" if each.flops_step else "-"),
+        ("positions end at", f"{facts['max_length']:,}" if facts.get("max_length") else "nowhere"),
+        ("changes", ", ".join(f"{path} = {value}" for path, value in each.set.items()) or "none"),
+        ("exact attention where", "; ".join(member["exact_limit"] for member in facts.get("members", ())) or "-"),
+    ]
+    return {
+        "index": index,
+        "key": key,
+        "name": each.name,
+        "members": facts.get("members", ()),
+        "error": each.error,
+        "badges": [_badge(badge) for badge in each.badges],
+        "formulas": facts.get("formulas", ()),
+        "facts": known,
+        "patterns": [
+            {"svg": picture, "name": f"{pattern['pattern']}, {pattern['tokens_per_cell']} tokens to a cell"}
+            for picture, pattern in zip(pictures, _patterns(each), strict=True)
+        ],
+        "departures": [text for member in facts.get("members", ()) for text in member["departures"]],
+        "command": each.runs[0].command if each.runs else "",
+        "config": _json({"model": facts["config"], "settings": settings}) if facts else "",
+    }
+
+
+def _badge(badge: dict[str, Any]) -> dict[str, str]:
+    state, sign, word = SIGNS[badge["holds"]]
+    why = f" ({badge['why']})" if badge["why"] else ""
+    why += f"; without {', '.join(badge['left_out'])}" if badge["left_out"] else ""
+    return {"state": state, "sign": sign, "word": word, "name": badge["name"], "law": badge["law"], "why": why}
+
+
+def _picture(rows: Sequence[str]) -> str:
+    """A pattern: queries down, keys across, what is seen filled."""
+    cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
+    size = len(rows)
+    path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)
+    told = escape(f"attention pattern: {len(cells)} of {size * size} cells seen, queries down, keys across")
+    drawn = f'<path d="{path}" style="fill: var(--s0)"/>'
+    return f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="{told}">{drawn}</svg>'
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1, ensure_ascii=False)

@@ -1,0 +1,179 @@
+"""What every contestant is trained on and how: the same data, order and recipe, one parameter budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer import __version__
+from kinformer.compare.cache import key_of
+from kinformer.compare.entrants import Entrant, parameters_of, sized
+from kinformer.compare.options import CompareOptions
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note
+from kinformer.data import ByteTokenizer, FileTokenizer
+from kinformer.family.build import configure, storable
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.runs.create import check_source, named_data, plan_config
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.run import BYTES
+from kinformer.tasks.table import task_for, training_options
+from kinformer.tasks.task import Source, Task, TrainingPlan
+
+
+@dataclass
+class Contestant:
+    """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
+    config and its parameters; ``error`` says why it is out. What is found of it is kept in ``found`` by stage."""
+
+    entrant: Entrant
+    base: TrainOptions
+    task: Task
+    config: Any
+    parameters: int
+    identity: dict[str, Any]
+    error: str | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """In the comparison."""
+        return self.entrant.name
+
+    @cached_property
+    def model_key(self) -> str:
+        """What identifies the model."""
+        return key_of(storable(self.config))
+
+    def options(self, out: Path, lr: float, seed: int, steps: int, **settings: Any) -> TrainOptions:
+        """How one run of it is trained."""
+        return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **settings)
+
+    def run_key(self, options: TrainOptions) -> str:
+        """What identifies the outcome of a run."""
+        content = {
+            "model": storable(self.config),
+            "data": self.identity,
+            "task": [self.task.name, dict(options.own)],
+            "training": vars(options.settings()),
+            "versions": [__version__, torch.__version__, options.device],
+        }
+        return key_of(content)
+
+
+def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
+    """What a run with these options would train, on which data; nothing is written."""
+    task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
+    own = training_options(task, options.own)
+    check_source(options, task)
+    tokenizer = None
+    if task.tokenizes:
+        tokenizer = ByteTokenizer() if options.tokenizer in (None, BYTES) else FileTokenizer(str(options.tokenizer))
+    spec = named_data(options, task, Path(options.out))
+    data = task.open(Source(spec, options.holdout, tokenizer), own)
+    config = plan_config(options, None, task, data)
+    objective = task.choose_objective(options.objective, member(options.member).objective)
+    return task, TrainingPlan(config, data, replace(options.settings(), objective=objective), own, tokenizer)
+
+
+def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
+    """The task of the comparison: what was asked for, or the usual one of the first entrant."""
+    name = entrants[0].member
+    return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
+
+
+def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
+    """The entrants, each at the parameter budget; one that cannot be brought to it is out, with the reason.
+
+    Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
+    """
+    if options.data == "-":
+        raise KinformerError("--data -: is read once, but every member reads the data; give the path of a file.")
+    task, found = first_task(entrants, options), []
+    for entrant in entrants:
+        base = _base(entrant, options, task)
+        try:
+            own_task, plan = planned(base)
+            contestant = Contestant(entrant, base, own_task, plan.config, 0, plan.data.identity)
+        except KinformerError:
+            if entrant is entrants[0]:
+                raise
+            contestant = Contestant(entrant, base, task, None, 0, {})
+        found.append(contestant)
+    budget = options.parameters or parameters_of(found[0].config)
+    for contestant in found:
+        with guarded(contestant, "its model"):
+            _fit(contestant, budget)
+    if all(each.error for each in found):
+        raise KinformerError(str(found[0].error))
+    return found
+
+
+def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
+    recipe = options.recipe
+    shared = ("data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "device", "threads")
+    known = {name: getattr(options, name) for name in shared}
+    own = {**entrant.needs(task.Options), **options.own}
+    return TrainOptions(
+        member=entrant.member,
+        out=options.out,
+        task=task.name,
+        recipe=recipe,
+        set=dict(entrant.changes),
+        own=own,
+        **known,
+    )
+
+
+def _fit(contestant: Contestant, budget: int) -> None:
+    """Put a hybrid's layers in their places, and solve for the width."""
+    entrant, base = contestant.entrant, replace(contestant.base, set={})
+    _, plan = planned(base)
+    layers = entrant.layers(str(base.recipe), plan.config)
+    config = override(plan.config, layers, kinds())
+    widths = sized(config, entrant.changes, budget, entrant.name)
+    contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
+    contestant.task, plan = planned(contestant.base)
+    contestant.config, contestant.identity = plan.config, plan.data.identity
+    contestant.parameters = parameters_of(plan.config)
+
+
+@contextmanager
+def guarded(contestant: Contestant, stage: str) -> Iterator[None]:
+    """Whatever goes wrong inside puts the contestant out, with a sentence; the others go on."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        told = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
+        contestant.error = f"{stage}: {told}"
+        note(f"{contestant.name} is out: {contestant.error}")
+
+
+def still_in(found: Sequence[Contestant]) -> list[Contestant]:
+    """Those that nothing went wrong with so far."""
+    return [each for each in found if each.error is None]
+
+
+class Clock:
+    """How long the stages of a comparison took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - begun

@@ -1,0 +1,191 @@
+"""What a comparison is kept as: plain data, checked when a file of it is read, so that strangers' merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kinformer.core.config import Config, from_dict, to_dict
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import Figure
+from kinformer.core.files import read_json, write_json
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Config):
+    """A learning rate of the sweep, and the figure that came of it, None where training diverged."""
+
+    lr: float
+    value: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Config):
+    """Of a run: the validation's figure after so many steps, seconds of training, and FLOPs, as far as known."""
+
+    step: int
+    value: float
+    seconds: float | None
+    flops: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedRun(Config):
+    """One run: what it measured on the test split (``value`` is the deciding figure), how it got there (``curve``),
+    what it has at lengths of context and by position within them, and the command that does it again."""
+
+    seed: int
+    value: float
+    figures: Any
+    steps: int
+    seconds: float
+    curve: tuple[Point, ...]
+    contexts: Any = ()
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrantRecord(Config):
+    """All that was found of one entrant. ``facts`` is its page (see ``compare.facts``), ``moved`` says in words what
+    became of an optimum at an end of the sweep, ``error`` why it is out."""
+
+    name: str
+    spec: str
+    set: Any
+    facts: Any
+    parameters: int
+    flops_step: float | None
+    error: str | None
+    sweep: tuple[Trial, ...]
+    lr: float | None
+    moved: str | None
+    runs: tuple[SeedRun, ...]
+    state_bytes: Any
+    training: Any
+    generation: Any
+    lengths: Any
+    memory: Any
+    badges: Any
+    machine: Any
+    settings: Any
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The deciding figure of every seed."""
+        return tuple(run.value for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Config):
+    """Entrants on one task and data. ``budget`` and ``settings`` are as in the command; ``seconds`` by stage."""
+
+    kinformer: str
+    created: str
+    command: str
+    task: str
+    figure: str
+    unit: str
+    lower_is_better: bool
+    data: Any
+    baselines: Any
+    budget: Any
+    settings: Any
+    seconds: Any
+    entrants: tuple[EntrantRecord, ...]
+
+    place: ClassVar[str] = "a comparison"
+
+    @property
+    def deciding(self) -> Figure:
+        """The figure that decides."""
+        return Figure(self.figure, self.unit, self.lower_is_better)
+
+    @property
+    def finished(self) -> list[EntrantRecord]:
+        """Those that have a figure, the best first."""
+        done = [each for each in self.entrants if each.runs]
+        return sorted(done, key=lambda each: mean_of(each) * (1 if self.lower_is_better else -1))
+
+
+def mean_of(entrant: EntrantRecord) -> float:
+    """Of the deciding figure over the seeds."""
+    return sum(entrant.values) / len(entrant.values)
+
+
+def save(comparison: Comparison, path: Path) -> None:
+    """As JSON."""
+    write_json(path, as_json(comparison))
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Plain data."""
+    return {"schema": SCHEMA} | to_dict(comparison)
+
+
+def read(path: Path) -> Comparison:
+    """The comparison in a file, of whomever; what is none is one clear sentence."""
+    data = read_json(path)
+    if not isinstance(data, dict) or "entrants" not in data:
+        raise KinformerError(f"{path}: is no comparison; give the comparison.json that kinformer compare wrote.")
+    if (schema := data.pop("schema", None)) != SCHEMA:
+        raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; use a matching version.")
+    found = from_dict(Comparison, data, {}, str(path))
+    for entrant in found.entrants:
+        if (entrant.lr is None or not entrant.facts) and entrant.runs:
+            raise KinformerError(f"{path}: {entrant.name} has runs but no learning rate or facts; restore it.")
+    return found
+
+
+def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
+    """All entrants of several comparisons of one task on the same data; an entrant that has the name of another one
+    is called by its file too, and runs of the same one with other seeds are put together.
+
+    Errors: ``KinformerError`` for another task, other data or another figure.
+    """
+    (first_path, first), *others = comparisons
+    entrants: dict[str, EntrantRecord] = {each.name: each for each in first.entrants}
+    for path, other in others:
+        for what in ("task", "figure"):
+            if getattr(other, what) != getattr(first, what):
+                raise KinformerError(
+                    f"{path}: its {what} is {getattr(other, what)}, but {first_path} has {getattr(first, what)}; "
+                    "merge comparisons of one task."
+                )
+        if _fingerprint(other) != _fingerprint(first):
+            raise KinformerError(
+                f"{path}: was measured on other data than {first_path}; figures from different data do not compare."
+            )
+        for entrant in other.entrants:
+            known = entrants.get(entrant.name)
+            if known is None:
+                entrants[entrant.name] = entrant
+            elif _alike(known, entrant):
+                seeds = {run.seed for run in known.runs}
+                more = tuple(run for run in entrant.runs if run.seed not in seeds)
+                entrants[entrant.name] = known.replace(runs=known.runs + more)
+            else:
+                name = _free(f"{entrant.name} ({path.stem})", entrants)
+                entrants[name] = entrant.replace(name=name)
+    seconds = {"in all": sum(sum(each.seconds.values()) for _, each in comparisons)}
+    return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
+
+
+def _fingerprint(comparison: Comparison) -> Any:
+    data = comparison.data if isinstance(comparison.data, dict) else {}
+    return [data.get("fingerprint"), data.get("split"), data.get("max_bytes")]
+
+
+def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
+    """Whether the models and their training, but for the seed, are the same."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
+
+
+def _free(name: str, taken: Any) -> str:
+    count = 2
+    found = name
+    while found in taken:
+        found, count = f"{name} {count}", count + 1
+    return found

@@ -1,0 +1,157 @@
+"""A comparison as files: JSON for machines, Markdown for a repository, one HTML page for readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kinformer.compare import words
+from kinformer.compare.machine import described
+from kinformer.compare.record import Comparison, EntrantRecord, mean_of, save
+from kinformer.core.files import write_atomic
+from kinformer.tasks.task import Table
+
+JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"
+
+
+@dataclass(frozen=True)
+class Written:
+    """``paths`` of the files, and what is printed."""
+
+    paths: tuple[Path, ...]
+    text: tuple[str | Table, ...]
+
+
+class Column:
+    """Of the table of results: a ``title``, how an entrant's ``value`` is found (None: not known) and shown, and
+    whether ``less`` is better (None: neither)."""
+
+    def __init__(self, title: str, value: Any, text: Any, less: bool | None = None) -> None:
+        self.title, self.value, self.text, self.less = title, value, text, less
+
+    def cell(self, entrant: EntrantRecord) -> str:
+        """As it is shown."""
+        value = self.value(entrant)
+        return "-" if value is None else self.text(value)
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """Of the table of results; those of which nothing is known are left out."""
+    figure, finished = comparison.deciding, bool(comparison.finished)
+    apart = {each.name: each for each in words.differences(comparison)} if finished else {}
+
+    def p(entrant: EntrantRecord) -> float | None:
+        return apart[entrant.name].together if entrant.name in apart else None
+
+    def state(entrant: EntrantRecord) -> float | None:
+        return words.state_at(entrant, words.common_length(comparison))
+
+    found = [
+        Column(
+            figure.unit if figure.unit != "share" else figure.name.replace("_", " "),
+            lambda each: mean_of(each) if each.runs else None,
+            lambda value: words.shown(figure, value),
+            figure.lower_is_better,
+        ),
+        Column("± seeds", words.spread, lambda value: words.shown(figure, value)),
+        Column("p against the best", p, lambda value: f"{value:.3f}"),
+        Column("parameters", lambda each: each.parameters or None, lambda value: f"{value:,}"),
+        Column("learning rate", lambda each: each.lr, lambda value: f"{value:g}"),
+        Column("train tokens/s", words.tokens_per_second, lambda value: f"{value:,.0f}", False),
+        Column("training s", _seconds, lambda value: f"{value:,.0f}", True),
+        Column("peak memory", words.peak_bytes, words.size, True),
+        Column(f"state at {words.common_length(comparison):,} tokens", state, words.size, True),
+        Column("generate 1/s", lambda each: words.generated(each, 1), lambda value: f"{value:,.0f}", False),
+        Column("generate 16/s", lambda each: words.generated(each, 16), lambda value: f"{value:,.0f}", False),
+    ]
+    return [column for column in found if any(column.value(each) is not None for each in comparison.entrants)]
+
+
+def ordered(comparison: Comparison) -> list[EntrantRecord]:
+    """The best first; those that are out last."""
+    return [*comparison.finished, *(each for each in comparison.entrants if not each.runs)]
+
+
+def _seconds(entrant: EntrantRecord) -> float | None:
+    return sum(run.seconds for run in entrant.runs) / len(entrant.runs) if entrant.runs else None
+
+
+def write(comparison: Comparison, folder: Path) -> Written:
+    """Write all forms into ``folder``; the page needs matplotlib, and is left out with a sentence where that is not
+    installed."""
+    from importlib.util import find_spec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save(comparison, folder / JSON)
+    _text_file(folder / MARKDOWN, markdown(comparison))
+    paths, notes = [folder / JSON, folder / MARKDOWN], []
+    if find_spec("matplotlib") is None:
+        notes.append("no page: its figures need matplotlib, which pip install 'kinformer[plot]' gets.")
+    else:
+        from kinformer.compare.page import page
+
+        _text_file(folder / HTML, page(comparison))
+        paths.insert(0, folder / HTML)
+    table = Table(
+        ("member", *(column.title for column in columns(comparison))),
+        [(each.name, *(column.cell(each) for column in columns(comparison))) for each in ordered(comparison)],
+        range(1, 20),
+    )
+    told = [
+        *words.summary(comparison),
+        *words.crossovers_of(comparison),
+        "",
+        *notes,
+        *(f"wrote {path}" for path in paths),
+    ]
+    return Written(tuple(paths), (table, "", *told))
+
+
+def _text_file(path: Path, text: str) -> None:
+    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
+
+
+def markdown(comparison: Comparison) -> str:
+    """The comparison as a page of Markdown."""
+    shown = columns(comparison)
+    told = [*words.summary(comparison), *words.crossovers_of(comparison)]
+    lines = [f"# {title(comparison)}", "", *(f"- {_plain(each)}" for each in told), ""]
+    lines += [
+        "| member | " + " | ".join(column.title for column in shown) + " |",
+        "| --- |" + " ---: |" * len(shown),
+    ]
+    for each in ordered(comparison):
+        lines.append(f"| {_plain(each.name)} | " + " | ".join(column.cell(each) for column in shown) + " |")
+    lines += ["", f"{conditions(comparison)}", "", "    " + _plain(comparison.command), ""]
+    for each in comparison.entrants:
+        if each.runs:
+            lines += [f"{_plain(each.name)} alone:", "", "    " + _plain(each.runs[0].command), ""]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def title(comparison: Comparison) -> str:
+    """A heading."""
+    data = comparison.data.get("name", "") if isinstance(comparison.data, dict) else ""
+    return f"{len(comparison.entrants)} members on {comparison.task}{f', {data}' if data else ''}"
+
+
+def conditions(comparison: Comparison) -> str:
+    """Budget, data, machine and versions in one paragraph."""
+    budget, data = comparison.budget, comparison.data if isinstance(comparison.data, dict) else {}
+    steps = budget.get("steps") or []
+    made = f"{steps[0]:,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}" if steps else "no"
+    where: Any = next((each.machine for each in comparison.entrants if each.machine), {})
+    most = data.get("max_bytes")
+    return (
+        f"{budget['parameters']:,} parameters within 5 %, {made} steps of {budget['tokens_step']:,} tokens, "
+        f"{budget['seeds']} {'seed' if budget['seeds'] == 1 else 'seeds'}; the same data in the same order, the same "
+        f"recipe, the learning rate of each by a sweep. Data: {data.get('name', '?')} {data.get('version', '')}, "
+        f"{data.get('split', '')} split{f', its first {most:,} bytes' if most else ''}. "
+        f"kinformer {comparison.kinformer}, torch {(where.get('versions') or {}).get('torch')}, Python "
+        f"{where.get('python')}, on {described(where)}; {comparison.created}."
+    )

@@ -1,0 +1,119 @@
+"""Times and memory: several works measured in turns, and one in a process of its own at its highest moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kinformer.core.errors import KinformerError
+
+K = TypeVar("K")
+T = TypeVar("T")
+SLOWEST = 30.0
+"""Seconds: a work that takes longer is done once and not again."""
+
+
+def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
+    """Median seconds of each work over ``rounds``, after one that does not count.
+
+    The order is drawn anew in every round, so that whatever else the machine does meets all alike.
+    """
+    seconds: dict[K, list[float]] = {key: [] for key in works}
+    order, shuffle = list(works), random.Random(0).shuffle
+    for index in range(rounds + 1):
+        shuffle(order)
+        for key in order:
+            if index > 1 and seconds[key][0] > SLOWEST:
+                continue
+            spent = timed(works[key], device)
+            if index or spent > SLOWEST:
+                seconds[key].append(spent)
+    return {key: statistics.median(each) for key, each in seconds.items()}
+
+
+def timed(work: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds that ``work`` takes, until the device is done with it."""
+    _wait(device)
+    begun = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - begun
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+class Peak:
+    """Bytes at the highest moment since :meth:`restart`, above what was there when it was made."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.before = self._now()
+
+    def restart(self) -> None:
+        """Forget the highest moment so far, where that can be (a GPU, Linux)."""
+        if self.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif sys.platform == "linux":
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    @property
+    def bytes(self) -> int:
+        """Of the device, or of this process."""
+        if self.device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        if sys.platform == "linux":
+            return _status("VmHWM") - self.before
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.before
+
+    def _now(self) -> int:
+        if self.device.startswith("cuda"):
+            return torch.cuda.memory_allocated(self.device)
+        if sys.platform == "linux":
+            return _status("VmRSS")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {name}")
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
+    """What ``function``, which stands in a module, returns in a process that did nothing before.
+
+    Errors: what it raises; ``KinformerError`` where the system ended the process, as it does when memory is short.
+    """
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(
+            1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)
+        ) as pool:
+            return pool.submit(function, *arguments).result()
+    except BrokenProcessPool:
+        raise KinformerError(
+            "its process was ended by the system, which happens when memory is short; choose smaller sizes."
+        ) from None
+
+
+def _begin(threads: int) -> None:
+    from kinformer.training.precision import use_fast_products
+
+    torch.set_num_threads(threads)
+    use_fast_products()

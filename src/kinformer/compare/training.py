@@ -1,0 +1,237 @@
+"""The runs of a comparison: a sweep of learning rates for every contestant, then one run for every seed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from kinformer.compare.cache import Cache, file_name, key_of
+from kinformer.compare.options import CompareOptions
+from kinformer.compare.plan import Contestant
+from kinformer.core.errors import KinformerError, flag_of
+from kinformer.core.figure import Figure
+from kinformer.core.progress import note
+from kinformer.runs.evaluate import evaluate
+from kinformer.runs.options import EvaluateOptions, TrainOptions
+from kinformer.runs.run import CONFIG
+from kinformer.runs.train import train
+from kinformer.training.checkpoint import Checkpoints
+from kinformer.training.logging import METRICS
+from kinformer.training.settings import Settings
+
+MOST_MOVES = 4
+SWEEP_SHARE, LEAST_SWEEP = 5, 20
+SWEEP_TOKENS = 16384
+"""Validation tokens of a run of the sweep."""
+MOST_TOKENS, LEAST_TOKENS, VALIDATED_SHARE = 65536, 4096, 40
+ATTEMPTS = 3
+WEIGHTS_OF_A_RUN = "checkpoints"
+
+
+def sweep_steps(options: CompareOptions, steps: int) -> int:
+    """Steps of a run of the sweep."""
+    return options.sweep_steps or min(steps, max(LEAST_SWEEP, steps // SWEEP_SHARE))
+
+
+def validation_tokens(options: CompareOptions, steps: int) -> int:
+    """Tokens of a validation, of which a run has ten: all runs the same ones, and few where runs are short."""
+    if options.minutes is not None:
+        return SWEEP_TOKENS
+    return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.length * options.batch_size // VALIDATED_SHARE))
+
+
+def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, figure: Figure) -> None:
+    """``found["sweep"]``: learning rates with what came of them; ``found["lr"]``: the best; ``found["moved"]``: what is
+    to be told of an optimum that stood at an end, so that the sweep went on there."""
+    short = sweep_steps(options, steps)
+    half = (max(options.sweep, 1) - 1) // 2
+    powers = list(range(-half, max(options.sweep, 1) - half))
+    tried: dict[int, float | None] = {}
+    moves = 0
+    if options.sweep == 0:
+        contestant.found |= {"sweep": [], "lr": options.middle, "moved": None}
+        return
+    while True:
+        for power in powers:
+            if power not in tried:
+                tried[power] = _trial(contestant, options, cache, short, power, figure)
+        known = {power: value for power, value in tried.items() if value is not None}
+        if not known:
+            raise KinformerError(
+                f"training diverged at every learning rate tried; give a lower --lr than {options.middle:g}."
+            )
+        best = (min if figure.lower_is_better else max)(known, key=lambda power: known[power])
+        beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
+        if beyond is None or moves == MOST_MOVES:
+            break
+        powers, moves = [beyond], moves + 1
+    trials = [{"lr": options.middle * 2.0**power, "value": value} for power, value in sorted(tried.items())]
+    contestant.found |= {"sweep": trials, "lr": options.middle * 2.0**best, "moved": _told(moves, beyond is not None)}
+
+
+def _told(moves: int, at_edge: bool) -> str | None:
+    if not moves and not at_edge:
+        return None
+    went = f"the best of the first learning rates stood at an end, so {moves} more were tried"
+    return went + ("; the best is still at an end" if at_edge else "; the best is now inside") + "."
+
+
+def _trial(
+    contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, figure: Figure
+) -> float | None:
+    lr = options.middle * 2.0**power
+    every = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
+    done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **every)
+    value = done.get("validation", {}).get(figure.name)
+    told = figure.text(value) if value is not None else "diverged"
+    note(f"{contestant.name}: learning rate {lr:g}, {steps} steps: {told}")
+    return value
+
+
+def run(
+    contestant: Contestant,
+    options: CompareOptions,
+    cache: Cache,
+    lr: float,
+    seed: int,
+    steps: int,
+    keeps: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train one run, or take what is kept of it: ``folder``, ``validation`` (its best), ``steps``, ``seconds``,
+    ``log``, ``command``; ``diverged`` alone where it did. Unless it ``keeps`` its folder, only that is left."""
+    planned = contestant.options(Path(options.out), lr, seed, steps, **settings)
+    key = contestant.run_key(planned)
+    found = cache.get("run", key)
+    if found is not None:
+        return found
+    folder = Path(options.out) / "runs" / f"{file_name(contestant.name)}-{key}"
+    planned = replace(planned, out=str(folder))
+    _count_attempt(cache, key, folder)
+    resumes = (folder / CONFIG).is_file()
+    try:
+        summary = train(replace(planned, resume=resumes), quiet=True)
+    except KinformerError as error:
+        if "diverged" not in str(error):
+            raise
+        found = {"diverged": str(error)}
+    else:
+        if summary.result.signal:
+            raise KeyboardInterrupt
+        log = _log(folder)
+        found = {
+            "folder": folder.name,
+            "validation": dict(summary.result.validation),
+            "steps": summary.result.steps,
+            "seconds": summary.result.seconds,
+            "log": log,
+            "command": command_of(planned),
+        }
+    cache.put("run", key, found)
+    cache.path("attempts", key).unlink(missing_ok=True)
+    shutil.rmtree(folder / WEIGHTS_OF_A_RUN, ignore_errors=True)  # the best weights are beside them
+    if not keeps:
+        shutil.rmtree(folder, ignore_errors=True)  # of the sweep nothing but the figure is needed
+    return found
+
+
+def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
+    """A run that ended its process several times before its first checkpoint is not tried again."""
+    if Checkpoints(folder / WEIGHTS_OF_A_RUN, 1).steps():
+        return
+    before = cache.get("attempts", key) or 0
+    if before >= ATTEMPTS:
+        cache.path("attempts", key).unlink()
+        raise KinformerError(
+            f"its process was ended {before} times before its first checkpoint, as happens when memory is short; "
+            "choose smaller sizes."
+        )
+    cache.put("attempts", key, before + 1)
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def curve(found: Mapping[str, Any], figure: Figure, flops_step: float | None) -> list[dict[str, Any]]:
+    """The validations of a run, with the seconds of training until then."""
+    points, seconds = [], {}
+    for line in found["log"]:
+        if "seconds" in line:
+            seconds[line["step"]] = line["seconds"]
+        value = line.get(f"validation_{figure.name}")
+        if value is not None:
+            step = line["step"]
+            flops = None if flops_step is None else flops_step * step
+            points.append({"step": step, "value": value, "seconds": seconds.get(step), "flops": flops})
+    return points
+
+
+def measured(
+    contestant: Contestant, options: CompareOptions, cache: Cache, done: Mapping[str, Any], first: bool, baseline: bool
+) -> dict[str, Any]:
+    """A run on the test split: ``figures``, ``units``, ``baselines``, ``data``; the ``first`` seed also by position and
+    at further lengths of context."""
+    task = contestant.task
+    known = {each.name for each in fields(task.MeasuringOptions)}
+    own: dict[str, Any] = {}
+    if first and "lengths" in known:
+        own["lengths"] = _possible(options.contexts, contestant, options.length)
+    if baseline and "baseline" in known:
+        own["baseline"] = True
+    most = None if "data" in task.refused else options.max_bytes
+    asked = EvaluateOptions(max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, own=own)
+
+    def make() -> dict[str, Any]:
+        evaluation = evaluate([Path(options.out) / "runs" / done["folder"]], asked, quiet=True).evaluations[0]
+        facts = evaluation.facts
+        lengths = {each["context"]: _context(each) for each in (facts, *facts.get("lengths", ())) if "context" in each}
+        return {
+            "figures": dict(evaluation.figures),
+            "units": [[each.name, each.unit, each.lower_is_better] for each in evaluation.units],
+            "baselines": dict(evaluation.baselines),
+            "data": dict(evaluation.data) | {"max_bytes": most},
+            "contexts": list(lengths.values()) if first else [],
+        }
+
+    return cache.once("measured", key_of([done["folder"], most, own]), make)
+
+
+def _context(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"context": facts["context"], "value": facts["bits_per_byte"], "positions": list(facts["by_position"])}
+
+
+def _possible(contexts: str, contestant: Contestant, length: int) -> str:
+    """The lengths of context that the model's positions allow."""
+    limit = contestant.found.get("max_length")
+    kept = []
+    for part in contexts.split(","):
+        number = part.strip().removesuffix("x")
+        tokens = int(number) * (length if part.strip().endswith("x") else 1) if number.isdigit() else 0
+        if limit is None or tokens <= limit:
+            kept.append(part.strip())
+    return ",".join(kept) or "1x"
+
+
+def command_of(options: TrainOptions) -> str:
+    """The command that trains a run like this, as it is typed."""
+    words = ["kinformer", "train", options.member]
+    plain = {each.name: each.default for each in fields(Settings)}
+    for each in fields(TrainOptions):
+        value = getattr(options, each.name)
+        if each.name in ("member", "set", "own", "resume", "out") or value is None:
+            continue
+        if value != each.default and not (each.name in plain and value == plain[each.name] and each.name != "length"):
+            words += [flag_of(each.name), f"{value:g}" if isinstance(value, float) else str(value)]
+    for name, value in options.own.items():
+        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    for path, value in options.set.items():
+        text = json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
+        words += ["--set", f"{path}={text}"]
+    return shlex.join([*words, "--out", "DIR"])

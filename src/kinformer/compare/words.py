@@ -1,0 +1,265 @@
+"""What a comparison says in words: who is better, at which cost, and what is not significant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, log
+from statistics import stdev
+from typing import Any, NamedTuple
+
+from kinformer.compare.record import Comparison, EntrantRecord, mean_of
+from kinformer.compare.statistics import holm, welch
+from kinformer.core.figure import SHARE, Figure
+
+SIGNIFICANT = 0.05
+
+
+class Difference(NamedTuple):
+    """Of an entrant from the best one: of the means, with the p of one test and of all of them together (None where
+    a single seed allows no test)."""
+
+    name: str
+    difference: float
+    p: float | None
+    together: float | None
+
+    @property
+    def significant(self) -> bool:
+        """At 5 %, all tests together."""
+        return self.together is not None and self.together < SIGNIFICANT
+
+
+def differences(comparison: Comparison) -> list[Difference]:
+    """Of all others from the best, in order."""
+    best, *others = comparison.finished
+    tests = [welch(each.values, best.values) for each in others]
+    ps = [test.p for test in tests if test is not None]
+    together = iter(holm(ps))
+    return [
+        Difference(each.name, mean_of(each) - mean_of(best), None, None)
+        if test is None
+        else Difference(each.name, test.difference, test.p, next(together))
+        for each, test in zip(others, tests, strict=True)
+    ]
+
+
+def spread(entrant: EntrantRecord) -> float | None:
+    """The standard deviation over the seeds, None of one seed."""
+    return stdev(entrant.values) if len(entrant.values) > 1 else None
+
+
+def shown(figure: Figure, value: float) -> str:
+    """A value without its unit."""
+    return f"{value:.1%}" if figure.unit == SHARE else f"{value:.4f}"
+
+
+def p_text(p: float) -> str:
+    """``p = 0.012``, ``p < 0.001``."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def summary(comparison: Comparison) -> list[str]:
+    """Sentences, the most important first."""
+    if not comparison.finished:
+        return ["No member could be trained; the reasons stand below."]
+    return [
+        *_quality(comparison),
+        *_costs(comparison),
+        *_at_equal_time(comparison),
+        *_beyond(comparison),
+        *_cautions(comparison),
+    ]
+
+
+def _quality(comparison: Comparison) -> Iterator[str]:
+    figure, best = comparison.deciding, comparison.finished[0]
+    off = spread(best)
+    of = f"mean of {len(best.values)} seeds, standard deviation {shown(figure, off)}" if off is not None else "one seed"
+    unit = figure.unit if figure.unit != SHARE else figure.name.replace("_", " ")
+    yield f"{best.name} has the best {unit}: {shown(figure, mean_of(best))} ({of})."
+    apart = differences(comparison)
+    behind = [each for each in apart if each.significant]
+    near = [each for each in apart if each.p is not None and not each.significant]
+    untested = [each for each in apart if each.p is None]
+    if behind:
+        yield f"Significantly worse: {_list(_gap(figure, each) for each in behind)}."
+    if near:
+        yield f"Not significantly different from it: {_list(_gap(figure, each) for each in near)}."
+    if untested:
+        told = _list(f"{each.name} ({shown(figure, abs(each.difference))} behind)" for each in untested)
+        yield f"Behind it, with too few seeds to call it significant (--seeds 3 would tell): {told}."
+    for name, value in (comparison.baselines or {}).items():
+        yield f"For scale, {name.replace('_', ' ')}: {shown(figure, value)}."
+
+
+def _gap(figure: Figure, each: Difference) -> str:
+    assert each.together is not None
+    return f"{each.name} ({shown(figure, abs(each.difference))} behind, {p_text(each.together)})"
+
+
+def _costs(comparison: Comparison) -> Iterator[str]:
+    found, length = comparison.finished, common_length(comparison)
+    for what, value, told, least in (
+        ("fastest to train", tokens_per_second, lambda x: f"{x:,.0f} tokens/s", False),
+        ("least memory in training", peak_bytes, size, True),
+        (f"smallest state after {length:,} tokens", lambda each: state_at(each, length), size, True),
+        ("fastest to generate, one text", lambda each: generated(each, 1), lambda x: f"{x:,.0f} tokens/s", False),
+        ("fastest to generate, 16 texts", lambda each: generated(each, 16), lambda x: f"{x:,.0f} tokens/s", False),
+    ):
+        known = sorted(
+            ((each.name, v) for each in found if (v := value(each)) is not None),
+            key=lambda pair: pair[1] if least else -pair[1],
+        )
+        if len(known) > 1:
+            (first, top), (last, bottom) = known[0], known[-1]
+            yield f"{what[0].upper()}{what[1:]}: {first} with {told(top)}; at the other end {last} with {told(bottom)}."
+
+
+def _at_equal_time(comparison: Comparison) -> Iterator[str]:
+    """Who leads after the seconds that the fastest run took, by the validations of the first seed."""
+    curves = {each.name: _timed(each) for each in comparison.finished}
+    known = {name: points for name, points in curves.items() if len(points) > 1}
+    if len(known) < 2:
+        return
+    limit = min(points[-1][0] for points in known.values())
+    reached = {name: at(points, limit) for name, points in known.items()}
+    possible = {name: value for name, value in reached.items() if value is not None}
+    if len(possible) < 2:
+        return
+    figure = comparison.deciding
+    leader = (min if figure.lower_is_better else max)(possible, key=lambda name: possible[name])
+    yield (
+        f"After the same {limit:,.0f} seconds of training, {leader} leads on validation with "
+        f"{shown(figure, possible[leader])}."
+    )
+
+
+def _timed(entrant: EntrantRecord) -> list[tuple[float, float]]:
+    return [(point.seconds, point.value) for point in entrant.runs[0].curve if point.seconds is not None]
+
+
+def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """The value of a curve at ``x``, between its neighbours in proportion; None before its first point."""
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x0 <= x <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return None
+
+
+def crossovers_of(comparison: Comparison) -> Iterator[str]:
+    """Where the others overtake the first entrant, by length."""
+    timed = [each for each in comparison.entrants if each.lengths]
+    if len(timed) < 2:
+        return
+    first, *others = timed
+    for kind, told in (("step", "a training step"), ("forward", "a forward")):
+        base = seconds_of(first, kind)
+        for each in others:
+            yield crossover(each.name, first.name, told, seconds_of(each, kind), base)
+
+
+def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
+    """Seconds by length."""
+    return {point["length"]: point["seconds"] for point in entrant.lengths["points"] if point["kind"] == kind}
+
+
+def crossover(name: str, base: str, what: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    """Who is faster at which lengths, in words; where the lines cross between two lengths, by their logarithms."""
+    lengths = sorted(ours.keys() & theirs.keys())
+    if not lengths:
+        return f"{name} and {base} have no length in common for {what}."
+    ratios = [log(ours[length] / theirs[length]) for length in lengths]
+    crossings = []
+    for (x0, r0), (x1, r1) in zip(
+        zip(lengths, ratios, strict=True), zip(lengths[1:], ratios[1:], strict=True), strict=False
+    ):
+        if (r0 > 0) != (r1 > 0):
+            where = round(exp(log(x0) + (log(x1) - log(x0)) * r0 / (r0 - r1)), -1)
+            crossings.append(f"{'overtakes' if r0 > 0 else 'falls behind'} {base} at about {where:,.0f} tokens")
+    if crossings:
+        return f"In {what}, {name} {' and '.join(crossings)} here."
+    faster = ratios[-1] <= 0
+    factor = exp(abs(ratios[-1]))
+    return (
+        f"In {what}, {name} is {'faster' if faster else 'slower'} than {base} at every length measured, "
+        f"{factor:.2f} times at {lengths[-1]:,} tokens."
+    )
+
+
+def _beyond(comparison: Comparison) -> Iterator[str]:
+    """Who reads on beyond the training length."""
+    figure = comparison.deciding
+    worse: list[str] = []
+    better: list[str] = []
+    for each in comparison.finished:
+        values = {row["context"]: row["value"] for row in each.runs[0].contexts if row.get("context")}
+        trained = each.settings.get("length")
+        longer = [context for context in values if trained and context > trained]
+        if trained not in values or not longer:
+            continue
+        longest = max(longer)
+        change = values[longest] - values[trained]
+        told = f"{each.name} ({shown(figure, values[trained])} to {shown(figure, values[longest])} at {longest:,})"
+        (worse if (change > 0) == figure.lower_is_better else better).append(told)
+    if better:
+        yield f"Better with more context than in training: {_list(better)}."
+    if worse:
+        yield f"Worse with more context than in training: {_list(worse)}."
+
+
+def _cautions(comparison: Comparison) -> Iterator[str]:
+    for each in comparison.entrants:
+        if each.error:
+            yield f"{each.name} is out. {each.error}"
+        if each.moved:
+            yield f"Learning rate of {each.name}: {each.moved}"
+        for need in (each.facts or {}).get("needs", ()) if each.runs else ():
+            yield f"{each.name} is trained with {need}, without which it is not itself; that differs from the others."
+        failed = [badge["name"] for badge in each.badges if badge["holds"] is False]
+        if failed:
+            yield f"{each.name} breaks laws of the battery: {_list(failed)}."
+    machines = {str(each.machine.get("processor")) for each in comparison.entrants if each.machine}
+    if len(machines) > 1:
+        yield "The members were measured on unlike machines, so times and memory do not compare between those."
+
+
+def tokens_per_second(entrant: EntrantRecord) -> float | None:
+    """Of training steps as they were measured in turns."""
+    if not entrant.training:
+        return None
+    return entrant.settings["length"] * entrant.settings["batch_size"] / entrant.training["seconds"]
+
+
+def peak_bytes(entrant: EntrantRecord) -> int | None:
+    """Of a training process, above an empty one."""
+    return entrant.memory["training"] if entrant.memory else None
+
+
+def common_length(comparison: Comparison) -> int:
+    """The longest text after which the state of all is known; 0 where there is none."""
+    known = [{int(length) for length in each.state_bytes} for each in comparison.entrants if each.state_bytes]
+    return max(set.intersection(*known), default=0) if known else 0
+
+
+def state_at(entrant: EntrantRecord, length: int) -> int | None:
+    """Bytes of the state of one row; None of a model without one."""
+    return (entrant.state_bytes or {}).get(str(length)) or None
+
+
+def generated(entrant: EntrantRecord, batch: int) -> float | None:
+    """Tokens per second, all rows together."""
+    points = (entrant.generation or {}).get("points", ())
+    return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
+
+
+def size(count: float) -> str:
+    """Bytes in the binary unit that suits them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _list(items: Any) -> str:
+    return ", ".join(items)

@@ -1,0 +1,139 @@
+"""What is timed of a model of tokens: a forward, a training step, reading a prompt, tokens one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel, device_of
+from kinformer.generation.packed import pack
+from kinformer.generation.session import Session
+
+Work = Callable[[], object]
+DECODED = 16
+"""Tokens that one measurement of decoding draws."""
+
+
+def reads_tokens(config: Any) -> bool:
+    """Whether a model of ``config`` reads ids of tokens."""
+    return getattr(config.input, "vocab_size", None) is not None
+
+
+def generates(config: Any) -> bool:
+    """Whether a model of ``config`` continues sequences of tokens."""
+    return config.protocol is CausalModel and reads_tokens(config)
+
+
+def tokens_for(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
+    """Random ids [batch, length] on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.input.vocab_size, (batch, length), generator=generator).to(device_of(model))
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """What the model's head says of ``tokens``."""
+    out = model(tokens)
+    return out[0] if model.config.protocol is CausalModel else out
+
+
+def forward(model: Any, batch: int, length: int) -> Work:
+    """One forward without gradients."""
+    tokens = tokens_for(model, batch, length)
+
+    def work() -> None:
+        model.eval()
+        with torch.inference_mode():
+            logits_of(model, tokens)
+
+    return work
+
+
+def step(model: Any, batch: int, length: int) -> Work:
+    """One forward with cross-entropy and the backward; the weights stay."""
+    tokens = tokens_for(model, batch, length)
+
+    def work() -> None:
+        model.train()
+        logits = logits_of(model, tokens).float()
+        targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+        functional.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
+        model.zero_grad(set_to_none=True)
+
+    return work
+
+
+def prefill(model: Any, batch: int, length: int) -> Work:
+    """Reading a prompt as generation does, the state included."""
+    tokens = tokens_for(model, batch, length)
+
+    def work() -> None:
+        Session(model.eval(), batch, seed=0).feed(tokens)
+
+    return work
+
+
+def decode(model: Any, batch: int, length: int) -> Work:
+    """``DECODED`` tokens, one by one, behind a prompt of ``length`` tokens or more."""
+    session = Session(pack(model.eval(), batch), batch, room=64 * DECODED, seed=0, temperature=1.0)
+    session.feed(tokens_for(model, batch, length))
+
+    def work() -> None:
+        for _ in range(DECODED):
+            session.step()
+
+    return work
+
+
+WORKS: dict[str, Callable[[Any, int, int], Work]] = {
+    "forward": forward,
+    "step": step,
+    "prefill": prefill,
+    "decode": decode,
+}
+
+
+def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
+    """Whether the model's positions suffice for a work and its repetitions."""
+    drawn = DECODED * (rounds + 1) if kind == "decode" else 0
+    return model.max_length is None or length + drawn <= model.max_length
+
+
+def check_correct(model: Any, length: int = 48) -> None:
+    """The gate before a timing: a causal model says of a text in chunks, and token by token, what it says of it whole,
+    and nothing of what comes later; any model says finite things, and its gradients are.
+
+    Errors: ``KinformerError`` with what differs.
+    """
+    length = min(length, model.max_length or length)
+    tokens = tokens_for(model, 2, length, seed=1)
+    with torch.inference_mode():
+        whole = logits_of(model.eval(), tokens)
+        if not bool(whole.isfinite().all()):
+            raise KinformerError("its outputs are not finite; it is not timed.")
+        if generates(model.config):
+            _check_chunks(model, tokens, whole)
+    step(model, 1, length)()
+
+
+def _check_chunks(model: Any, tokens: Tensor, whole: Tensor) -> None:
+    half = tokens.shape[1] // 2
+    scale = float(whole.abs().max())
+    first, state = model(tokens[:, :half])
+    rest = [first]
+    for index in range(half, tokens.shape[1]):
+        logits, state = model(tokens[:, index : index + 1], state)
+        rest.append(logits)
+    later = tokens.clone()
+    later[:, half:] = (later[:, half:] + 1) % model.input.vocab_size
+    for what, got, want in (
+        ("in chunks", torch.cat(rest, dim=1), whole),
+        ("when later tokens change", logits_of(model, later)[:, :half], whole[:, :half]),
+    ):
+        gap = float((got - want).abs().max()) / max(scale, 1e-9)
+        if not gap <= 2e-3:
+            raise KinformerError(f"{what} its outputs differ by {gap:.1g} of the largest; it is not timed.")

@@ -1,0 +1,29 @@
+"""How large a model's state gets, by what its mixers declare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.model import SourceModel, WholeModel
+from kinformer.core.state import nbytes
+
+
+def state_bytes(model: Any, length: int) -> int:
+    """Bytes of one row's state in float32 after ``length`` tokens: what the mixers declare, and the model's own
+    counters; a source has as many tokens. 0 of a model that reads whole texts. Nothing is computed, so the model may be
+    on the meta device."""
+    if model.config.protocol is WholeModel:
+        return 0
+    mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
+
+    def declared(length: int, source: int) -> int:
+        total = 0
+        for mixer in mixers:
+            given: dict[str, Any] = {"source_length": source} if mixer.reads_source else {}
+            total += mixer.state_bytes(length, **given)
+        return total
+
+    reads = model.config.protocol is SourceModel
+    begun = model.begin(model.source_input.example(1, 1, "meta")) if reads else model.initial_state(1)
+    return nbytes(begun) - declared(0, 1) + declared(length, length)
