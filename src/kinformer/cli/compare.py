@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import CompareOptions, default_budget
 from kinformer.core.errors import KinformerError
+from kinformer.core.files import reading
 
 TASK_OPTIONS = "Options"
 Entrants = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
@@ -50,7 +52,8 @@ def run(options: Options) -> int:
         request = replace(given, **default_budget(options.members, values))
         comparison = compare(options.members, request, _command())
     merges_by_itself = options.merge and options.out == CompareOptions.out
-    written = write(comparison, Path("merged" if merges_by_itself else options.out))
+    with reading(" ".join(options.merge)) if options.merge else nullcontext():
+        written = write(comparison, Path("merged" if merges_by_itself else options.out))
     if options.json:
         print_json(as_json(comparison))
     else:

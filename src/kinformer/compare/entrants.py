@@ -121,6 +121,7 @@ def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: st
     widened or narrowed by what is left.
     Errors: ``KinformerError`` where no width does.
     """
+    parameters_of(override(config, changes, kinds()))  # tells what is wrong with the changes themselves
     candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
     best: tuple[float, dict[str, Any]] = (float("inf"), {})
     for widths in candidates:

@@ -74,6 +74,7 @@ class CompareOptions(Machine):
     def __post_init__(self) -> None:
         for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
             require(flag_of(name), getattr(self, name), 1)
+        assert self.measured_lengths
         require("--sweep", self.sweep, 0)
         require("--max-bytes", self.max_bytes, 2)
         given = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]

@@ -78,16 +78,16 @@ def _seconds(entrant: EntrantRecord) -> float | None:
 
 
 def write(comparison: Comparison, folder: Path) -> Written:
-    """Write all forms into ``folder``; the page needs matplotlib, and is left out with a sentence where that is not
-    installed."""
+    """Write all forms into ``folder``; the page needs matplotlib and Jinja2, and is left out with a sentence where
+    these are not installed."""
     from importlib.util import find_spec
 
     folder.mkdir(parents=True, exist_ok=True)
     save(comparison, folder / JSON)
     _text_file(folder / MARKDOWN, markdown(comparison))
     paths, notes = [folder / JSON, folder / MARKDOWN], []
-    if find_spec("matplotlib") is None:
-        notes.append("no page: its figures need matplotlib, which pip install 'kinformer[plot]' gets.")
+    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
+        notes.append(f"no page: it needs {' and '.join(missing)}, which pip install 'kinformer[plot]' gets.")
     else:
         from kinformer.compare.page import page
 

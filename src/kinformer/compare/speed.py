@@ -52,11 +52,14 @@ def training_speeds(found: Sequence[Contestant], options: CompareOptions, cache:
         for each in missing if anchor in missing else [anchor, *missing]:
             with guarded(each, "its first training steps"):
                 job = each.options(Path(folder), options.middle, options.seed, 1)
-                steps[each.name] = stepper(job, Path(folder), device)
-                steps[each.name]()
+                first = stepper(job, Path(folder), device)
+                first()
+                steps[each.name] = first
         seconds = in_turns(steps, options.rounds, str(device))
     for each in missing:
-        if each.error is None:
+        if each.name not in seconds:
+            each.error = each.error or "its first training steps failed."
+        else:
             each.found["training"] = {"seconds": seconds[each.name]} | _round(anchor, seconds.get(anchor.name))
             cache.put("speed", keys[each.name], each.found["training"])
 
@@ -104,11 +107,11 @@ def _measured(
             models[each.name] = model
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     for kind, batch, length in points:
-        each_work = {
-            name: works.WORKS[kind](model, batch, length)
-            for name, model in models.items()
-            if works.room_for(model, kind, length, options.rounds)
-        }
+        each_work: dict[str, works.Work] = {}
+        for each in chosen:
+            if each.name in models and works.room_for(models[each.name], kind, length, options.rounds):
+                with guarded(each, f"{kind} of {length} tokens"):
+                    each_work[each.name] = works.WORKS[kind](models[each.name], batch, length)
         for name, seconds in in_turns(each_work, options.rounds, str(device)).items():
             share = works.DECODED if kind == "decode" else 1
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})

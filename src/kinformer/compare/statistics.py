@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import atan, cos, exp, inf, lgamma, pi, sqrt
+from math import acos, atan, cos, exp, inf, lgamma, pi, sqrt
 from statistics import mean, variance
 from typing import NamedTuple
 
-_INTERVALS = 2000
+_INTERVALS, _NOTHING = 2000, 1e-18
 
 
 class Welch(NamedTuple):
@@ -40,9 +40,11 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
 def two_sided(t: float, degrees: float) -> float:
     """P(|T| > |t|) of Student's distribution with one degree of freedom or more.
 
-    With x = sqrt(degrees) tan(a), its density is that of cos(a)^(degrees - 1), which Simpson's rule integrates.
+    With x = sqrt(degrees) tan(a), its density is that of cos(a)^(degrees - 1), which Simpson's rule integrates to where
+    nothing is left of it.
     """
-    start, end = atan(abs(t) / sqrt(degrees)), pi / 2
+    start = atan(abs(t) / sqrt(degrees))
+    end = acos(cos(start) * _NOTHING ** (1 / (degrees - 1))) if degrees > 1 else pi / 2
     width = (end - start) / _INTERVALS
     weights = [1, *([4, 2] * (_INTERVALS // 2 - 1)), 4, 1]
     heights = [max(0.0, cos(start + index * width)) ** (degrees - 1) for index in range(_INTERVALS + 1)]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -27,16 +28,23 @@ SLOWEST = 30.0
 def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
     """Median seconds of each work over ``rounds``, after one that does not count.
 
-    The order is drawn anew in every round, so that whatever else the machine does meets all alike.
+    The order is drawn anew in every round, so that whatever else the machine does meets all alike. A work that fails,
+    as for want of memory, is told and left out.
     """
     seconds: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
     for index in range(rounds + 1):
         shuffle(order)
-        for key in order:
+        for key in list(order):
             if index > 1 and seconds[key][0] > SLOWEST:
                 continue
-            spent = timed(works[key], device)
+            try:
+                spent = timed(works[key], device)
+            except Exception as error:
+                note(f"{key} is not timed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                order.remove(key)
+                del seconds[key]
+                continue
             if index or spent > SLOWEST:
                 seconds[key].append(spent)
     return {key: statistics.median(each) for key, each in seconds.items()}

@@ -1,0 +1,140 @@
+"""A comparison from the command line: what it finds, keeps, resumes, and tells of what fails."""
+
+import json
+
+import pytest
+
+from kinformer.cli.main import main
+from kinformer.compare import compare as comparing
+from kinformer.compare import training
+from kinformer.compare.options import DEFAULT_MEMBERS, CompareOptions, default_budget
+from kinformer.compare.record import read
+from kinformer.compare.words import summary
+from kinformer.core.errors import KinformerError
+
+
+def test_all_measures_are_there(report):
+    one, two, _ = report["entrants"]
+    assert [each["name"] for each in report["entrants"]] == ["gpt", "linear-transformer:1,gpt:1", "short"]
+    for each in (one, two):
+        assert abs(each["parameters"] / 30000 - 1) <= 0.05
+        assert [run["seed"] for run in each["runs"]] == [0, 1] and each["error"] is None
+        assert [point["step"] for point in each["runs"][0]["curve"]] == [1, 2, 3, 4]
+        assert all(point["flops"] == point["step"] * each["flops_step"] for point in each["runs"][0]["curve"])
+        assert [row["context"] for row in each["runs"][0]["contexts"]] == [16, 32]
+        assert each["runs"][0]["contexts"][0]["positions"] and not each["runs"][1]["contexts"]
+        assert len(each["sweep"]) >= 3 and each["lr"] in [trial["lr"] for trial in each["sweep"]]
+        assert each["training"]["seconds"] > 0 and each["training"]["anchor"] == "gpt"
+        assert {point["batch"] for point in each["generation"]["points"]} == ({1, 16} if each is two else set())
+        assert {(p["kind"], p["length"]) for p in each["lengths"]["points"]} == {
+            (kind, length) for kind in ("forward", "step") for length in (16, 32)
+        }
+        assert each["memory"]["training"] > 0
+    assert all(badge["holds"] for badge in two["badges"]) and len(two["badges"]) == 5
+    assert [row["length"] for row in one["memory"]["lengths"]] == [16, 32]
+    assert [layer["mixer"]["kind"] for layer in two["facts"]["config"]["layers"]] == ["linear", "softmax"]
+    assert report["baselines"]["ngram_bits_per_byte"] > 0
+
+
+def test_a_member_that_fails_is_told_and_the_others_go_on(report, compared):
+    failed = report["entrants"][2]
+    assert failed["error"].startswith("its model: ") and "impl" in failed["error"], failed["error"]
+    assert failed["runs"] == []
+    assert any(told.startswith("short is out. its model: ") for told in summary(read(compared[0] / "first.json")))
+
+
+def test_nothing_is_computed_twice_and_a_member_more_costs_that_member_only(compared, report, monkeypatch, cheap):
+    folder, flags, _ = compared
+    trained = []
+    real = training.train
+    monkeypatch.setattr(
+        training, "train", lambda options, **more: trained.append(options.member) or real(options, **more)
+    )
+    members = ["gpt", "linear-transformer:1,gpt:1"]
+    assert main(["compare", *members, *flags]) == 0
+    assert trained == []
+    again = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    assert [each["runs"] for each in again["entrants"]] == [each["runs"] for each in report["entrants"][:2]]
+    assert main(["compare", *members, "alibi", *flags]) == 0
+    assert set(trained) == {"alibi"}
+
+
+def test_the_same_seed_gives_the_same_losses(compared, report, tmp_path, cheap):
+    own = list(compared[1])
+    own[own.index("--out") + 1] = str(tmp_path)
+    own[own.index("--seeds") + 1] = "1"
+    assert main(["compare", "gpt", *own]) == 0
+    again = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))["entrants"][0]
+    before = report["entrants"][0]
+    values = [[point["value"] for point in each["runs"][0]["curve"]] for each in (again, before)]
+    assert values[0] == values[1] and again["runs"][0]["value"] == before["runs"][0]["value"]
+
+
+def test_a_stopped_comparison_goes_on_where_it_was(compared, report, tmp_path, monkeypatch, cheap):
+    own = list(compared[1])
+    own[own.index("--out") + 1] = str(tmp_path)
+    done, real = [], training.train
+
+    def until_the_fourth(options, **more):
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(options.out)
+        return real(options, **more)
+
+    monkeypatch.setattr(training, "train", until_the_fourth)
+    assert main(["compare", "gpt", *own]) == 130
+    first, later = list(done), []
+    monkeypatch.setattr(training, "train", lambda options, **more: later.append(options.out) or real(options, **more))
+    assert main(["compare", "gpt", *own]) == 0
+    assert not set(first) & set(later) and later
+    again = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))["entrants"][0]
+    assert [run["value"] for run in again["runs"]] == [run["value"] for run in report["entrants"][0]["runs"]]
+
+
+def test_a_run_that_is_killed_again_and_again_is_told(tmp_path):
+    cache = training.Cache(tmp_path / "cache")
+    for _ in range(training.ATTEMPTS):
+        training._count_attempt(cache, "k", tmp_path / "run")
+    with pytest.raises(KinformerError, match="ended 3 times before its first checkpoint"):
+        training._count_attempt(cache, "k", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--steps", "5", "--tokens", "9"], "--steps and --tokens contradict"),
+        (["--minutes", "0"], "--minutes is 0 but must be above 0"),
+        (["--sweep", "2"], "--sweep 2: has no middle"),
+        (["--lr", "0"], "--lr is 0 but must be above 0"),
+        (["--lengths", "1,x"], "--lengths 1,x: is not a list of whole numbers"),
+        (["--data", "-"], "--data -: is read once"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--task", "mlm"], "--task mlm: gpt is causal"),
+        (["--recipe", "huge"], "recipe of gpt: 'huge' is unknown"),
+        (["--parameters", "7"], "gpt: no width gives 7 parameters"),
+    ],
+)
+def test_bad_options_are_one_sentence(cli, tmp_path, flags, told):
+    code, _, err = cli("compare", "gpt", "--recipe", "tiny", "--length", 16, "--out", tmp_path / "out", *flags)
+    assert code == 2 and told in err, err
+    assert not list((tmp_path / "out").glob("*.html"))
+
+
+def test_the_default_comparison_is_small_and_planned_by_time():
+    options = {name: getattr(CompareOptions(), name) for name in CompareOptions.__dataclass_fields__}
+    found = default_budget((), options)
+    assert (found["parameters"], found["seeds"], found["total_minutes"]) == (400_000, 3, 13.0)
+    assert default_budget(("gpt",), options) == options
+    assert default_budget((), options | {"steps": 5, "seeds": 4})["seeds"] == 4
+    assert DEFAULT_MEMBERS == ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
+
+
+def test_the_steps_follow_from_the_measured_speeds():
+    class Fast:
+        found = {"training": {"seconds": 0.1}}
+
+    steps = comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=10, seeds=2), 0.0)
+    made = 0.2 * comparing.VALIDATED * steps * (2 + 4 / training.SWEEP_SHARE)
+    assert 400 < made <= 0.75 * 600
+    with pytest.raises(KinformerError, match="--total-minutes 0.5: suffices for 0 steps"):
+        comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=0.5), 0.0)

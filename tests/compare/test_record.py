@@ -1,0 +1,65 @@
+"""Comparisons as files: written, read, merged; what is none is refused in a sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kinformer.compare.record import as_json, merged, read, save
+from kinformer.core.errors import KinformerError
+from tests.compare.conftest import comparison, entrant
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    made = comparison(entrant("a", [2.0, 2.1]), entrant("b", [2.2]))
+    save(made, tmp_path / "a.json")
+    assert as_json(read(tmp_path / "a.json")) == json.loads(json.dumps(as_json(made)))
+
+
+def test_seeds_join_and_others_get_a_name_of_their_own():
+    first = comparison(entrant("a", [2.0]), entrant("b", [2.5]))
+    more = comparison(entrant("a", [9.0, 2.1]), entrant("b", [2.6], lr=0.5), entrant("c", [2.2]))
+    found = merged([(Path("one.json"), first), (Path("two.json"), more)])
+    assert [each.name for each in found.entrants] == ["a", "b", "b (two)", "c"]
+    assert found.entrants[0].values == (2.0, 2.1)  # seed 0 of the first file, seed 1 of the second
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"task": "recall"}, "two.json: its task is recall, but one.json has next-token"),
+        ({"data": {"fingerprint": "sha256:2"}}, "figures from different data do not compare"),
+    ],
+)
+def test_unlike_comparisons_do_not_merge(other, told):
+    with pytest.raises(KinformerError) as error:
+        merged([(Path("one.json"), comparison()), (Path("two.json"), comparison(**other))])
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data.clear(), "is no comparison"),
+        (lambda data: data.update(schema=9), "has schema 9"),
+        (lambda data: data.update(entrants=[{"name": "a"}]), "entrants.0"),
+        (lambda data: data["entrants"][0]["runs"][0].update(value="good"), "'good' is not a number"),
+        (lambda data: data.update(extra=1), "'extra' is not a field"),
+    ],
+)
+def test_what_is_no_comparison_is_told(cli, tmp_path, change, told):
+    data = as_json(comparison(entrant("a", [2.0])))
+    data = json.loads(json.dumps(data))
+    change(data)
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    code, _, err = cli("compare", "--merge", tmp_path / "a.json", "--out", tmp_path / "out")
+    assert code == 2 and told in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_no_report_can_show_are_told(cli, tmp_path):
+    data = json.loads(json.dumps(as_json(comparison(entrant("a", [2.0])))))
+    data["entrants"][0]["lengths"] = {"points": [{"kind": "step"}]}
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    code, _, err = cli("compare", "--merge", tmp_path / "a.json", "--out", tmp_path / "out")
+    assert code == 2 and "a.json: is damaged" in err
