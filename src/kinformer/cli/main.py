@@ -71,6 +71,11 @@ COMMANDS = {
         "Train members under one budget, measure them in turns, and write one report.",
         "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
     ),
+    "bench": Command(
+        "kinformer.cli.bench",
+        "Time members at several lengths, in turns with plain attention.",
+        "kinformer bench linear-transformer local --lengths 512,2048,8192",
+    ),
     "draw": Command(
         "kinformer.cli.draw",
         "Attention patterns and encodings of positions as a picture.",

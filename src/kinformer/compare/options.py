@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.core.errors import KinformerError, choose, flag_of, require
 from kinformer.runs.options import Machine
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
 DEFAULT_STEPS = 1000
+WORKS = ("forward", "step", "prefill", "decode")
+"""What can be timed of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,46 @@ class CompareOptions(Machine):
 
     @property
     def measured_lengths(self) -> tuple[int, ...]:
+        """``lengths`` as numbers."""
+        return whole_numbers(self.lengths, "--lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Machine):
+    """How members are timed."""
+
+    recipe: str = "benchmark"
+    """Which of the members' recipes."""
+    lengths: str = "128,512,2048"
+    """Tokens of a row, as in 512,2048,8192; in decoding, of the prompt."""
+    batch: int = 1
+    """Rows."""
+    work: str = "forward,step,prefill,decode"
+    """What is timed: forward, step (a forward with its loss and the backward), prefill (reading a prompt), decode (a
+    token)."""
+    rounds: int = 5
+    """Measurements of every time, in turns; their median counts."""
+    memory: bool = False
+    """Also measure the highest memory of a training step, each member in a process of its own."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change to all members, as in --set layers=2; may be given again."""
+    seed: int = 0
+    """Decides weights and tokens."""
+
+    def __post_init__(self) -> None:
+        require("--batch", self.batch, 1)
+        require("--rounds", self.rounds, 1)
+        for name in self.works:
+            choose(name, WORKS, "--work")
+        assert self.sizes
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """``work`` as names."""
+        return tuple(name.strip() for name in self.work.split(","))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
         """``lengths`` as numbers."""
         return whole_numbers(self.lengths, "--lengths")
 

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.compare import options
+from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, device_of
+from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 
 Work = Callable[[], object]
+TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
 
@@ -89,12 +93,9 @@ def decode(model: Any, batch: int, length: int) -> Work:
     return work
 
 
-WORKS: dict[str, Callable[[Any, int, int], Work]] = {
-    "forward": forward,
-    "step": step,
-    "prefill": prefill,
-    "decode": decode,
-}
+WORKS: dict[str, Callable[[Any, int, int], Work]] = dict(
+    zip(options.WORKS, (forward, step, prefill, decode), strict=True)
+)
 
 
 def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
@@ -117,12 +118,29 @@ def check_correct(model: Any, length: int = 48) -> None:
             raise KinformerError("its outputs are not finite; it is not timed.")
         if generates(model.config):
             _check_chunks(model, tokens, whole)
+        _check_reference(model, tokens, whole)
     step(model, 1, length)()
+
+
+def _check_reference(model: Any, tokens: Tensor, whole: Tensor) -> None:
+    """With the same weights, mixers by their reference say the same, where they have one."""
+    try:
+        config = override(model.config, {"layers.*.mixer.impl": "reference"}, kinds())
+        reference = config.build().to(tokens.device).eval()
+    except KinformerError:
+        return
+    reference.load_state_dict(model.state_dict())
+    _require_equal("by the reference", logits_of(reference, tokens), whole)
+
+
+def _require_equal(what: str, got: Tensor, want: Tensor) -> None:
+    gap = float((got - want).abs().max()) / max(float(want.abs().max()), 1e-9)
+    if not gap <= TOLERANCE:
+        raise KinformerError(f"{what} its outputs differ by {gap:.1g} of the largest; it is not timed.")
 
 
 def _check_chunks(model: Any, tokens: Tensor, whole: Tensor) -> None:
     half = tokens.shape[1] // 2
-    scale = float(whole.abs().max())
     first, state = model(tokens[:, :half])
     rest = [first]
     for index in range(half, tokens.shape[1]):
@@ -130,10 +148,5 @@ def _check_chunks(model: Any, tokens: Tensor, whole: Tensor) -> None:
         rest.append(logits)
     later = tokens.clone()
     later[:, half:] = (later[:, half:] + 1) % model.input.vocab_size
-    for what, got, want in (
-        ("in chunks", torch.cat(rest, dim=1), whole),
-        ("when later tokens change", logits_of(model, later)[:, :half], whole[:, :half]),
-    ):
-        gap = float((got - want).abs().max()) / max(scale, 1e-9)
-        if not gap <= 2e-3:
-            raise KinformerError(f"{what} its outputs differ by {gap:.1g} of the largest; it is not timed.")
+    _require_equal("in chunks", torch.cat(rest, dim=1), whole)
+    _require_equal("when later tokens change", logits_of(model, later)[:, :half], whole[:, :half])

@@ -1,0 +1,75 @@
+"""``kinformer bench [MEMBER...]``: times beside plain attention, behind a gate of correctness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from kinformer.cli.options import Changes, CommonOptions, asked
+from kinformer.cli.output import print_blocks, print_json, size
+from kinformer.compare.options import BenchOptions
+from kinformer.tasks.task import Table
+
+if TYPE_CHECKING:
+    from kinformer.compare.bench import Bench
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions, CommonOptions):
+    """Time members in turns with plain attention, at several lengths, beside what this machine can do at most. A member
+    whose outputs in chunks are not those of the whole, or that sees later tokens, is not timed."""
+
+    members: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")] = ()
+    """Members of the family; linear-transformer, fast-weights and local if none is given. gpt is always there."""
+    set: Changes = ()  # type: ignore[assignment]
+    """A change to all members, as in --set layers=2; may be given again."""
+
+
+def run(options: Options) -> int:
+    """Time, and print; returns 1 where the gate refused a member."""
+    from kinformer.compare.bench import bench
+
+    found = bench(options.members, asked(BenchOptions, options))
+    if options.json:
+        print_json(found.as_json)
+    else:
+        print_blocks(_text(found))
+    return int(bool(found.failed))
+
+
+def _text(found: Bench) -> Iterator[str | Table]:
+    from kinformer.compare.bench import PLAIN, TOLD
+    from kinformer.compare.machine import described
+
+    facts, floor = found.facts, found.floor
+    yield (
+        f"recipe {facts['recipe']}, {facts['batch']} {'row' if facts['batch'] == 1 else 'rows'}, medians of "
+        f"{facts['rounds']} rounds in turns; {described(found.machine)}\n"
+        f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, {floor.bandwidth / 1e9:,.1f} GB/s "
+        "read"
+    )
+    for work in dict.fromkeys(each.work for each in found.timings):
+        base = found.seconds(PLAIN, work)
+        rows = []
+        for each in found.timings:
+            if each.work != work:
+                continue
+            ratio = f"{base[each.length] / each.seconds:.2f}" if each.length in base else "-"
+            share = "-" if each.share is None else f"{each.share:.0%}"
+            tokens = facts["batch"] * (1 if work == "decode" else each.length) / each.seconds
+            rows.append((each.length, each.member, f"{1000 * each.seconds:,.2f}", f"{tokens:,.0f}", ratio, share))
+        yield f"\n{TOLD[work]}"
+        yield Table(("length", "member", "ms", "tokens/s", f"x {PLAIN}", "of floor"), rows, (0, 2, 3, 4, 5))
+    if found.memory:
+        yield "\nhighest memory of a training step, above the model itself"
+        sizes = sorted({length for each in found.memory.values() for length in each})
+        rows = [(name, *(size(each[n]) if n in each else "-" for n in sizes)) for name, each in found.memory.items()]
+        yield Table(("member", *map(str, sizes)), rows, range(1, len(sizes) + 1))
+    if found.crossings:
+        yield ""
+        yield from found.crossings
+    for name, reason in found.failed.items():
+        yield f"{name} is not timed: {reason}"

@@ -1,0 +1,178 @@
+"""Members timed in turns with plain attention at several lengths: forward, step, reading a prompt, decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kinformer.compare import words, works
+from kinformer.compare.floor import Floor, measure_floor
+from kinformer.compare.machine import machine
+from kinformer.compare.options import BenchOptions
+from kinformer.compare.timing import Peak, in_fresh_process, in_turns
+from kinformer.core.config import field_types
+from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note
+from kinformer.evaluation.estimate import estimate
+from kinformer.evaluation.state_size import state_bytes
+from kinformer.family.build import configure, model_config, storable
+from kinformer.family.table import member
+from kinformer.training.precision import use_fast_products
+
+PLAIN = "gpt"
+MEMBERS = ("linear-transformer", "fast-weights", "local")
+TOLD = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one work of one member at one length: ``seconds`` (of decoding: of a token of all rows), and its ``share`` of
+    what the machine can do, None where that is not known."""
+
+    member: str
+    work: str
+    length: int
+    seconds: float
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What came out: ``failed`` are members that the gate refused, with the reason; ``memory`` bytes by member and
+    length; ``crossings`` tell in words where who overtakes plain attention."""
+
+    members: tuple[str, ...]
+    timings: tuple[Timing, ...]
+    failed: dict[str, str]
+    memory: dict[str, dict[int, int]]
+    floor: Floor
+    crossings: tuple[str, ...]
+    machine: dict[str, Any]
+    facts: dict[str, Any]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def seconds(self, name: str, work: str) -> dict[int, float]:
+        """By length."""
+        return {each.length: each.seconds for each in self.timings if (each.member, each.work) == (name, work)}
+
+
+def bench(members: Sequence[str], options: BenchOptions) -> Bench:
+    """Time ``members`` beside plain attention (gpt of the same recipe, its positions as long as is asked for)."""
+    options.prepare(options.seed)
+    use_fast_products()
+    device = str(options.usable_device())
+    names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
+    configs = {name: _config(name, options) for name in names}
+    models, failed = _gated(configs, options.seed, device)
+    if PLAIN in failed:
+        raise KinformerError(f"{PLAIN}, beside which all are timed, is not correct here: {failed[PLAIN]}")
+    floor = measure_floor(device)
+    timings: list[Timing] = []
+    for work in options.works:
+        for length in options.sizes:
+            timings += _timed(models, work, length, options, device, floor)
+    memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
+    found = Bench(
+        members=tuple(models), timings=tuple(timings), failed=failed, memory=memory, floor=floor, crossings=(),
+        machine=machine(device),
+        facts={"recipe": options.recipe, "batch": options.batch, "rounds": options.rounds, "set": dict(options.set),
+               "date": time.strftime("%Y-%m-%d")},
+    )  # fmt: skip
+    return Bench(**{**vars(found), "crossings": tuple(_crossings(found, options))})
+
+
+def _config(name: str, options: BenchOptions) -> Any:
+    config = configure(name, options.recipe, None, options.set)
+    if not works.reads_tokens(config):
+        raise KinformerError(f"{name}: reads no tokens, and only what does is timed here; choose another member.")
+    longest = max(options.sizes) + works.DECODED * (options.rounds + 1)
+    position = getattr(config, "position", None)
+    if name == PLAIN and "max_length" in field_types(type(position)) and position.max_length < longest:
+        config = config.replace(position=position.replace(max_length=longest))
+    return config
+
+
+def _gated(configs: Mapping[str, Any], seed: int, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The models that are correct, and why others are not."""
+    models, failed = {}, {}
+    for name, config in configs.items():
+        torch.manual_seed(seed)
+        try:
+            model = config.build().to(device)
+            works.check_correct(model)
+        except Exception as error:
+            failed[name] = " ".join(str(error).split())[:300]
+            note(f"{name} is not timed: {failed[name]}")
+        else:
+            models[name] = model
+    return models, failed
+
+
+def _timed(
+    models: Mapping[str, Any], work: str, length: int, options: BenchOptions, device: str, floor: Floor
+) -> list[Timing]:
+    ready = {}
+    for name, model in models.items():
+        if work in ("prefill", "decode") and not works.generates(model.config):
+            continue
+        if not works.room_for(model, work, length, options.rounds):
+            note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
+            continue
+        ready[name] = works.WORKS[work](model, options.batch, length)
+    found = in_turns(ready, options.rounds, device)
+    share = works.DECODED if work == "decode" else 1
+    return [
+        Timing(name, work, length, each, _share(models[name], work, (options.batch, length), each, floor))
+        for name, each in ((name, found[name] / share) for name in models if name in found)
+    ]
+
+
+def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
+    """Of the machine's products a second, or in decoding of its bytes a second: weights and states are read once."""
+    batch, length = sizes
+    if work == "decode":
+        weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        return (weights + batch * state_bytes(model, length)) / seconds / floor.bandwidth
+    with suppress(Exception):
+        cost = estimate(model.config, length=length, batch=batch)
+        return (cost.flops_step if work == "step" else cost.flops_forward) / seconds / floor.flops
+    return None
+
+
+def _memory(config: Any, options: BenchOptions, device: str) -> dict[int, int]:
+    found = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch, device)
+    return {int(length): size for length, size in found}
+
+
+def step_peaks(data: Mapping[str, Any], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
+    """For a process of its own: the highest bytes of a training step by length, above the model itself."""
+    model = model_config(data).build().to(device)
+    peak, found = Peak(device), []
+    for length in lengths:
+        if works.room_for(model, "step", length, 0):
+            peak.restart()
+            works.step(model, batch, length)()
+            found.append((length, max(0, peak.bytes)))
+    return found
+
+
+def _crossings(found: Bench, options: BenchOptions) -> list[str]:
+    if len(options.sizes) < 2:
+        return []
+    told = []
+    for work in options.works:
+        base = found.seconds(PLAIN, work)
+        for name in found.members:
+            ours = found.seconds(name, work)
+            if name != PLAIN and len(ours.keys() & base.keys()) > 1:
+                told.append(words.crossover(name, PLAIN, TOLD[work], ours, base))
+    return told

@@ -1,0 +1,92 @@
+"""Members timed beside plain attention: what is measured, what the gate refuses, what is said of crossings."""
+
+import json
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.compare import bench as benching
+from kinformer.compare import works
+from kinformer.compare.floor import Floor
+from kinformer.core.errors import KinformerError
+
+FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1, "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def known_floor(monkeypatch):
+    monkeypatch.setattr(benching, "measure_floor", lambda device: Floor(1e12, 1e10))
+
+
+def test_every_work_is_timed_beside_plain_attention(cli):
+    code, out, err = cli("bench", "linear-transformer", "bert", *FLAGS, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["members"] == ["gpt", "linear-transformer", "bert"]
+    times = {(each["member"], each["work"], each["length"]): each for each in found["timings"]}
+    assert times.keys() == {
+        (name, work, length) for name in found["members"] for work in works.WORKS for length in (16, 48)
+    } - {("bert", work, length) for work in ("prefill", "decode") for length in (16, 48)}
+    assert all(each["seconds"] > 0 and each["share"] > 0 for each in found["timings"])
+    step, forward = (times["gpt", work, 48] for work in ("step", "forward"))
+    assert 2.5 < step["share"] * step["seconds"] / (forward["share"] * forward["seconds"]) < 3.1  # FLOPs
+    assert len(found["crossings"]) == 2 + 2 * 1 + 2 and found["floor"] == {"flops": 1e12, "bandwidth": 1e10}
+
+
+def test_the_text_has_a_table_for_each_work(cli):
+    code, out, _ = cli("bench", "local", *FLAGS, "--work", "forward")
+    assert code == 0 and "\na forward\n" in out and "a training step" not in out
+    assert "In a forward, local" in out and "floor measured here: 1,000 GFLOP/s" in out
+
+
+class Leaking(torch.nn.Module):
+    """gpt whose logits look one token ahead."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = kinformer.build("gpt", recipe="tiny", vocab_size=16)
+        self.config, self.input, self.max_length = self.inner.config, self.inner.input, 64
+
+    def forward(self, tokens, state=None):
+        logits, state = self.inner(tokens, state)
+        return logits + 0.1 * torch.nn.functional.pad(tokens, (0, 1))[:, 1:, None], state
+
+
+def test_the_gate_refuses_what_sees_the_future():
+    works.check_correct(kinformer.build("gpt", recipe="tiny", vocab_size=16))
+    with pytest.raises(KinformerError, match="its outputs differ by .* it is not timed"):
+        works.check_correct(Leaking())
+
+
+def test_what_the_gate_refuses_is_told_and_the_others_are_timed(cli, monkeypatch):
+    check = works.check_correct
+
+    def gate(model, **sizes):
+        if model.config.layers[0].mixer.kind == "linear":
+            raise KinformerError("in chunks its outputs differ by 0.5 of the largest; it is not timed.")
+        check(model, **sizes)
+
+    monkeypatch.setattr(works, "check_correct", gate)
+    code, out, err = cli("bench", "linear-transformer", "local", *FLAGS, "--work", "forward")
+    assert code == 1 and "linear-transformer is not timed: in chunks its outputs differ" in out
+    assert "In a forward, local" in out and "linear-transformer is not timed" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["gpd"], "did you mean 'gpt'"),
+        (["--lengths", "a"], "--lengths a: is not a list of whole numbers"),
+        (["--work", "forwards"], "--work: 'forwards' is unknown; did you mean 'forward'"),
+        (["--batch", "0"], "--batch is 0 but must be 1 or more"),
+    ],
+)
+def test_bad_options_are_one_sentence(cli, flags, told):
+    code, _, err = cli("bench", *flags)
+    assert code == 2 and told in err and len(err.splitlines()) == 1
+
+
+def test_memory_grows_with_the_length():
+    found = benching.step_peaks(benching.storable(kinformer.build("gpt", recipe="tiny").config), (16, 128), 8, "cpu")
+    assert [length for length, _ in found] == [16, 128] and found[1][1] > found[0][1] >= 0
