@@ -171,6 +171,20 @@ def test_list_is_the_table_of_the_family(cli):
     assert [each["recipes"] for each in told] == [list(member.recipes) for member in kinformer.members()]
 
 
+def test_list_is_a_tree_by_what_members_have_in_common(cli):
+    known = {member.name: member for member in kinformer.members()}
+    told = json.loads(cli("list", "--by", "state", "--json")[1])
+    assert sorted(each["name"] for group in told.values() for each in group) == sorted(known)
+    assert {each["name"] for each in told["constant"]} == {n for n, m in known.items() if m.growth == "constant"}
+    axes = json.loads(cli("list", "--by", "axis", "--json")[1])
+    assert {each["name"] for each in axes["kernel"]} == {n for n, m in known.items() if "kernel" in m.axes}
+    assert list(years := json.loads(cli("list", "--by", "year", "--json")[1])) == sorted(years)
+    out = cli("list", "--by", "causal")[1].splitlines()
+    assert out[0] == f"causal ({sum(member.causal for member in known.values())})"
+    assert out[1].startswith("├─ gpt ") and max(map(len, out)) <= 80
+    assert len(out) == len(known) + 2
+
+
 @pytest.mark.parametrize("framed", [False, True])
 def test_list_fits_80_columns(monkeypatch, framed):
     class Output(io.StringIO):

@@ -1,13 +1,16 @@
 """``kinformer show``: what it tells agrees with the model that is built."""
 
 import json
+import re
 
 import pytest
 import torch
 
 import kinformer
-from kinformer.cli.show import tree
+from kinformer.cli.show import DEFAULTS, folded, tree
 from kinformer.core.state import nbytes, value
+from kinformer.evaluation.formulas import formulas
+from kinformer.family.build import configure
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])
@@ -122,3 +125,37 @@ def test_equal_neighbours_are_told_once():
         "plain = [1, 2]",
         "none = None",
     ]
+
+
+def test_it_begins_with_what_it_computes(cli):
+    out = cli("show", "linear-transformer", "--recipe", "tiny")[1]
+    head = out.split("exact limit")[0]
+    assert "rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T" in head
+    assert "feature map elu: elu(x) + 1 (Katharopoulos et al. 2020, equation 7)" in head
+    assert "shapes: x and y [batch, time, 32]; N = layers = 2, d_model = dim = 32, h = num_heads = 2" in head
+    told = json.loads(cli("show", "retnet", "--recipe", "tiny", "--set", "layers.0.mixer.num_heads=4", "--json")[1])
+    assert [each["slot"] for each in told["computes"]] == ["mixer", "position", "feature_map", "decay"]
+    assert told["symbols"]["num_heads"] == ["h", [2, 4]] and told["symbols"]["dim"] == ["d_model", 32]
+
+
+@pytest.mark.parametrize("member", kinformer.members(), ids=lambda member: member.name)
+def test_every_member_says_what_its_mixers_compute(member):
+    config = configure(member.name, "tiny")
+    found = formulas(config)
+    assert any(each.slot in ("mixer", "encoder_mixer", "layer") for each in found)
+    assert all(each.says and "\n" not in each.says for each in found)
+    assert not any(re.search(r"\bal\.$", each.says) for each in found)
+
+
+def test_settings_at_their_defaults_are_folded(cli):
+    out = cli("show", "gpt", "--recipe", "tiny", "--set", "layers.*.mixer.bias=false")[1]
+    assert "bias = False" in out and "(at their defaults: num_heads" not in out and "impl = auto" not in out
+    assert "impl = auto" in cli("show", "gpt", "--recipe", "tiny", "--full")[1]
+
+
+def test_folding_hides_nothing_that_differs():
+    config = configure("retnet", "tiny")
+    told = folded(config)
+    assert told["layers"][0]["mixer"]["decay"] == {"kind": "fixed"} | told["layers"][0]["mixer"]["decay"]
+    assert told["layers"][0]["mixer"]["gate"] is True
+    assert "rule" in told["layers"][0]["mixer"][DEFAULTS].split(", ")

@@ -66,8 +66,8 @@ def _text(found: Bench) -> Iterator[str | Table]:
     if found.memory:
         yield "\nhighest memory of a training step, above the model itself"
         sizes = sorted({length for each in found.memory.values() for length in each})
-        rows = [(name, *(size(each[n]) if n in each else "-" for n in sizes)) for name, each in found.memory.items()]
-        yield Table(("member", *map(str, sizes)), rows, range(1, len(sizes) + 1))
+        held = [(name, *(size(each[n]) if n in each else "-" for n in sizes)) for name, each in found.memory.items()]
+        yield Table(("member", *map(str, sizes)), held, range(1, len(sizes) + 1))
     if found.crossings:
         yield ""
         yield from found.crossings

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json, print_table
@@ -17,12 +18,23 @@ from kinformer.family.table import members
 class Options(CommonOptions):
     """Which form the list takes."""
 
+    by: Literal["axis", "state", "causal", "year"] | None = None
+    """The family as a tree: by what members change, by how their state grows, by whether they are causal (a causal one
+    leaks nothing of what comes later, which its battery checks; any other reads whole texts), or by year."""
+
 
 def run(options: Options) -> int:
     """Print the family."""
     found = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
-        print_json([facts(member) for member in found])
+        listed = [facts(member) for member in found]
+        groups = None if options.by is None else _groups(found, options.by)
+        print_json(
+            listed if groups is None else {name: [facts(each) for each in group] for name, group in groups.items()}
+        )
+        return 0
+    if options.by is not None:
+        _print_tree(_groups(found, options.by))
         return 0
     rows = [
         (member.name, member.year, member.growth, _short(member.title, 24), _short(", ".join(member.axes) or "-", 18))
@@ -30,6 +42,40 @@ def run(options: Options) -> int:
     ]
     print_table(("member", "year", "state", "title", "changes"), rows)
     return 0
+
+
+GROWTHS = {
+    "none": "no state: reads whole texts",
+    "constant": "constant",
+    "window": "up to a window",
+    "linear": "with every token",
+    "store": "a datastore beside it",
+}
+
+
+def _groups(found: Sequence[Member], by: str) -> dict[str, list[Member]]:
+    """The members under what they have in common, in the order of the table; under every axis that they change."""
+    names: dict[str, Callable[[Member], Sequence[str]]] = {
+        "axis": lambda member: member.axes or ("nothing",),
+        "state": lambda member: (GROWTHS[member.growth],),
+        "causal": lambda member: ("causal" if member.causal else "reads whole texts",),
+        "year": lambda member: (str(member.year),),
+    }
+    groups: dict[str, list[Member]] = {}
+    for member in found:
+        for name in names[by](member):
+            groups.setdefault(name, []).append(member)
+    return dict(sorted(groups.items())) if by == "year" else groups
+
+
+def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
+    width = max(len(member.name) for group in groups.values() for member in group)
+    for name, group in groups.items():
+        print(f"{name} ({len(group)})")
+        for index, member in enumerate(group):
+            branch = "└─" if index == len(group) - 1 else "├─"
+            title = _short(member.title, 68 - width)
+            print(f"{branch} {member.name:<{width}}  {member.year}  {title}")
 
 
 def _short(text: str, width: int) -> str:

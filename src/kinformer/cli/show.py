@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kinformer.family.table import FAMILY, member
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 MOST_PICTURES = 8
+DEFAULTS = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Options(CommonOptions):
     """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
     vocab_size: int | None = None
     """Tokens of the vocabulary; the recipe's own if not given."""
+    full: bool = False
+    """Show settings that are at their defaults, too."""
 
 
 def run(options: Options) -> int:
@@ -43,6 +46,7 @@ def run(options: Options) -> int:
     import torch
 
     from kinformer.core.config import to_dict
+    from kinformer.evaluation.formulas import formulas, symbols
     from kinformer.evaluation.picture import pictures
     from kinformer.evaluation.state_size import state_bytes
     from kinformer.family.build import configure
@@ -56,6 +60,8 @@ def run(options: Options) -> int:
         model = config.build()
     page = facts(record) | {
         "recipe": recipe,
+        "computes": [formula._asdict() for formula in formulas(config)],
+        "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
         "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
         "max_length": model.max_length,
@@ -65,7 +71,7 @@ def run(options: Options) -> int:
     if options.json:
         print_json(page)
     else:
-        _print(page)
+        _print(page, to_dict(config) if options.full else folded(config))
     return 0
 
 
@@ -101,13 +107,14 @@ def _lengths(model: Any) -> list[int]:
     return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
-def _print(page: dict[str, Any]) -> None:
+def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
+    _print_formulas(page)
     for title, text in (("exact limit", page["exact_limit"]), *(("departure", each) for each in page["departures"])):
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
-    print("\n".join(tree(page["config"], "  ")))
+    print("\n".join(tree(config, "  ")))
     total = page["parameters"]["total"]
     print(f"\nparameters: {total:,}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
@@ -118,6 +125,20 @@ def _print(page: dict[str, Any]) -> None:
         print("\n".join(f"  {row}" for row in picture["rows"]))
     if (more := len(page["patterns"]) - MOST_PICTURES) > 0:
         print(f"\nand {more} more; see them all with: kinformer draw {page['name']} --recipe {page['recipe']}")
+
+
+def _print_formulas(page: dict[str, Any]) -> None:
+    """What it computes, and its sizes in papers' symbols and ours."""
+    for formula in page["computes"]:
+        kind = "mixer" if formula["slot"] == "encoder_mixer" else formula["slot"].replace("_", " ")
+        says = f"{kind} {formula['kind']}: {formula['says']}"
+        print(textwrap.fill(says, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+        for line in formula["lines"]:
+            wrapped = textwrap.wrap(line, 96, subsequent_indent="    ", drop_whitespace=False)
+            print("\n".join(f"    {part}".rstrip() for part in wrapped))
+    sizes = ", ".join(f"{symbol} = {name} = {value}" for name, (symbol, value) in page["symbols"].items())
+    wide = page["symbols"]["dim"][1]
+    print(textwrap.fill(f"shapes: x and y [batch, time, {wide}]; {sizes}", 100, subsequent_indent="  "), end="\n\n")
 
 
 def _print_state(page: dict[str, Any]) -> None:
@@ -131,6 +152,20 @@ def _print_state(page: dict[str, Any]) -> None:
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
+def folded(config: Any) -> Any:
+    """A config's dict form in which what is at its default is only named, under the key DEFAULTS."""
+    from kinformer.core.config import Config, field_types
+
+    if isinstance(config, tuple):
+        return [folded(item) for item in config]
+    if not isinstance(config, Config):
+        return config
+    known = {each.name: each for each in fields(config)}  # type: ignore[arg-type]
+    same = [name for name in field_types(type(config)) if getattr(config, name) == known[name].default]
+    shown = {name: folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
+    return {"kind": config.kind} | shown | ({DEFAULTS: ", ".join(same)} if same else {})
+
+
 def tree(config: Any, indent: str) -> Iterator[str]:
     """A config's dict form as indented lines; equal neighbours in a list are listed once."""
     for name, value in config.items():
@@ -142,6 +177,8 @@ def tree(config: Any, indent: str) -> Iterator[str]:
                 layers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
                 yield from tree(_without_kind(item), indent + "  ")
+        elif name == DEFAULTS:
+            yield textwrap.fill(f"{indent}(at their defaults: {value})", 100, subsequent_indent=f"{indent} ")
         elif name != "kind":
             yield f"{indent}{name} = {value}"
 

@@ -9,6 +9,7 @@ import torch
 
 from kinformer.compare.entrants import Entrant
 from kinformer.core.config import to_dict
+from kinformer.evaluation.formulas import Formula, formulas
 from kinformer.evaluation.picture import pictures
 from kinformer.evaluation.state_size import state_bytes
 from kinformer.family.table import member
@@ -28,11 +29,17 @@ def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
     return {
         "members": [{name: _plain(getattr(record, name)) for name in names} for record in records],
         "config": to_dict(config),
+        "formulas": [line for formula in formulas(config) for line in _told(formula)],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
         "patterns": pictures(model)[:MOST_PATTERNS],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }
+
+
+def _told(formula: Formula) -> list[str]:
+    """As text."""
+    return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
 
 def _plain(value: Any) -> Any:
