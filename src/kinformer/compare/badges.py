@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from kinformer.compare.entrants import Entrant
+from kinformer.compare.works import reads_tokens
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import WholeModel
+from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
@@ -29,14 +30,17 @@ LAWS = {
 
 
 def badges(entrant: Entrant) -> list[dict[str, Any]]:
-    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not."""
+    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not; none
+    of a model that the battery has no inputs for."""
     config, left_out = tiny(entrant)
-    if config.protocol is WholeModel:
-        subject: Any = EncoderModelSubject(config.build, VOCAB, global_tokens=False)
-        checks = {name: check for name, check in ENCODER_MODEL_CHECKS.items() if name in LAWS}
-    else:
-        subject = ModelSubject(config.build, VOCAB)
+    if not reads_tokens(config):
+        return []
+    if config.protocol is CausalModel:
+        subject: Any = ModelSubject(config.build, VOCAB)
         checks = {name: check for name, check in MODEL_CHECKS.items() if name in LAWS}
+    else:
+        subject = EncoderModelSubject(config.build, VOCAB, global_tokens=False)
+        checks = {name: check for name, check in ENCODER_MODEL_CHECKS.items() if name in LAWS}
     report = examine(checks, subject)
     found = []
     for name in checks:
@@ -49,7 +53,9 @@ def badges(entrant: Entrant) -> list[dict[str, Any]]:
 
 def tiny(entrant: Entrant) -> tuple[Any, list[str]]:
     """The entrant's config at the recipe tiny, and the changes that it could not have."""
-    config = configure(entrant.member, "tiny", VOCAB if _takes_ids(entrant.member) else None)
+    config = configure(entrant.member, "tiny")
+    if reads_tokens(config):
+        config = configure(entrant.member, "tiny", VOCAB)
     config = override(config, entrant.layers("tiny", config), kinds())
     left_out = []
     for path, value in entrant.changes.items():
@@ -61,7 +67,3 @@ def tiny(entrant: Entrant) -> tuple[Any, list[str]]:
         else:
             config = changed
     return config, left_out
-
-
-def _takes_ids(name: str) -> bool:
-    return getattr(configure(name, "tiny").input, "vocab_size", None) is not None

@@ -125,7 +125,7 @@ def _sheet(each: EntrantRecord, index: int, key: Any, pictures: list[Any]) -> di
         "formulas": facts.get("formulas", ()),
         "facts": known,
         "patterns": [
-            {"svg": picture, "name": f"{pattern['pattern']}, {pattern['tokens_per_cell']} tokens to a cell"}
+            {"svg": picture, "name": f"{pattern['pattern']}, tokens to a cell: {pattern['tokens_per_cell']}"}
             for picture, pattern in zip(pictures, _patterns(each), strict=True)
         ],
         "departures": [text for member in facts.get("members", ()) for text in member["departures"]],

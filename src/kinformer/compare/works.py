@@ -12,7 +12,7 @@ from torch.nn import functional
 from kinformer.compare import options
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
@@ -24,8 +24,8 @@ DECODED = 16
 
 
 def reads_tokens(config: Any) -> bool:
-    """Whether a model of ``config`` reads ids of tokens."""
-    return getattr(config.input, "vocab_size", None) is not None
+    """Whether a model of ``config`` reads ids of tokens and nothing besides."""
+    return config.protocol in (CausalModel, WholeModel) and getattr(config.input, "vocab_size", None) is not None
 
 
 def generates(config: Any) -> bool:
