@@ -141,6 +141,13 @@ def test_encoders(drawn, name):
     assert name == "etc" or panels
 
 
+def test_both_sides_of_an_encoder_decoder(drawn):
+    told, _ = drawn("vanilla", "--recipe", "tiny", "--layer", 2, "--length", 8)
+    places = {panel["place"]: panel for panel in told["panels"]}
+    assert list(places) == ["layer 2", "encoder, layer 2"]
+    assert places["layer 2"]["causal"] and not places["encoder, layer 2"]["causal"]
+
+
 def test_a_pattern_that_depends_on_the_length(drawn):
     told, _ = drawn("big_bird", "--set", "block=8", "--set", "random=1", "--length", 128)
     (panel,) = told["panels"]

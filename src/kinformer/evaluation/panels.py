@@ -92,9 +92,12 @@ class Placed:
 
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
-    """The parts of a slot in a model's config, equal ones of equal owners together, in order of their first layer."""
+    """The parts of a slot in a model's config, equal ones of equal owners together, in order of their first layer; those
+    of an encoder that reads the model's source are that one's."""
     found: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
+        if path[0] == "encoder":
+            continue
         layers = (int(path[1]),) if path[0] == "layers" else None
         for index, other in enumerate(found):
             if layers and other.layers and (other.part, other.owner) == (part, owner):

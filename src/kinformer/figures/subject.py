@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kinformer.core.config import Config, field_types, from_dict, override
 from kinformer.core.errors import KinformerError, flag_of, nearest
@@ -192,21 +192,39 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
     subject = Drawing(kind=kind, title=title, options=options)
+    _add(subject, _Side(config, config.dim, model), "")
+    if (encoder := getattr(config, "encoder", None)) is not None:
+        _add(subject, _Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
+    return subject
+
+
+class _Side(NamedTuple):
+    """A model, or the encoder that reads its source: config, width, and the trained module or None."""
+
+    config: Any
+    dim: int
+    model: Any
+
+
+def _add(subject: Drawing, side: _Side, name: str) -> None:
+    """What there is to draw of a side, whose places begin with its ``name``."""
+    (config, dim, model), options, before = side, subject.options, len(subject.encodings)
+    at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
     for placed in _of_layer(parts_of(config, "pattern"), options):
-        found = [(in_text(each, config), name, place) for each, name, place in _heads(placed, options)]
-        subject.patterns.extend((each, _with_globals(each, name), place) for each, name, place in found)
+        found = [(in_text(each, config), called, place) for each, called, place in _heads(placed, options)]
+        subject.patterns.extend((each, _with_globals(each, called), at(place)) for each, called, place in found)
     for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
-            subject.encodings.append(_encoding(placed, config, model))
+            subject.encodings.append(_encoding(placed, side))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
-        embedding = placed.part.build(placed.owner.vocab_size, config.dim) if model is None else model.input.embedding
+        embedding = placed.part.build(placed.owner.vocab_size, dim) if model is None else model.input.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
+    subject.encodings[before:] = [replace(each, place=at(each.place)) for each in subject.encodings[before:]]
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_of_layer(mixers, options), model):
-        if not hasattr(placed.part, "pattern"):
-            mixer = placed.part.build(config.dim) if model is None else _at(model, placed.path)
-            subject.others.append((mixer, describe(placed.part), _place(placed), config.dim))
-    return subject
+        mixer = placed.part.build(dim) if model is None else _at(model, placed.path)
+        if not hasattr(placed.part, "pattern") and not getattr(mixer, "reads_source", False):  # it sees all of that
+            subject.others.append((mixer, describe(placed.part), at(_place(placed)), dim))
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:
@@ -250,15 +268,16 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
 
 
-def _encoding(placed: Placed, config: Any, model: Any) -> Encoding:
+def _encoding(placed: Placed, side: _Side) -> Encoding:
+    config, dim, model = side
     depth = len(config.uses)
     if placed.layers is None:
-        position = config.position.build_model(config.dim, depth) if model is None else model.position
+        position = config.position.build_model(dim, depth) if model is None else model.position
         return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
     owner = placed.owner
-    head_dim = owner.head_dim or config.dim // owner.num_heads
+    head_dim = owner.head_dim or dim // owner.num_heads
     if model is None:
-        position = placed.part.build_heads(config.dim, owner.num_heads, head_dim)
+        position = placed.part.build_heads(dim, owner.num_heads, head_dim)
     else:
         position = _at(model, placed.path)
     return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
