@@ -21,6 +21,16 @@ def note(text: str) -> None:
     LOGGER.info(text)
 
 
+def note_once(text: str) -> None:
+    """The same, unless it was told before: of what is found each time that data is opened."""
+    if text not in _TOLD:
+        _TOLD.add(text)
+        note(text)
+
+
+_TOLD: set[str] = set()
+
+
 class Tolerant:
     """A stream of text that may have no reader left: once it cannot be written to, all that follows goes nowhere.
 

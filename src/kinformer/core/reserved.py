@@ -99,6 +99,12 @@ class ReservedSlots(ReservedState):
         self.consume()
         return value
 
+    def select_rows(self, rows: Tensor) -> Self:
+        """The rows in buffers of the same capacity, each copied once."""
+        self.check()
+        state = type(self._state)(*(leaf.index_select(0, rows.to(leaf.device)) for leaf in self._state))
+        return type(self)(state, self._slots, [min(self._generation, 1)])
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return self.of(type(self._state)(*(function(leaf) for leaf in self.value())), self.room)
 

@@ -60,6 +60,10 @@ class ReservedState:
         """An independent copy: both may then be used."""
         return self.map(torch.clone)
 
+    def select_rows(self, rows: Tensor) -> ReservedState:
+        """An independent reservation of the rows ``rows`` [n] int64, in that order."""
+        return self.map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)))
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are allocated, capacity included."""
         raise NotImplementedError
@@ -111,8 +115,12 @@ def detach(state: Any) -> Any:
 
 
 def select_rows(state: Any, rows: Tensor) -> Any:
-    """The state of the rows ``rows`` [n] int64, in that order."""
-    return map_tensors(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), state)
+    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once."""
+    if isinstance(state, ReservedState):
+        return state.select_rows(rows)
+    if isinstance(state, Tensor):
+        return state.index_select(0, rows.to(state.device))
+    return _rebuild(state, [select_rows(item, rows) for item in state])
 
 
 def repeat_rows(state: Any, times: int) -> Any:

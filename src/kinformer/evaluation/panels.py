@@ -92,7 +92,7 @@ class Placed:
 
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
-    """The parts of a slot in a model's config, equal ones of equal owners together, in order of their first layer; those
+    """The parts of a slot in a model's config, equal ones of equal owners together, in order of first layers; those
     of an encoder that reads the model's source are that one's."""
     found: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):

@@ -20,7 +20,7 @@ from kinformer.training.settings import Settings
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "checkpoint_every", "checkpoint_minutes", "keep", "log_every", "accumulate",
-    "compile",
+    "average", "compile",
 }  # fmt: skip
 
 

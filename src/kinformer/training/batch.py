@@ -18,6 +18,11 @@ def map_fields(batch: B, change: Callable[[Tensor], Tensor]) -> B:
     return type(fields)(*(None if field is None else change(field) for field in fields))
 
 
+def rows_of(batch: Any) -> int:
+    """How many it has."""
+    return next(len(field) for field in batch if field is not None)
+
+
 def take_rows(batch: B, part: slice) -> B:
     """Some of its rows."""
     return map_fields(batch, lambda field: field[part])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
 from kinformer.core.penalised import measures_of
 from kinformer.core.stack import units_of
+from kinformer.training.averaging import mean_weights, replaced
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
@@ -29,6 +29,7 @@ from kinformer.training.logging import Log, Progress, Silence
 from kinformer.training.objective import Objective, Step
 from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.pace import Course, Pace
+from kinformer.training.result import Result
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings
 from kinformer.training.update import Updater, Window
@@ -36,23 +37,6 @@ from kinformer.training.validation import Validation
 
 PROBE_SHARE = 0.01
 FORWARD_SHARE, VALIDATION_SHARE = 0.4, 0.05
-
-
-@dataclass(frozen=True)
-class Result:
-    """``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
-
-    ``validation``: the best one's figures, such as ``bits_per_byte``; the first is None in a run that was never
-    validated.
-    """
-
-    steps: int
-    total: int
-    seconds: float
-    tokens_per_second: float
-    validation: Mapping[str, float | None]
-    best_step: int | None
-    signal: int = 0
 
 
 class Trainer:
@@ -78,7 +62,7 @@ class Trainer:
         self.data, self.settings, self.folder, self.group = data, settings, folder, group
         self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
-        self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
+        self.checkpoints = Checkpoints(folder / "checkpoints", max(settings.keep, settings.average))
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
         whole = Step(self.model, objective, settings.precision)
@@ -172,13 +156,16 @@ class Trainer:
                 self.window.restart()
                 if pace:
                     pace.spent(validating, saving)
+            if last and not stopped and validate_every:
+                self._average()
             if stopped or last:
                 interrupt.signal = stopped
                 break
 
     def _rate(self) -> float:
         """The learning rate of the next update."""
-        schedule = Schedule(self.settings.lr, self.settings.min_lr_ratio, self.settings.warmup, self.total)
+        settings = self.settings
+        schedule = Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, self.total, settings.schedule)
         return schedule(self.course.at(self.step))
 
     def _look(self, pace: Pace) -> int:
@@ -228,13 +215,20 @@ class Trainer:
             "a longer --warmup or a smaller --clip."
         )
 
-    def _validate(self) -> None:
+    def _average(self) -> None:
+        """Measure the mean of the last checkpoints' weights, and keep it where it is the best."""
+        count = min(self.settings.average, len(self.checkpoints.steps()))
+        if count > 1:
+            with replaced(self.model, mean_weights(self.checkpoints, count)):
+                self._validate(f"mean of {count} checkpoints", "averaged")
+
+    def _validate(self, what: str = "validation", prefix: str = "validation") -> None:
         means = self.validation(self.engine)
         figures = self.data.measured(means, "validation")
-        self.progress.say(f"step {self.step}/{self.total}  validation {self._text(figures)}")
+        self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(figures)}")
         if self.log:
-            values = {f"validation_{name}": figure for name, figure in figures.items()}
-            self.log.write(self.step, {"validation_loss": means[self.data.metrics[0]]} | values)
+            values = {f"{prefix}_{name}": figure for name, figure in figures.items()}
+            self.log.write(self.step, {f"{prefix}_loss": means[self.data.metrics[0]]} | values)
         if self.best.improves(figures):
             self.best.note(figures, self.step)
             weights = gather(self.model.state_dict().items(), self.group.first)

@@ -100,7 +100,7 @@ class Optimiser:
             whole_number = isinstance(optimiser, SparseAdam)
             data["state"] = {
                 index: {
-                    key: int(value) if whole_number and key == "step" else _like(parameter, value)
+                    key: int(value) if whole_number and key == "step" else like(parameter, value)
                     for key, value in states[name].items()
                 }
                 for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
@@ -137,7 +137,7 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     return AdamW(groups, lr=settings.lr, betas=(MOMENTUM, settings.beta2), fused=True)
 
 
-def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def like(parameter: Tensor, value: Tensor) -> Tensor:
     """``value`` spread over processes as ``parameter`` is, where it has its shape."""
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

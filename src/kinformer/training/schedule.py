@@ -1,4 +1,5 @@
-"""The learning rate as a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017)."""
+"""The learning rate as a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), or a
+fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), which knows no end."""
 
 from __future__ import annotations
 
@@ -8,17 +9,21 @@ from math import cos, pi
 
 @dataclass(frozen=True)
 class Schedule:
-    """``peak`` after ``warmup`` steps (a share of ``steps`` if below 1), ``floor * peak`` at the last of ``steps``."""
+    """``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by ``kind``: ``cosine``, with ``floor *
+    peak`` at the last of ``steps``, or ``inverse-sqrt``, peak * sqrt(warmup / step), not below ``floor * peak``."""
 
     peak: float
     floor: float
     warmup: float
     steps: int
+    kind: str = "cosine"
 
     def __call__(self, step: float) -> float:
         """Learning rate of update number ``step``, counted from 0."""
         rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
         if step < rise:
             return self.peak * (step + 1) / (rise + 1)
+        if self.kind == "inverse-sqrt":
+            return self.peak * max(self.floor, ((rise + 1) / (step + 1)) ** 0.5)
         done = min(1.0, (step - rise) / max(1, self.steps - 1 - rise))
         return self.peak * (self.floor + (1 - self.floor) * (1 + cos(pi * done)) / 2)

@@ -30,8 +30,11 @@ class Settings:
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9."""
     lr: float = 1e-3
     """Highest learning rate."""
+    schedule: Literal["cosine", "inverse-sqrt"] = "cosine"
+    """How the learning rate falls after the warm-up: to the end as a cosine, or with the root of the step (cosine; for
+    translation inverse-sqrt)."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end, as a share of the highest; the way there is a cosine."""
+    """Least learning rate after the warm-up, as a share of the highest; with the cosine that of the end."""
     warmup: float = 0.05
     """Steps in which the learning rate rises: a share of all steps if below 1, else a number of steps."""
     weight_decay: float = 0.1
@@ -58,6 +61,9 @@ class Settings:
     """Steps between checkpoints; a tenth of the run if not given, 0 for none but the last."""
     checkpoint_minutes: float = 10.0
     """A checkpoint is also written when the last one is so old; 0 for never."""
+    average: int = 0
+    """At the end, also measure the mean of the weights of the last so many checkpoints, and keep it if it is better
+    (none; for translation 5)."""
     keep: int = 2
     """Checkpoints that are kept; older ones are removed."""
     log_every: int = 10
@@ -71,7 +77,7 @@ class Settings:
             require(flag_of(name), getattr(self, name), 1)
         for name in ("steps", "validate_every", "checkpoint_every", "minutes", "checkpoint_minutes", "warmup"):
             require(flag_of(name), getattr(self, name), 0)
-        for name in ("lr", "table_lr", "weight_decay", "clip", "seed"):
+        for name in ("lr", "table_lr", "weight_decay", "clip", "seed", "average"):
             require(flag_of(name), getattr(self, name), 0)
         for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0)):
             if not 0 <= getattr(self, name) <= high:

@@ -14,7 +14,7 @@ from kinformer.core.online import Online
 from kinformer.core.penalised import Penalised
 from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.permutation import mix
-from kinformer.training.batch import map_fields, take_rows
+from kinformer.training.batch import map_fields, rows_of, take_rows
 from kinformer.training.carried import Carried
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
@@ -50,7 +50,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        self.rows = settings.rows(group.world)
+        settings.rows(group.world)  # refuses those that cannot be shared
         self.redrawn, self.online = modules_of(engine, Redrawn), modules_of(engine, Online)
         self.penalised = modules_of(engine, Penalised)
 
@@ -90,7 +90,8 @@ class Updater:
         return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
 
     def _part(self, part: int, batch: Any, progress: float) -> Tensor:
-        rows = take_rows(batch, slice(part * self.rows, (part + 1) * self.rows))
+        size = rows_of(batch) // self.settings.accumulate
+        rows = take_rows(batch, slice(part * size, (part + 1) * size))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
         if self.data.carries:
             self.carried.put(part, state)

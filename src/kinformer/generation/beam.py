@@ -1,0 +1,138 @@
+"""Beam search over a causal model that continues a source (Vaswani et al. 2017, section 6.1; Wu et al. 2016).
+
+    score(y) = log p(y | source) / ((5 + |y|) / 6)^alpha          |y| counts EOS
+
+A hypothesis is finished where EOS is among the best ``beam`` continuations of its sentence. A sentence is done when it
+has ``beam`` finished ones, or when none of the running ones could become better than its best. A beam of 1 is greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from kinformer.core import state as states
+from kinformer.core.errors import KinformerError
+from kinformer.core.model import CausalModel
+
+
+class Hypothesis(NamedTuple):
+    """``tokens`` without BOS and EOS, and the ``score`` above."""
+
+    tokens: list[int]
+    score: float
+
+
+class Found(NamedTuple):
+    """The best hypothesis of every row, and the most bytes that their states had."""
+
+    best: list[Hypothesis]
+    state_bytes: int
+
+
+class Search(NamedTuple):
+    """How is searched: the ids that begin and end a sequence, how many are followed, and alpha."""
+
+    bos: int
+    eos: int
+    beam: int = 4
+    length_penalty: float = 0.6
+
+
+class _Running:
+    """The hypotheses of the sentences that are not done: ``tokens`` [sentences, beam, length], ``scores`` [sentences,
+    beam], log-probabilities, and the number of every sentence."""
+
+    def __init__(self, sentences: Tensor, tokens: Tensor, scores: Tensor) -> None:
+        self.sentences, self.tokens, self.scores = sentences, tokens, scores
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[2]
+
+    def taken(self, kept: Tensor) -> _Running:
+        """Some of the sentences."""
+        return _Running(self.sentences[kept], self.tokens[kept], self.scores[kept])
+
+
+@torch.inference_mode()
+def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> Found:
+    """The best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
+
+    ``most``: how many tokens a row's continuation may have; a hypothesis that has not ended by then counts as it is. A
+    row's continuation does not depend on the others. The cache is reordered at most once a token, and not at all where
+    every hypothesis goes on from its own place.
+
+    Errors: ``KinformerError`` for predictions that are not finite.
+    """
+    if not 1 <= search.beam < model.vocab_size:
+        raise KinformerError(f"a beam of {search.beam} must be 1 or more, and fewer than the {model.vocab_size} ids.")
+    rows, device = len(most), next(states.tensors(state)).device
+    found: list[list[Hypothesis]] = [[] for _ in most]
+    begin = torch.full((rows, 1), search.bos, device=device)
+    inputs, state = model.head_inputs(begin, state)
+    running = _Running(torch.arange(rows), torch.empty(rows, 1, 0, dtype=torch.int64), torch.zeros(rows, 1))
+    size = states.nbytes(state)
+    state, width = states.reserve(states.repeat_rows(state, search.beam), max(most)), 1
+    while True:
+        logits = model.logits(inputs)[:, -1].float().cpu()
+        running, origin = _continued(running, logits, search, width, found, most)
+        if not len(running.sentences):
+            return Found([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
+        if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
+            state = states.select_rows(state, origin)
+        elif width != search.beam and len(running.sentences) < rows:
+            kept = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
+            state = states.select_rows(state, kept)
+        width = search.beam
+        inputs, state = model.head_inputs(running.tokens[:, :, -1].reshape(-1, 1).to(device), state)
+        size = max(size, states.nbytes(state))
+
+
+def _continued(
+    running: _Running, logits: Tensor, search: Search, width: int, found: list[list[Hypothesis]], most: Sequence[int]
+) -> tuple[_Running, Tensor]:
+    """The hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each; what
+    finishes is added to ``found``. ``width``: how many a sentence has now."""
+    count, vocab = len(running.sentences), logits.shape[-1]
+    odds = log_softmax(logits, -1)
+    if not bool(odds.isfinite().all()):
+        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+    odds[:, search.bos] = -torch.inf
+    total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
+    scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)
+    parents, tokens = places // vocab, places % vocab
+    ends = tokens == search.eos
+    penalty = _penalty(running.length + 1, search)
+    for row, rank in (ends[:, : search.beam] & scores[:, : search.beam].isfinite()).nonzero().tolist():
+        own = running.tokens[row, parents[row, rank]].tolist()
+        found[int(running.sentences[row])].append(Hypothesis(own, float(scores[row, rank]) / penalty))
+    chosen = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : search.beam]
+    parents, tokens, scores = (each.gather(1, chosen) for each in (parents, tokens, scores))
+    before = running.tokens.gather(1, parents[:, :, None].expand(-1, -1, running.length))
+    after = _Running(running.sentences, torch.cat([before, tokens[:, :, None]], 2), scores)
+    kept = torch.tensor([not _done(after, row, search, found, most) for row in range(count)])
+    origin = (torch.arange(count)[:, None] * width + parents)[kept].flatten()
+    return after.taken(kept), origin
+
+
+def _done(running: _Running, row: int, search: Search, found: list[list[Hypothesis]], most: Sequence[int]) -> bool:
+    """Whether a sentence has its translation; at its greatest length the running ones count as they are."""
+    sentence = int(running.sentences[row])
+    own, limit, best = found[sentence], most[sentence], float(running.scores[row, 0])
+    if running.length >= limit and len(own) < search.beam:
+        penalty = _penalty(running.length, search)
+        pairs = zip(running.tokens[row].tolist(), running.scores[row].tolist(), strict=True)
+        own += [Hypothesis(tokens, score / penalty) for tokens, score in pairs]
+        return True
+    if len(own) >= search.beam:
+        return True
+    return bool(own) and max(each.score for each in own) >= best / _penalty(limit + 1, search)
+
+
+def _penalty(length: int, search: Search) -> float:
+    return ((5 + length) / 6) ** search.length_penalty

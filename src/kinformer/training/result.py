@@ -1,0 +1,23 @@
+"""What came of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
+
+    ``validation``: the best one's figures, such as ``bits_per_byte``; the first is None in a run that was never
+    validated.
+    """
+
+    steps: int
+    total: int
+    seconds: float
+    tokens_per_second: float
+    validation: Mapping[str, float | None]
+    best_step: int | None
+    signal: int = 0
