@@ -30,8 +30,8 @@ LAWS = {
 
 
 def badges(entrant: Entrant) -> list[dict[str, Any]]:
-    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not; none
-    of a model that the battery has no inputs for."""
+    """For each law its ``name``, what it says, and whether it ``holds`` (None: not judged), with the reason if not;
+    none of a model that the battery has no inputs for."""
     config, left_out = tiny(entrant)
     if not reads_tokens(config):
         return []
