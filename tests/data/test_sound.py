@@ -148,7 +148,7 @@ def test_a_table_of_transcripts(tmp_path, caplog):
         assert [sound.splits[name].transcript(0) for name in ("validation", "test")] == ["go", "on"]
         assert len(sound.splits["validation"].samples(0)) == 800
     assert "1 of 4 clips have 16,000 samples a second and are resampled to 8,000" in caplog.text
-    words = open_sound(str(tmp_path), SoundOptions(symbols="labels"))
+    words = open_sound(str(tmp_path), SoundOptions(units="labels"))
     assert words.symbols == ("go", "no", "on")
 
 

@@ -48,10 +48,10 @@ class Utterances(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SoundOptions:
-    """How recordings are read: ``symbols`` (characters or labels; None as they fit the data), ``join`` (how many clips
+    """How recordings are read: ``units`` (characters or labels; None as they fit the data), ``join`` (how many clips
     make an utterance, least and most), ``rate`` of sampling (None: that of most clips), ``held``: what is held out."""
 
-    symbols: str | None = None
+    units: str | None = None
     join: tuple[int, int] | None = None
     rate: int | None = None
     held: Holdout = field(default_factory=Holdout)
@@ -78,6 +78,7 @@ class Sound:
         return {
             "name": self.name, "version": self.version, "fingerprint": self.fingerprint,
             "rate": self.rate, "unit": self.unit, "symbols": list(self.symbols),
+            "examples": {name: len(split.lengths) for name, split in self.splits.items()},
         }  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
     rates = [clip.rate for clip in clips]
     rate = options.rate or max(sorted(set(rates)), key=rates.count)
     _tell_resampled(path.name, rates, rate)
-    unit = options.symbols or (CHARACTERS if table else LABELS)
+    unit = options.units or (CHARACTERS if table else LABELS)
     splits = split_clips(clips, options.held, str(path))
     known = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
     for some in splits.values():
@@ -170,7 +171,7 @@ def _tones(options: SoundOptions) -> Sound:
     splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
     least, most = Calls.keys(options.join)
     name = f"{DTMF}-{least}-{most}"
-    return Sound(DTMF, "1", name, RATE, options.symbols or LABELS, _with_space(KEYS, options.symbols), splits)
+    return Sound(DTMF, "1", name, RATE, options.units or LABELS, _with_space(KEYS, options.units), splits)
 
 
 def _with_space(symbols: Sequence[str], unit: str | None) -> tuple[str, ...]:
