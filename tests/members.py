@@ -14,3 +14,4 @@ def _of(protocol: type, input: str) -> list[str]:
 CAUSAL, ENCODERS, SOURCE = (_of(protocol, "tokens") for protocol in (CausalModel, WholeModel, SourceModel))
 """Those that read token ids."""
 TRAJECTORIES, IMAGES = _of(CausalModel, "steps"), _of(WholeModel, "patches")
+SOUND = _of(WholeModel, "frames")

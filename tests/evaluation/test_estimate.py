@@ -59,8 +59,9 @@ def step(config, batch, length, device="cpu"):
     """Loss, and the final state if there is one, of a training step of a new model."""
     with torch.device(device):
         model = config.build()
-    logits, state = outputs(model, model.input.example(batch, length, device))
-    return loss_of(logits), state, model
+        values = model.input.example(batch, length, device)
+    logits, state = outputs(model, values)
+    return loss_of(model, logits, values), state, model
 
 
 def saved_bytes(config, batch, length, autocast=False):

@@ -28,6 +28,7 @@ from kinformer.evaluation.estimate_parts import outputs
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
+from kinformer.inputs.frames import Frames
 from kinformer.inputs.lookup import Lookup
 from kinformer.inputs.patches import Patches
 from kinformer.inputs.steps import Steps
@@ -330,6 +331,8 @@ def entered(config: Config) -> tuple:
         if isinstance(input, Patches):
             images = numbers(2, input.config.channels, 7, 9)
             return [input(images, torch.arange(input.length(images)).expand(2, -1))]
+        if isinstance(input, Frames):
+            return [input(numbers(*input.example(2, 5).shape), torch.arange(5).expand(2, -1))]
         times = (2, TIME, input.values_per_position)
         values = (torch.arange(2 * TIME).view(2, TIME, 1).expand(times) * torch.arange(1, times[2] + 1)) % VOCAB
         values = values if input.example(1, 1).dim() == 3 else values[..., 0]

@@ -15,11 +15,13 @@ from kinformer.heads.classification import ClassificationHead, TokenClassificati
 from kinformer.models.encoder import Encoder
 from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, IMAGE_MODEL_CHECKS, EncoderModelSubject, ImageModelSubject
-from tests.members import ENCODERS, IMAGES
+from tests.members import ENCODERS, IMAGES, SOUND
 
 from .values import values_of
 
 WITHOUT_KINDS = {
+    "speech-lsh": "a token sees its bucket",
+    "speech-lstm": "tokens are read in order",
     "etc": "its global tokens are a global input",
     "star": "its relay is the one global token",
     "sinkhorn": "it sorts blocks alone",
@@ -30,11 +32,16 @@ def build(name, **changes):
     return configure(name, "tiny", 61 if name in ENCODERS else None).replace(**changes).build()
 
 
+def subject_of(name, **changes):
+    shape = (7, 40) if name in SOUND else None
+    kinds = name not in WITHOUT_KINDS
+    return EncoderModelSubject(lambda: build(name, **changes), 61, time=41, global_tokens=kinds, shape=shape)
+
+
 @pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ENCODERS + SOUND)
 def test_contract(name, check):
-    subject = EncoderModelSubject(lambda: build(name), 61, time=41, global_tokens=name not in WITHOUT_KINDS)
-    ENCODER_MODEL_CHECKS[check](subject)
+    ENCODER_MODEL_CHECKS[check](subject_of(name))
 
 
 @pytest.mark.parametrize("check", IMAGE_MODEL_CHECKS)
@@ -52,14 +59,13 @@ def test_mixers_of_texts_read_patches(name):
 
 
 @pytest.mark.parametrize("pooling", ["first", "mean", "max"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ENCODERS + SOUND)
 def test_classes_of_texts(name, pooling):
     head = ClassificationHead.Config(classes=4, pooling=pooling)
     for check in ("rows", "padding"):
-        kinds = name not in WITHOUT_KINDS
-        subject = EncoderModelSubject(lambda: build(name, head=head), 61, time=41, global_tokens=kinds)
-        ENCODER_MODEL_CHECKS[check](subject)
-    assert build(name, head=head)(torch.randint(61, (2, 9))).shape == (2, 4)
+        ENCODER_MODEL_CHECKS[check](subject_of(name, head=head))
+    model = build(name, head=head)
+    assert model(values_of(model, 2, 9)).shape == (2, 4)
 
 
 @pytest.mark.parametrize("position", ["timing", "learned_per_layer"])
@@ -80,7 +86,7 @@ def test_classes_of_tokens():
     assert not logits[0, 5:].any()
 
 
-@pytest.mark.parametrize("name", ENCODERS + IMAGES)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES + SOUND)
 def test_configs_and_weights_survive_files(name, tmp_path):
     from safetensors.torch import load, save
 
@@ -92,7 +98,7 @@ def test_configs_and_weights_survive_files(name, tmp_path):
     assert torch.equal(model(values), other(values))
 
 
-@pytest.mark.parametrize("name", ENCODERS + IMAGES)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES + SOUND)
 def test_checkpointing_changes_nothing(name):
     gradients = []
     for checkpoint in (False, True):
@@ -104,7 +110,7 @@ def test_checkpointing_changes_nothing(name):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("name", ENCODERS + IMAGES)
+@pytest.mark.parametrize("name", ENCODERS + IMAGES + SOUND)
 def test_every_weight_learns(name):
     """But the head's of classes that are not asked for; a weight without a gradient would stop other engines."""
     model = build(name)

@@ -79,11 +79,11 @@ class _Echo:
 
 
 def _print_facts(options: Options, result: Any) -> None:
-    """Of what was drawn into a file."""
+    """Of what was drawn into a file, or written as it came."""
     if options.json:
         print_json(result.facts)
         return
-    print(result.facts["out"])
+    print(result.facts.get("out", ""))
     if not options.quiet:
         print(result.text, file=sys.stderr)
 

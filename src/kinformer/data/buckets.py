@@ -77,17 +77,14 @@ def lay(texts: list[np.ndarray], ends: BosEos, width: int) -> tuple[np.ndarray, 
     return tokens, None if valid.all() else valid
 
 
-class Buckets:
-    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with BOS and EOS.
+class Order:
+    """Which of the examples of these ``lengths`` are in the batch of a step, each once per epoch.
 
     A pool of ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again.
     """
 
-    def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, ends: BosEos = NO_ENDS) -> None:
-        if length <= ends.size:
-            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
-        self.examples, self.batch_size, self.length, self.seed, self.ends = examples, batch_size, length, seed, ends
-        self.lengths = np.minimum(examples.lengths + ends.size, length)
+    def __init__(self, lengths: np.ndarray, batch_size: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
         self._pool: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def indices(self, step: int) -> np.ndarray:
@@ -98,6 +95,28 @@ class Buckets:
         index = permute(np.array([batch]), POOL, mix(self.seed, _BATCHES, number))[0]
         return self._pool[1][index * self.batch_size : (index + 1) * self.batch_size]
 
+    def batches(self, limit: int | None = None) -> Iterator[np.ndarray]:
+        """The first ``limit`` examples (or all), each once, the short ones first."""
+        order = np.argsort(self.lengths[:limit], kind="stable")
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+    def _sorted(self, number: int) -> np.ndarray:
+        size = POOL * self.batch_size
+        epoch, index = np.divmod(number * size + np.arange(size), len(self.lengths))
+        found = permute(index, len(self.lengths), mix(self.seed, _ORDER, epoch))
+        return found[np.argsort(self.lengths[found], kind="stable")]
+
+
+class Buckets(Order):
+    """Batches of ``examples``, each example once per epoch, cut to ``length`` tokens with BOS and EOS."""
+
+    def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, ends: BosEos = NO_ENDS) -> None:
+        if length <= ends.size:
+            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
+        super().__init__(np.minimum(examples.lengths + ends.size, length), batch_size, seed)
+        self.examples, self.length, self.ends = examples, length, ends
+
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Rows:
         """This process's rows, as wide as the longest of the global batch needs."""
         indices = self.indices(step)
@@ -106,9 +125,7 @@ class Buckets:
 
     def in_order(self, limit: int | None = None) -> Iterator[Rows]:
         """The first ``limit`` examples (or all), each once, the short ones first."""
-        order = np.argsort(self.lengths[:limit], kind="stable")
-        for start in range(0, len(order), self.batch_size):
-            indices = order[start : start + self.batch_size]
+        for indices in self.batches(limit):
             yield self.rows(indices, self._width(indices))
 
     def rows(self, indices: np.ndarray, width: int) -> Rows:
@@ -116,12 +133,6 @@ class Buckets:
         room = self.length - self.ends.size
         texts = [self.examples.tokens(index)[:room] for index in indices.tolist()]
         return Rows(*lay(texts, self.ends, width), np.asarray(self.examples.labels[indices]))
-
-    def _sorted(self, number: int) -> np.ndarray:
-        size = POOL * self.batch_size
-        epoch, index = np.divmod(number * size + np.arange(size), len(self.examples))
-        found = permute(index, len(self.examples), mix(self.seed, _ORDER, epoch))
-        return found[np.argsort(self.lengths[found], kind="stable")]
 
     def _width(self, indices: np.ndarray) -> int:
         """Few widths: a plan of a sparse pattern is made for each."""

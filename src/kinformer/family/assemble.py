@@ -144,6 +144,37 @@ def image_encoder(
     )
 
 
+def recogniser(
+    shape: Shape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
+) -> Encoder.Config:
+    """An encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
+
+    ``convolutions``: each halves the number of positions. ``bare``: the layers are mixers alone, without positions.
+    """
+    from kinformer.blocks.bare import BareLayer
+    from kinformer.blocks.encoder_layer import EncoderLayer, EncoderLayerConfig
+    from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.norms import LayerNorm
+    from kinformer.heads.ctc import CTCHead
+    from kinformer.inputs.frames import Frames
+    from kinformer.models.encoder import Encoder
+    from kinformer.positions.none import NoPosition
+    from kinformer.positions.sinusoidal import Sinusoidal
+
+    feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation)
+    layer: EncoderLayerConfig = BareLayer.Config(mixer=mixer)
+    if not bare:
+        layer = EncoderLayer.Config(mixer=mixer, feed_forward=feed_forward, residual=residual(shape.residual))
+    return Encoder.Config(
+        input=Frames.Config(convolutions=convolutions),
+        dim=shape.dim,
+        layers=(layer,) * shape.depth,
+        position=NoPosition.Config() if bare else Sinusoidal.Config(),
+        head=CTCHead.Config(classes=classes),
+        norm=None if bare else LayerNorm(),
+    )
+
+
 def decoder(
     shape: Shape,
     vocab_size: int,

@@ -7,10 +7,10 @@ from kinformer.core.config import Config
 
 def models() -> list[type[Config]]:
     """Models, what they read, how their layers are applied, and heads."""
-    from kinformer.heads import actions, adaptive, language, logistics, spalm
+    from kinformer.heads import actions, adaptive, ctc, language, logistics, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import lookup, patches, pixels, steps, tokens
+    from kinformer.inputs import frames, lookup, patches, pixels, steps, tokens
     from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
 
@@ -21,6 +21,7 @@ def models() -> list[type[Config]]:
         pixels.Pixels.Config,
         steps.Steps.Config,
         patches.Patches.Config,
+        frames.Frames.Config,
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
@@ -37,6 +38,7 @@ def models() -> list[type[Config]]:
         language.LanguageModelHead.Config,
         logistics.LogisticMixture.Config,
         modulus_head.ModulusHead.Config,
+        ctc.CTCHead.Config,
         spalm.SpalmHead.Config,
         actions.DiscreteActions.Config,
         actions.ContinuousActions.Config,
@@ -50,6 +52,7 @@ def encoders() -> list[type[Config]]:
         bidirectional,
         bidirectional_linear,
         bidirectional_lsh,
+        bidirectional_lstm,
         bidirectional_routing,
         etc,
         linformer,
@@ -69,6 +72,7 @@ def encoders() -> list[type[Config]]:
         bidirectional.BidirectionalAttention.Config,
         bidirectional_linear.BidirectionalLinear.Config,
         bidirectional_lsh.BidirectionalLSH.Config,
+        bidirectional_lstm.BidirectionalLSTM.Config,
         bidirectional_routing.BidirectionalRouting.Config,
         etc.EtcAttention.Config,
         linformer.Linformer.Config,

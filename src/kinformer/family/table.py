@@ -53,6 +53,10 @@ from kinformer.family import (
     sinkhorn,
     spalm,
     sparse_transformer,
+    speech_linear,
+    speech_lsh,
+    speech_lstm,
+    speech_softmax,
     star,
     t5,
     tensorized,
@@ -115,6 +119,10 @@ MEMBERS: dict[str, Member] = {
         vit,
         deit,
         convformer,
+        speech_softmax,
+        speech_linear,
+        speech_lsh,
+        speech_lstm,
     )
 }
 

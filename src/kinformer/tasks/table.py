@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
-from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, trajectories, vision
+from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, speech, trajectories, vision
 from kinformer.tasks.task import Task, what_fits
 
 if TYPE_CHECKING:
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Task] = {
     page.TASK.name: page.TASK
-    for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision)
+    for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision, speech)
 }
 OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
 """Which of a task's own options: for training, measuring or generating."""
-
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 """Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""

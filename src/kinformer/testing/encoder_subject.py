@@ -126,7 +126,8 @@ class EncoderMixerSubject(EncoderSubject):
 class EncoderModelSubject(EncoderSubject):
     """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, whose logits are those of tokens or of texts.
 
-    Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them.
+    Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``:
+    of a position that is no id but numbers, as frames of sound are, [batch, time, *shape].
     """
 
     def __init__(
@@ -137,16 +138,20 @@ class EncoderModelSubject(EncoderSubject):
         batch: int = 3,
         time: int = 29,
         global_tokens: bool = True,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(make, batch, time)
-        self.vocab_size, self.global_tokens = vocab_size, global_tokens
+        self.vocab_size, self.global_tokens, self.shape = vocab_size, global_tokens, shape
 
     def cases(self) -> Iterator[Case]:
         generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(self.vocab_size, (self.batch, self.time), generator=generator)
+        size = (self.batch, self.time)
+        tokens = torch.randint(self.vocab_size, size, generator=generator)
+        if self.shape is not None:
+            tokens = torch.randn(*size, *self.shape, generator=generator, dtype=torch.float64)
         yield Case("plain", tokens, {})
         if self.global_tokens:
-            kinds = (torch.rand(tokens.shape, generator=generator) < 0.1).long()
+            kinds = (torch.rand(size, generator=generator) < 0.1).long()
             yield Case("global tokens", tokens, {"kinds": kinds})
 
     def padded(self, case: Case) -> tuple[Case, list[Case], Tensor]:
@@ -161,7 +166,10 @@ class EncoderModelSubject(EncoderSubject):
             )
             for row in range(self.batch)
         ]
-        spoiled = torch.where(valid, case.inputs, (case.inputs + 7) % self.vocab_size)
+        if self.shape is None:
+            spoiled = torch.where(valid, case.inputs, (case.inputs + 7) % self.vocab_size)
+        else:
+            spoiled = case.inputs.masked_fill(~valid.view(*valid.shape, *[1] * len(self.shape)), torch.nan)
         return Case(case.name, spoiled, case.text | {"valid": valid}), alone, valid
 
     def run(self, module: Any, case: Case) -> Tensor:

@@ -1,0 +1,97 @@
+"""Log-mel filterbanks: what a recogniser hears of sound (Davis and Mermelstein 1980), and how loudness is taken out.
+
+    mel(f) = 2595 log10(1 + f / 700)
+    x(t, m) = log max(floor, sum over f of w(m, f) |DFT(hann * samples of frame t)(f)|^2)
+
+w(m, .) are triangles between frequencies that are evenly spaced in mel; a frame is 25 ms long and begins 10 ms after
+the last one. Nothing looks beyond a frame, so that sound can come piece by piece.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kinformer.core.errors import KinformerError
+
+FRAME, HOP = 0.025, 0.010
+FLOOR = 1e-6
+LEAST_DEVIATION = 0.1
+PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
+
+
+class Filterbank:
+    """Sound of ``rate`` samples a second -> features [frames, mels]."""
+
+    def __init__(self, rate: int, mels: int) -> None:
+        self.size, self.hop = round(rate * FRAME), round(rate * HOP)
+        if self.hop < 1:
+            raise KinformerError(f"a sampling rate of {rate} a second is too low for speech; give 4,000 or more.")
+        self.points = 1 << (self.size - 1).bit_length()
+        self.window = torch.hann_window(self.size)
+        self.filters = mel_filters(rate, self.points, mels)
+
+    def frames(self, samples: int) -> int:
+        """Of how many frames so many samples are; what is left is dropped, but less than one is filled up."""
+        return 1 + max(0, samples - self.size) // self.hop
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """Features float32 [frames, mels] of ``samples`` [time]."""
+        if len(samples) < self.size:
+            samples = torch.cat([samples, samples.new_zeros(self.size - len(samples))])
+        power = torch.fft.rfft(samples.unfold(0, self.size, self.hop) * self.window, self.points).abs().square()
+        return (power @ self.filters).clamp_min(FLOOR).log()
+
+
+def mel_filters(rate: int, points: int, mels: int) -> Tensor:
+    """Triangles w [points // 2 + 1, mels] over the frequencies of a transform of so many points.
+
+    Errors: ``KinformerError`` where there are more filters than frequencies tell apart.
+    """
+    highest = 2595 * torch.log10(torch.tensor(1 + rate / 1400, dtype=torch.float64))
+    edges = 700 * (10 ** (torch.linspace(0, 1, mels + 2, dtype=torch.float64) * highest / 2595) - 1)
+    hertz = torch.linspace(0, rate / 2, points // 2 + 1, dtype=torch.float64)[:, None]
+    low, middle, high = edges[:-2], edges[1:-1], edges[2:]
+    filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
+    if not bool((filters > 0).any(0).all()):
+        raise KinformerError(
+            f"--set input.mels={mels}: some filter holds no frequency at {rate} samples a second; give fewer."
+        )
+    return filters.float()
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Every filter of an utterance [frames, mels] with mean 0 and deviation 1."""
+    return (features - features.mean(0)) / features.std(0, correction=0).clamp_min(LEAST_DEVIATION)
+
+
+class RunningNorm:
+    """The same for sound whose end is not known: by the mean and deviation of what was heard, each frame included.
+
+    What sound usually has counts as much as ``PRIOR_FRAMES`` frames that came before.
+    """
+
+    def __init__(self) -> None:
+        self.count = PRIOR_FRAMES
+        usual = torch.tensor([PRIOR_MEAN, PRIOR_MEAN**2 + PRIOR_DEVIATION**2], dtype=torch.float64)
+        self.sums = usual[:, None] * PRIOR_FRAMES
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """The next frames [frames, mels]."""
+        x = features.double()
+        sums = torch.stack([x, x.square()]).cumsum(1) + self.sums[:, None]
+        counts = self.count + torch.arange(1, len(x) + 1)[:, None]
+        mean, square = sums / counts
+        if len(x):
+            self.count, self.sums = self.count + len(x), sums[:, -1]
+        return ((x - mean) / (square - mean.square()).clamp_min(LEAST_DEVIATION**2).sqrt()).to(features.dtype)
+
+
+def windows(features: Tensor, width: int, stride: int) -> Tensor:
+    """Features [frames, mels] as positions [ceil(frames / stride), width, mels].
+
+    A position is ``stride`` new frames behind the ``width - stride`` before them; zeros fill up both ends.
+    """
+    before = features.new_zeros(width - stride, features.shape[1])
+    after = features.new_zeros(-len(features) % stride, features.shape[1])
+    return torch.cat([before, features, after]).unfold(0, width, stride).mT

@@ -1,0 +1,51 @@
+"""How far transcripts are from what was said: substitutions, deletions and insertions, counted by jiwer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kinformer.core.errors import KinformerError
+
+
+class Errors(NamedTuple):
+    """Of some transcripts: edits of each kind, and of how many ``symbols`` what was said consists."""
+
+    substitutions: int
+    deletions: int
+    insertions: int
+    symbols: int
+
+    @property
+    def edits(self) -> int:
+        """All of them."""
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def rate(self) -> float:
+        """Edits per symbol; above 1 where more is inserted than was said."""
+        return self.edits / self.symbols
+
+
+def count_errors(said: Sequence[Sequence[object]], heard: Sequence[Sequence[object]]) -> Errors:
+    """The least edits that make what was ``heard`` of what was ``said``, symbol by symbol, summed over all pairs.
+
+    Errors: ``KinformerError`` where jiwer is not installed.
+    """
+    number: dict[object, str] = {}
+    texts = [
+        [" ".join(number.setdefault(each, str(len(number))) for each in one) for one in some] for some in (said, heard)
+    ]
+    found = jiwer().process_words(*texts)
+    return Errors(found.substitutions, found.deletions, found.insertions, sum(map(len, said)))
+
+
+def jiwer() -> Any:
+    """The library, or one sentence that says how to get it."""
+    try:
+        import jiwer
+    except ImportError:
+        raise KinformerError(
+            "error rates of transcripts need jiwer, which is not installed; pip install 'kinformer[audio]' gets it."
+        ) from None
+    return jiwer

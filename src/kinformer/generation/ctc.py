@@ -1,0 +1,77 @@
+"""What connectionist temporal classification has heard: symbols of the class at each position (Graves et al. 2006).
+
+A path gives a class to every position; its labelling drops repeats, then blanks. ``greedy`` takes the labelling of the
+most probable path, ``prefix_beam`` the labelling whose paths are most probable together, as far as its beam finds it
+(Hannun et al. 2014, without a language model).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import exp, inf, log, log1p
+
+import torch
+from torch import Tensor
+
+BLANK = 0
+LEAST_PROBABILITY = 1e-4
+
+
+class Greedy:
+    """The most probable path, heard piece by piece."""
+
+    def __init__(self) -> None:
+        self._last = BLANK
+
+    def feed(self, logits: Tensor) -> list[int]:
+        """The symbols that ``logits`` [time, classes] add to what was heard before."""
+        path = logits.argmax(-1).tolist()
+        before = [self._last, *path][: len(path)]
+        self._last = path[-1] if path else self._last
+        return [symbol for symbol, last in zip(path, before, strict=True) if symbol not in (last, BLANK)]
+
+
+def greedy(logits: Tensor) -> list[int]:
+    """The labelling of the most probable path through ``logits`` [time, classes]."""
+    return Greedy().feed(logits)
+
+
+def prefix_beam(logits: Tensor, beam: int) -> list[int]:
+    """The most probable labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every position.
+
+    Classes below 1 in 10,000 at a position are passed over.
+    """
+    log_probabilities = logits.double().log_softmax(-1)
+    likely = log_probabilities > log(LEAST_PROBABILITY)
+    prefixes: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -inf)}
+    for row, mask in zip(log_probabilities, likely, strict=True):
+        classes = torch.nonzero(mask)[:, 0].tolist()
+        prefixes = _step(prefixes, dict(zip(classes, row[mask].tolist(), strict=True)))
+        best = sorted(prefixes.items(), key=lambda item: -_sum(*item[1]))[:beam]
+        prefixes = dict(best)
+    return list(max(prefixes.items(), key=lambda item: _sum(*item[1]))[0])
+
+
+def _step(
+    prefixes: dict[tuple[int, ...], tuple[float, float]], classes: dict[int, float]
+) -> dict[tuple[int, ...], tuple[float, float]]:
+    """Prefixes after one more position: of each the log-probabilities of its paths that end in a blank, or do not."""
+    blanks: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
+    others: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
+    for prefix, (blank, other) in prefixes.items():
+        both = _sum(blank, other)
+        for symbol, probability in classes.items():
+            if symbol == BLANK:
+                blanks[prefix] = _sum(blanks[prefix], both + probability)
+                continue
+            longer, repeats = (*prefix, symbol), bool(prefix) and prefix[-1] == symbol
+            others[longer] = _sum(others[longer], (blank if repeats else both) + probability)
+            if repeats:
+                others[prefix] = _sum(others[prefix], other + probability)
+    return {prefix: (blanks[prefix], others[prefix]) for prefix in blanks.keys() | others.keys()}
+
+
+def _sum(a: float, b: float) -> float:
+    """log(exp a + exp b)."""
+    low, high = min(a, b), max(a, b)
+    return high if low == -inf else high + log1p(exp(low - high))
