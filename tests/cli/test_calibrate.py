@@ -76,7 +76,7 @@ def test_thresholds_of_every_exit_by_search(cli, calm_run):
     [
         (("--risk", 0), "--risk 0: is a share"),
         (("--confidence", 1), "--confidence 1: is a share"),
-        (("--prompts", 100), "too few to tell a risk of at most 0.05 with confidence 0.95"),
+        (("--prompts", 100, "--bound", "hoeffding"), "too few to tell a risk of at most 0.05 with confidence 0.95"),
         (("--thresholds", 1), "--thresholds"),
         (("--new-tokens", 9999), "too few for 1000 samples of 10063"),
         (("--search", 9, "--risk", 0.2), "--risk: is of a calibration that bounds a risk"),

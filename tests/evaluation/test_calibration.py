@@ -1,7 +1,7 @@
 """Learn then Test: closed forms, the order of the test, and how often the bound holds over many draws."""
 
 from itertools import combinations
-from math import exp, log
+from math import comb, exp, log
 
 import numpy as np
 import pytest
@@ -11,17 +11,23 @@ from kinformer.evaluation.calibration import (
     dissimilarity,
     fixed_sequence,
     grid,
-    hoeffding,
+    p_value,
     samples_needed,
     upper_bound,
 )
 
 
-def test_the_p_value_is_hoeffdings():
-    assert hoeffding(0.02, 600, 0.05) == pytest.approx(exp(-2 * 600 * 0.03**2))
-    assert hoeffding(0.05, 600, 0.05) == hoeffding(0.9, 600, 0.05) == 1.0
-    needed = samples_needed(0.05, 0.05)
-    assert hoeffding(0.0, needed, 0.05) <= 0.05 < hoeffding(0.0, needed - 1, 0.05)
+def test_p_values_are_their_formulas():
+    assert p_value(0.02, 600, 0.05, "hoeffding") == pytest.approx(exp(-2 * 600 * 0.03**2))
+    tail = sum(comb(600, k) * 0.05**k * 0.95 ** (600 - k) for k in range(13))
+    kl = 0.02 * log(0.02 / 0.05) + 0.98 * log(0.98 / 0.95)
+    assert p_value(0.02, 600, 0.05, "bentkus") == pytest.approx(min(exp(-600 * kl), exp(1) * tail))
+    assert p_value(0.0199, 600, 0.05, "bentkus") <= p_value(0.02, 600, 0.05, "bentkus")
+    for bound in ("hoeffding", "bentkus"):
+        assert p_value(0.05, 600, 0.05, bound) == p_value(0.9, 600, 0.05, bound) == 1.0
+        needed = samples_needed(0.05, 0.05, bound)
+        assert p_value(0.0, needed, 0.05, bound) <= 0.05 < p_value(0.0, needed - 1, 0.05, bound)
+    assert samples_needed(0.05, 0.05, "hoeffding") == 600 and samples_needed(0.05, 0.05, "bentkus") == 59
 
 
 def test_thresholds_fall_to_zero_and_are_closer_near_one():
@@ -41,23 +47,24 @@ def test_the_test_ends_with_the_first_failure_and_chooses_the_one_before():
         return risks[threshold]
 
     tested = fixed_sequence(list(risks), risk, 2000, 0.05, 0.05)
-    assert asked == [0.9, 0.8, 0.7] and chosen(tested, 0.05) == (0.8, 0.01, hoeffding(0.01, 2000, 0.05))
+    assert asked == [0.9, 0.8, 0.7] and chosen(tested, 0.05) == (0.8, 0.01, p_value(0.01, 2000, 0.05, "bentkus"))
     assert chosen(fixed_sequence([0.7, 0.9], risk, 2000, 0.05, 0.05), 0.05) is None
     assert chosen(fixed_sequence([0.9, 0.8], risk, 2000, 0.05, 0.05), 0.05)[0] == 0.8
 
 
-def test_the_chosen_threshold_is_seldom_too_risky():
+@pytest.mark.parametrize("bound", ["bentkus", "hoeffding"])
+def test_the_chosen_threshold_is_seldom_too_risky(bound):
     """Losses whose true mean grows as the threshold falls: a risk above delta is chosen in at most epsilon of draws."""
     draw, delta, epsilon, samples = np.random.default_rng(0), 0.1, 0.1, 300
     true = {threshold: 0.2 * (1 - threshold) for threshold in np.linspace(1, 0, 21)}
     wrong, found = 0, []
-    for _ in range(400):
+    for _ in range(200):
         tested = fixed_sequence(
-            list(true), lambda t: float((draw.random(samples) < true[t]).mean()), samples, delta, epsilon
+            list(true), lambda t: float((draw.random(samples) < true[t]).mean()), samples, delta, epsilon, bound
         )
         found.append(true[chosen(tested, epsilon).threshold])
         wrong += found[-1] > delta
-    assert wrong / 400 <= epsilon and np.mean(found) > 0.02
+    assert wrong / 200 <= epsilon and np.mean(found) > 0.02
 
 
 def test_dissimilarity_is_one_minus_the_longest_common_subsequence():

@@ -2,9 +2,12 @@
 Angelopoulos et al. 2021).
 
 Thresholds are tested from the most careful one down. Each hypothesis is that the risk at a threshold is above delta;
-with the mean loss E of n independent samples, each loss in [0, 1], Hoeffding's inequality gives its p-value
+with the mean loss E of n independent samples, each loss in [0, 1], its p-value is
 
-    p = exp(-2 n max(0, delta - E)^2)
+    hoeffding     p = exp(-2 n max(0, delta - E)^2)                                              as in CALM
+    bentkus       p = min(exp(-n kl(min(E, delta), delta)), e P(Bin(n, delta) <= ceil(n E)))     as in Learn then Test
+
+with kl(a, b) = a ln(a / b) + (1 - a) ln((1 - a) / (1 - b)); the second is never larger, so that fewer samples do.
 
 The first threshold with p > epsilon ends the test, and the one before is chosen: its risk is at most delta with a
 probability of at least 1 - epsilon over the samples, however many thresholds were tested.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil, comb, exp, log
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,24 +30,37 @@ class Tested(NamedTuple):
     p: float
 
 
-def hoeffding(risk: float, samples: int, delta: float) -> float:
-    """The p-value of a risk above ``delta`` where the mean loss of ``samples`` is ``risk``."""
-    return exp(-2 * samples * max(0.0, delta - risk) ** 2)
+Bound = Literal["bentkus", "hoeffding"]
 
 
-def samples_needed(delta: float, epsilon: float) -> int:
+def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
+    """That of a risk above ``delta`` where the mean loss of ``samples`` is ``risk``."""
+    hoeffding = exp(-2 * samples * max(0.0, delta - risk) ** 2)
+    if bound == "hoeffding":
+        return hoeffding
+    least = min(risk, delta)
+    kl = (least * log(least / delta) if least else 0.0) + (1 - least) * log((1 - least) / (1 - delta))
+    return min(exp(-samples * kl), exp(1) * _binomial(_rounded_up(samples * risk), samples, delta))
+
+
+def samples_needed(delta: float, epsilon: float, bound: Bound) -> int:
     """How many samples without any loss it takes to tell that the risk is at most ``delta``."""
-    return ceil(log(1 / epsilon) / (2 * delta**2))
+    return ceil(log(1 / epsilon) / (2 * delta**2 if bound == "hoeffding" else -log(1 - delta)))
 
 
 def fixed_sequence(
-    thresholds: Sequence[float], risk: Callable[[float], float], samples: int, delta: float, epsilon: float
+    thresholds: Sequence[float],
+    risk: Callable[[float], float],
+    samples: int,
+    delta: float,
+    epsilon: float,
+    bound: Bound = "bentkus",
 ) -> list[Tested]:
     """Test ``thresholds`` in this order; the last of the list is the first that failed, unless none did."""
     tested: list[Tested] = []
     for threshold in thresholds:
         found = risk(threshold)
-        tested.append(Tested(threshold, found, hoeffding(found, samples, delta)))
+        tested.append(Tested(threshold, found, p_value(found, samples, delta, bound)))
         if tested[-1].p > epsilon:
             break
     return tested
@@ -81,7 +97,7 @@ def upper_bound(losses: np.ndarray, confidence: float) -> float:
 
     The largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence: Bentkus' inequality (2004).
     """
-    count, total = len(losses), ceil(float(losses.sum()) - 1e-9)
+    count, total = len(losses), _rounded_up(float(losses.sum()))
     low, high = float(losses.mean()), 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -90,6 +106,10 @@ def upper_bound(losses: np.ndarray, confidence: float) -> float:
         else:
             high = middle
     return high
+
+
+def _rounded_up(total: float) -> int:
+    return ceil(total - 1e-9)
 
 
 def _binomial(most: int, count: int, share: float) -> float:

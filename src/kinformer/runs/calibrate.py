@@ -54,19 +54,19 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
         held = held_out(run, Measuring(data=data, split=options.split))
-        samples = _Samples(model, held.split, options)
+        samples = Samples(model, held.split, options)
         steps = grid(options.thresholds)
         with progressing(quiet, "calibrating") as progress:
             epsilon = 1 - options.confidence
             risk = samples.risk if progress is None else _told(samples, progress, len(steps))
-            tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon)
+            tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon, options.bound)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
         kept = keep(run, () if best is None else (best.threshold,), _said(best, options), held)
     return Calibrated(run=kept, tested=tested, chosen=best, exits=exits, data=held, seconds=time.perf_counter() - begun)
 
 
-def _told(samples: _Samples, progress: Progress, most: int) -> Any:
+def _told(samples: Samples, progress: Progress, most: int) -> Any:
     def risk(threshold: float) -> float:
         progress(len(samples.exits), most)
         return samples.risk(threshold)
@@ -94,7 +94,7 @@ def check_exits(run: Run) -> None:
         )
 
 
-class _Samples:
+class Samples:
     """Prompts of a text, their true continuations, and those of all layers; ``exits`` by threshold, of new tokens."""
 
     def __init__(self, model: Any, split: Split, options: CalibrateOptions) -> None:
@@ -151,7 +151,7 @@ def at_threshold(model: Any, threshold: float) -> Iterator[None]:
 
 
 def _said(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
-    names = ("risk", "confidence", "consistency", "prompts", "prompt_tokens", "new_tokens", "seed")
+    names = ("risk", "confidence", "consistency", "bound", "prompts", "prompt_tokens", "new_tokens", "seed")
     found = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
     return {name: getattr(options, name) for name in names} | found
 

@@ -24,6 +24,9 @@ class CalibrateOptions(Machine):
     consistency: Literal["textual", "risk"] = "textual"
     """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much the continuation's
     1 - ROUGE-L to the text itself is larger with early exits than without."""
+    bound: Literal["bentkus", "hoeffding"] = "bentkus"
+    """Which inequality tells a risk from the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
+    takes more samples for the same."""
     data: str | None = None
     """The text: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "validation"
@@ -64,7 +67,7 @@ class CalibrateOptions(Machine):
                 raise KinformerError(f"{flag_of(name)}: is for --search; give --search N too, or leave it out.")
         from kinformer.evaluation.calibration import samples_needed
 
-        needed = samples_needed(self.risk, 1 - self.confidence)
+        needed = samples_needed(self.risk, 1 - self.confidence, self.bound)
         if self.prompts < needed:
             raise KinformerError(
                 f"--prompts {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
