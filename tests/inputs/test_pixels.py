@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,23 @@ def test_places_are_those_of_the_cell_that_is_foretold():
         torch.testing.assert_close(x[cell], rows[cell // 6] + columns[cell % 6 // 3] + channels[cell % 3])
     again = input(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[12 + 7]]))[0, 0]
     torch.testing.assert_close(again - input.values.weight[0], x[7])
+
+
+def test_signals_of_rows_and_columns_are_tensor2tensors():
+    """Of each axis width / 4 sines and as many cosines of n / 10000^(i / (width / 4 - 1)), one axis after the other."""
+    input = Pixels.Config(height=3, width=2, channels=3, places="sinusoid_2d").build(16)
+    x = input(torch.zeros(1, 18, dtype=torch.int64), torch.arange(18)[None])[0] - input.values.weight[0]
+    for cell in (0, 7, 17):
+        rates = [10000 ** (-i / 3) for i in range(4)]
+        halves = [[f(n * rate) for f in (math.sin, math.cos) for rate in rates] for n in divmod(cell, 6)]
+        torch.testing.assert_close(x[cell], torch.tensor(halves[0] + halves[1]), atol=1e-5, rtol=1e-5)
+
+
+def test_values_and_sines_of_the_place_stand_side_by_side():
+    input = Pixels.Config(height=3, width=2, places="sinusoid", concatenate=True).build(8)
+    x = input(torch.full((1, 1), 7), torch.tensor([[5]]))[0, 0]
+    sines = [f(5 * 10000 ** (-i / 4)) for i in (0, 2) for f in (math.sin, math.cos)]
+    torch.testing.assert_close(x, torch.cat([input.values.weight[7], torch.tensor(sines)]))
 
 
 def test_tables_of_channels_follow_the_value_that_stands_there():

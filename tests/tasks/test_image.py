@@ -102,7 +102,7 @@ def test_a_grid_is_drawn_and_a_seed_decides_it(cli, digits_run, tmp_path):
     code, told, err = cli(*arguments, "--out", tmp_path / "a.png")
     assert code == 0, err
     assert told.strip() == str(tmp_path / "a.png") and "3 images in" in err and "bytes" in err and "seed 5" in err
-    assert picture(tmp_path / "a.png").shape == (2 * 49 + 1, 2 * 49 + 1)
+    assert picture(tmp_path / "a.png").shape == (2 * 81 + 1, 2 * 81 + 1)
     _, told, _ = cli(*arguments, "--json")
     told = json.loads(told)
     assert told["out"] == str(digits_run / "samples.png") and told["state_bytes"] > 0 and told["drawn_values"] == 3 * 64
@@ -115,7 +115,7 @@ def test_an_image_does_not_depend_on_those_beside_it(cli, digits_run, tmp_path):
     for count in (1, 4):
         cli("generate", digits_run, "--samples", count, "--seed", "2", "--out", tmp_path / f"{count}.png")
     one = picture(tmp_path / "1.png")
-    assert np.array_equal(one[1:49, 1:49], picture(tmp_path / "4.png")[1:49, 1:49])
+    assert np.array_equal(one[1:81, 1:81], picture(tmp_path / "4.png")[1:81, 1:81])
 
 
 def test_completions_keep_the_first_rows(cli, digits_run, tmp_path):
@@ -124,9 +124,9 @@ def test_completions_keep_the_first_rows(cli, digits_run, tmp_path):
         "generate", digits_run, "--complete", "digits", "--occluded", "2", "--rows", "3", "--samples", "2", "--out", out
     )
     assert code == 0, err
-    assert picture(out).shape == (2 * 49 + 1, 4 * 49 + 1)
+    assert picture(out).shape == (2 * 81 + 1, 4 * 81 + 1)
     cells = [
-        [picture(out)[1 + 49 * line :: 6][:8, 1 + 49 * column :: 6][:, :8] for column in range(4)] for line in (0, 1)
+        [picture(out)[1 + 81 * line :: 10][:8, 1 + 81 * column :: 10][:, :8] for column in range(4)] for line in (0, 1)
     ]
     for line, whole in zip(cells, read_images("digits").test.pixels[:2, ..., 0]):
         veiled, first, second, last = line

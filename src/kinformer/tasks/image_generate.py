@@ -24,7 +24,7 @@ from kinformer.tasks.image_measure import data_of
 from kinformer.tasks.image_rows import LEVELS, START, Sequences
 from kinformer.tasks.task import LoadedRun
 
-PAUSE, OCCLUDED, SMALL = 1, 128, 48
+PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
 
 
