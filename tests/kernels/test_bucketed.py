@@ -135,6 +135,22 @@ def test_many_depths_of_few_runs_are_few_blocks():
     assert (~hidden).sum(0).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("many_runs", [True, False])
+def test_products_have_few_shapes_whatever_the_data_say(many_runs):
+    """A library keeps what it compiles for a shape; sizes of blocks are powers of two, and no tile is left out."""
+    sizes = set()
+    for number in range(30, 60):
+        lengths = [5 + number % 7] * number if many_runs else [40 * number]
+        ranks = torch.cat([torch.arange(length) for length in lengths])[None]
+        runs = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        found = lay_out(runs, ranks, past=0, size=4)
+        asked = [tile for block in found.blocks for tile in range(block.queries.start, block.queries.stop)]
+        held = (found.line // 4).unique().tolist()
+        assert sorted(asked) == held, "every tile that holds a token asks once"
+        sizes |= {block.queries.stop - block.queries.start for block in found.blocks}
+    assert all(size.bit_count() == 1 for size in sizes)
+
+
 def test_work_follows_the_pairs(monkeypatch):
     """Of 2,048 tokens in 32 even buckets a chunked call computes fewer than 1.6 pairs for each that is seen."""
     monkeypatch.setattr(layout, "PAIRS", 1 << 30)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +152,20 @@ def test_best_weights_are_those_of_the_best_validation(corpus: Corpus, tmp_path:
     best = load_file(tmp_path / "model.safetensors")
     then = load_file(tmp_path / "checkpoints" / f"step-{result.best_step:08d}" / "model.safetensors")
     assert all(torch.equal(best[name], then[name]) for name in then)
+
+
+def test_validation_lets_go_of_each_state_before_the_next_batch(corpus: Corpus) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def objective(model: nn.Module, batch: Any, state: Any, progress: float) -> Any:
+        assert all(one() is None for one in alive), "a state of 64,000 tokens may be larger than the activations"
+        outcome = NextTokenLoss()(model, batch, state, progress)
+        alive.extend(weakref.ref(leaf) for leaf in states.tensors(outcome[2]))
+        return outcome
+
+    data = NextTokens(corpus, SETTINGS)
+    Validation(data, CPU)(Step(build("gpt", "tiny", 256), objective, "fp32"))
+    assert data.validations > 1 and alive
 
 
 def test_validation_is_the_mean_over_fresh_windows(corpus: Corpus) -> None:

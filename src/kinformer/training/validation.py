@@ -31,6 +31,7 @@ class Validation:
             for batch in self.data.validation(self.group.rank, self.group.world):
                 _, metrics, after = engine(map_fields(batch, lambda field: field.to(device)), state, 1.0)
                 state = after if self.data.carries else None
+                del after  # it may be as large as the activations
                 for index, name in enumerate(names):
                     sums[index] += metrics[name]
         engine.train()

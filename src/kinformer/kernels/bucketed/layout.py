@@ -91,11 +91,20 @@ def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
 def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int) -> Iterator[Block]:
     for depth, tiles in enumerate(counts):
         lowest = max(0, depth // per_chunk - 1) * per_chunk
-        step = max(1, PAIRS // (rows**2 * (depth - lowest + 1)))
-        for begin in range(0, tiles, step):
-            end = min(begin + step, tiles)
+        for begin, end in _pieces(0, tiles, PAIRS // (rows**2 * (depth - lowest + 1))):
             keys = [slice(first[each] + begin, first[each] + end) for each in range(lowest, depth + 1)]
             yield Block(keys[-1], keys)
+
+
+def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of pieces of ``most`` at most, whose sizes are powers of two.
+
+    Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
+    """
+    while begin < end:
+        size = 1 << min(end - begin, max(1, most)).bit_length() - 1
+        yield begin, begin + size
+        begin += size
 
 
 def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
@@ -107,11 +116,10 @@ def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
     reach = torch.minimum(depths, per_chunk + depths % per_chunk)
     offsets = torch.arange(back, -1, -1, device=tiles.device)
     hidden = torch.cat([tiles.new_zeros(back), reach]) < offsets[:, None]
-    step = max(1, PAIRS // (rows**2 * (back + 1)))
-    blocks = []
-    for begin in range(back, whole, step):
-        end = min(begin + step, whole)
-        blocks.append(Block(slice(begin, end), [slice(begin - each, end - each) for each in range(back, -1, -1)]))
+    blocks = [
+        Block(slice(begin, end), [slice(begin - each, end - each) for each in range(back, -1, -1)])
+        for begin, end in _pieces(back, whole, PAIRS // (rows**2 * (back + 1)))
+    ]
     return lambda run, tile: begins[run] + tile, whole, blocks, hidden
 
 
