@@ -2,6 +2,7 @@
 
     python benchmarks/combinations.py                     # all of them, in a random order: hours
     python benchmarks/combinations.py --count 500         # the first so many of that order
+    python benchmarks/combinations.py --done FILE         # all, going on after those that FILE tells of
 
 Positions, patterns, scores and projections are crossed; heads, embeddings and numbers of heads are drawn along, mostly
 such as fit each other. It prints what is refused, with the reasons, and what fails, with its law; and ends with 1 if
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -173,23 +177,38 @@ def _marking_changes_nothing(subject: EncoderModelSubject) -> None:
         agree("outputs when tokens are marked global in a full pattern", marked, subject.run(model, plain), 1e-9)
 
 
+def told(done: Path | None) -> list[list[str]]:
+    """``[outcome, why]`` of what an earlier run came to; a line that it was killed in does not count."""
+    if done is None or not done.exists():
+        return []
+    whole = done.read_text().rpartition("\n")[0]
+    done.write_text(whole + "\n" if whole else "")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--count", type=int, default=None, help="the first so many only")
     parser.add_argument("--seed", type=int, default=0, help="of the order, and of what is drawn along")
+    parser.add_argument("--done", type=Path, help="a file of outcomes, to go on after; of the same seed and table")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for combination in itertools.islice(combinations(given.seed), given.count):
-        outcome, why = verdict(combination)
-        counts[outcome] += 1
-        if outcome == "refused":
-            reasons[why] += 1
-        elif outcome == "failed":
-            print(f"FAILED  {combination}\n        {why}", flush=True)
-    for why, count in reasons.most_common():
+    outcomes = told(given.done)
+    with open(given.done or os.devnull, "a") as file:
+        for combination in itertools.islice(combinations(given.seed), len(outcomes), given.count):
+            outcome, why = verdict(combination)
+            if outcome == "failed":
+                why = f"{combination}\n        {why}"
+                print(f"FAILED  {why}", flush=True)
+            outcomes.append([outcome, why])
+            print(json.dumps(outcomes[-1]), file=file, flush=True)
+    return _summary(outcomes)
+
+
+def _summary(outcomes: list[list[str]]) -> int:
+    for why, count in Counter(why for outcome, why in outcomes if outcome == "refused").most_common():
         print(f"refused {count:5d} x  {why}")
+    counts = Counter(outcome for outcome, _ in outcomes)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     return 1 if counts["failed"] else 0
 

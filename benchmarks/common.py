@@ -134,6 +134,11 @@ def in_process(script: str, *words: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The exponent p of values ~ sizes^p, by least squares on their logarithms."""
+    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
+
+
 def text_bytes(path: str | None, count: int) -> Tensor:
     """``count`` bytes [count] int64 of the file ``path`` (by default of Python's own sources), repeated if short."""
     if path is None:

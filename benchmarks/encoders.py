@@ -14,8 +14,6 @@ memory of our layers up to 32,768 tokens, each length in a process of its own.
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import Contestant, arguments, gate_equal, interleave, memory, peer, prepare, products, save, show
+from common import Contestant, arguments, gate_equal, interleave, memory, peer, prepare, products, save, show, slope
 from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm
@@ -211,8 +209,7 @@ def memories(lengths: list[int]) -> dict[str, Any]:
             command = [sys.executable, __file__, "--point", name, str(length)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             peaks.append(json.loads(done.stdout)["peak_bytes"])
-        slope = statistics.linear_regression(list(map(math.log, lengths)), list(map(math.log, peaks))).slope
-        found[name] = {"lengths": lengths, "peak_bytes": peaks, "slope": slope}
+        found[name] = {"lengths": lengths, "peak_bytes": peaks, "slope": slope(lengths, peaks)}
     return found
 
 

@@ -16,7 +16,6 @@ members' own forms is 0.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from typing import Any
@@ -37,6 +36,7 @@ from common import (
     products,
     save,
     show,
+    slope,
     text_bytes,
 )
 from kinformer.features.centroids import Centroids
@@ -145,10 +145,9 @@ def growth(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
         contestants = [Contestant(str(n), lambda n=n: training(windows[n]), fast=True) for n in own]  # noqa: B023
         interleave(contestants, rounds)
         seconds = [statistics.median(training.processor[length][-rounds:]) for length in own]
-        slope = statistics.linear_regression(list(map(math.log, own)), list(map(math.log, seconds))).slope
         clock = [each.median for each in contestants]
         found[member] = {"lengths": own, "processor_seconds": seconds, "seconds": clock}
-        found[member] |= {"slope": slope, "asked": STEEPEST.get(member)}
+        found[member] |= {"slope": slope(own, seconds), "asked": STEEPEST.get(member)}
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from common import arguments, in_process, memory, prepare, products, save, show, text_bytes
+from common import arguments, in_process, memory, prepare, products, save, show, slope, text_bytes
 
 MEMBERS = ("linear-transformer", "fast-weights")
 TOKENS = 65_536
@@ -51,11 +51,6 @@ def point(member: str, precision: str, batch: int, length: int, steps: int) -> d
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         raise SystemExit(f"{member} at {batch} x {length}: the loss went {losses[0]:.3f} -> {losses[-1]:.3f}.")
     return {"seconds": statistics.median(seconds[1:]), "peak_bytes": memory("VmHWM") - resident}
-
-
-def slope(lengths: list[int], values: list[float]) -> float:
-    """Of log value against log length, by least squares."""
-    return statistics.linear_regression(list(map(math.log, lengths)), list(map(math.log, values))).slope
 
 
 def summary(lengths: list[int], points: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ Processor time, as that of one thread depends little on what else the machine do
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common import arguments, gate_equal, prepare, products, save, show, text_bytes
+from common import arguments, gate_equal, prepare, products, save, show, slope, text_bytes
 from kinformer.core.encoder import EncoderMixer
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.linformer import Linformer
@@ -150,8 +149,7 @@ def growth(lengths: Sequence[int], longest_exact: int, rounds: int) -> dict[str,
     result: dict[str, Any] = {}
     for name, by_length in seconds.items():
         medians = {length: statistics.median(values) for length, values in sorted(by_length.items())}
-        logs = [[math.log(value) for value in values] for values in (medians.keys(), medians.values())]
-        result[name] = {"processor_seconds": medians, "slope": statistics.linear_regression(*logs).slope}
+        result[name] = {"processor_seconds": medians, "slope": slope(list(medians), list(medians.values()))}
     return result
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common import RESULTS, arguments, prepare, save, show
+from common import RESULTS, arguments, prepare, save, show, slope
 from kinformer.blocks.norms import LayerNorm
 from kinformer.data import RandomWindows, open_corpus
 from kinformer.evaluation.figure import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
@@ -102,12 +102,6 @@ def train(case: Case, sampler: RandomWindows, exam: Tensor, options: argparse.Na
 
 def _batch(sampler: RandomWindows, step: int) -> Tensor:
     return torch.from_numpy(sampler.batch(step))
-
-
-def slope(depths: Sequence[int], values: Sequence[float]) -> float:
-    """The exponent p of values ~ depths^p, by least squares on logarithms."""
-    x, y = torch.tensor(depths).log(), torch.tensor(values).log()
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 def study_gradients(options: argparse.Namespace, sampler: RandomWindows) -> dict[str, Any]:

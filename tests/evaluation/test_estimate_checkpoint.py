@@ -9,7 +9,6 @@ from kinformer.cli.estimate import Options, run
 from kinformer.evaluation.estimate import estimate
 from kinformer.evaluation.estimate_checkpoint import Live
 from kinformer.evaluation.estimate_parts import outputs
-from kinformer.evaluation.estimate_peak import peak
 from kinformer.family.build import configure
 
 WINDOW = '{"kind": "local", "window": 40}'
@@ -102,26 +101,3 @@ def test_command_shows_the_row(capsys):
     assert "checkpoints" in capsys.readouterr().out
     fewer, more = (configure("rope", "tiny", set={"layers": 8, "stack.checkpoint": on}) for on in (True, False))
     assert activations(fewer, length=512) < activations(more, length=512) / 3
-
-
-def test_peak_of_a_process_is_what_a_step_holds_and_more():
-    """The temporaries are what is alive in a real step beyond activations, weights and gradients."""
-    config = configure("gpt", "tiny", 64)
-    found = estimate(config, length=64, batch=4)
-    told = peak(config, found, length=64, batch=4)
-    assert told["training"] == found.train_bytes
-    model, tokens = config.build(), torch.randint(64, (4, 64))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    known = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers(), tokens]
-    with Live(known) as live:
-        loss = cross_entropy(outputs(model, tokens)[0].flatten(0, 1), tokens.flatten())
-        loss.backward()
-    moving = found.memory["train"]["activations"] + told["temporaries"]
-    assert abs(moving / live.most - 1) < 0.1
-
-
-def test_peak_of_sparse_tables_and_of_checkpoints_is_told():
-    for member, changes in (("pkm", {}), ("gpt", {"stack.checkpoint": True})):
-        config = configure(member, "tiny", 64, changes)
-        assert all(amount >= 0 for amount in peak(config, estimate(config, length=32), length=32, batch=1).values())

@@ -45,6 +45,8 @@ def run(options: Options) -> int:
     from kinformer.evaluation.estimate_peak import peak
     from kinformer.evaluation.estimate_rules import rules_of_thumb
     from kinformer.family.build import configure
+    from kinformer.family.table import member
+    from kinformer.runs.objective_cost import objective_cost
 
     config = configure(options.member, options.recipe, options.vocab_size, overrides(options.set))
     if options.length is None:
@@ -57,7 +59,9 @@ def run(options: Options) -> int:
         optimizer=options.optimizer,
         precision=options.precision,
     )
-    process = peak(config, result, length=options.length, batch=options.batch)
+    sizes = {"length": options.length, "batch": options.batch}
+    own = objective_cost(config, member(options.member).objective, **sizes, optimizer=options.optimizer)
+    process = peak(config, result, **sizes, objective=own)
     rules = rules_of_thumb(
         config,
         length=options.length,

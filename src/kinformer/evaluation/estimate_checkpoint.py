@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kinformer.core.scratch import scratch_bytes
 from kinformer.evaluation.estimate_parts import Costs, imitated, loss_of, outputs, without_data
 from kinformer.training.optimiser import sparse_tables
 
@@ -25,11 +26,15 @@ FLOAT = 4
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the distinct storages that operations have made and that are still alive, ``known`` ones excluded."""
+    """Bytes of the distinct storages that operations have made and that are still alive, ``known`` ones excluded.
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    With ``inside``, the ``most`` counts what operators allocate before they return, too.
+    """
+
+    def __init__(self, known: Iterable[Tensor], inside: bool = False) -> None:
         super().__init__()
         self.now = self.most = 0
+        self._inside = inside
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +44,8 @@ class Live(TorchDispatchMode):
                 continue  # a sparse tensor owns none; its indices and values are tensors of their own
             if tensor.untyped_storage()._cdata not in self._sizes:
                 self._add(tensor.untyped_storage())
-        self.most = max(self.most, self.now)
+        inside = scratch_bytes(func, args) if self._inside else 0
+        self.most = max(self.most, self.now + inside)
         return made
 
     def _add(self, storage: Any) -> None:
@@ -51,10 +57,11 @@ class Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
+def measure_held(config: Any, batch: int, length: int, autocast: bool = False, inside: bool = False) -> Costs:
     """Bytes ``held`` at most until the ``loss`` is known, and in the ``backward``, in which the state is let go of.
 
-    Arguments as of ``estimate_parts.measure``. Weights and their gradients, which are there before, do not count.
+    Arguments as of ``estimate_parts.measure``; ``inside``: with the operators' own temporaries. Weights
+    and their gradients, which are there before, do not count.
     """
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
@@ -63,7 +70,7 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False) -
         for parameter in model.parameters():
             parameter.grad = None if parameter in sparse else torch.zeros_like(parameter)
         gradients = (parameter.grad for parameter in model.parameters() if parameter not in sparse)
-        with Live([*model.parameters(), *model.buffers(), *gradients, tokens]) as live:
+        with Live([*model.parameters(), *model.buffers(), *gradients, tokens], inside) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 logits, state = outputs(model, tokens)
                 loss = loss_of(model, logits, tokens)

@@ -8,6 +8,7 @@ ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,24 +23,31 @@ ALLOCATOR, ALLOCATOR_LARGE = 0.35, 0.55
 LARGE = 2 << 20
 
 
-def peak(config: Any, found: Estimate, *, length: int, batch: int) -> dict[str, int]:
+def peak(
+    config: Any, found: Estimate, *, length: int, batch: int, objective: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
-    same config and sizes, on a CPU."""
-    temporaries = 0 if config.stack.recomputes else _temporaries(config, length, batch)
-    moving = found.memory["train"]["activations"] + temporaries
+    same config and sizes, on a CPU; ``objective``: what the objective has beside the model, if anything."""
+    own = objective or {"weights": 0, "activations": 0}
+    temporaries = _temporaries(config, length, batch)
+    moving = found.memory["train"]["activations"] + temporaries + own["activations"]
     large = FLOAT * batch * length * config.dim >= LARGE
     return {
         "interpreter": INTERPRETER,
         "training": found.train_bytes,
         "temporaries": temporaries,
         "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
-    }
+    } | ({"objective": sum(own.values())} if objective else {})
 
 
 def _temporaries(config: Any, length: int, batch: int) -> int:
-    """Bytes that are alive at the highest moment of a step beyond what autograd saves for it."""
+    """Bytes that are alive at the highest moment of a step beyond its activations: what autograd saves for it, or
+    where layers are recomputed, what is held."""
     single = distinct(config)
     model = without_data(single)
-    measures = (partial(each, single, batch) for each in (measure, measure_held))
-    saved, held = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
-    return max(0, max(held.values()) - sum(amount for (kind, _), amount in saved.items() if kind == "saved"))
+    usual = measure_held if config.stack.recomputes else measure
+    measures = (partial(usual, single, batch), partial(measure_held, single, batch, inside=True))
+    known, held = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
+    if config.stack.recomputes:
+        return max(held.values()) - max(known.values())
+    return max(0, max(held.values()) - sum(amount for (kind, _), amount in known.items() if kind == "saved"))

@@ -24,6 +24,8 @@ from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended, unfilled
 
 _LOG2_E = math.log2(math.e)
+SPARE = 1.25
+"""Room for scratch, in what is first asked for: a later round may need more."""
 
 
 class BucketedCall(NamedTuple):
@@ -69,7 +71,7 @@ class _Memory:
         """Unfilled, of the dtype of sums; until ``name`` is asked for again."""
         size = math.prod(shape)
         if name not in self._rooms or len(self._rooms[name]) < size:
-            self._rooms[name] = self.like.new_empty(size + size // 4, dtype=self.dtype)
+            self._rooms[name] = self.like.new_empty(int(SPARE * size), dtype=self.dtype)
         return self._rooms[name][:size].view(shape)
 
     def picked(self, name: str, x: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""What attention within buckets allocates in a call: lines of tokens that are gathered, in float32 at least, and
+numbers of their places. Buckets are taken to be as full as chance makes them: the last tile of each is half empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kinformer.core.contract import state_dtype
+from kinformer.core.scratch import scratch
+from kinformer.kernels.bucketed.chunked import SPARE, BucketedCall
+from kinformer.kernels.bucketed.layout import PAIRS, rows_per_tile
+
+NUMBERS, NUMBERS_OF_LINES = 8, 4
+"""Arrays of int64 that a layout makes of every slot, and of every line."""
+
+
+def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:
+    """``of_lines``, ``of_tokens``: numbers that are gathered for each of them. ``blocks``: scores of a block."""
+    batch, heads, rounds, slots = call.runs.shape
+    rows, size = rows_per_tile(call.size), state_dtype(call.q.dtype).itemsize
+    runs = min(call.buckets, slots)
+    lines = batch * heads * max(runs * rows, slots + runs * rows // 2)
+    tokens = batch * heads * slots
+    blocks += rounds > 1  # which keys an earlier round saw
+    numbers = 8 * (NUMBERS * tokens + NUMBERS_OF_LINES * lines)
+    return round(SPARE * size * (of_lines * lines + blocks * PAIRS)) + size * of_tokens * tokens + numbers
+
+
+@scratch(torch.ops.kinformer.bucketed_attention)
+def forward_bytes(*arguments: Any) -> int:
+    """Of a forward call: q, k, v and outputs by line; outputs of a round and of all by token."""
+    call = BucketedCall(*arguments)
+    width, out = call.q.shape[-1], call.v.shape[-1]
+    return _bytes(call, 2 * width + 2 * out, 2 * out, blocks=1)
+
+
+@scratch(torch.ops.kinformer.bucketed_attention_backward)
+def backward_bytes(*arguments: Any) -> int:
+    """Of a backward call: q, k, v, their gradients and that of the output by line; the gradients' sums by token."""
+    call = BucketedCall(*arguments[4:])
+    width, out = call.q.shape[-1], call.v.shape[-1]
+    return _bytes(call, 4 * width + 3 * out, 2 * width + out + max(width, out), blocks=2)

@@ -1,0 +1,89 @@
+"""The peak of a training process by what holds it, against what is alive in real steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kinformer.core.scratch import scratch_bytes
+from kinformer.evaluation.estimate import estimate
+from kinformer.evaluation.estimate_checkpoint import Live
+from kinformer.evaluation.estimate_parts import outputs
+from kinformer.evaluation.estimate_peak import peak
+from kinformer.family.build import configure
+from kinformer.kernels.bucketed import chunked
+from kinformer.runs.objective_cost import objective_cost
+from kinformer.tasks.deep_supervision import DeepSupervision
+
+
+def test_peak_of_a_process_is_what_a_step_holds_and_more():
+    """The temporaries are what is alive in a real step beyond activations, weights and gradients."""
+    config = configure("gpt", "tiny", 64)
+    found = estimate(config, length=64, batch=4)
+    told = peak(config, found, length=64, batch=4)
+    assert told["training"] == found.train_bytes
+    model, tokens = config.build(), torch.randint(64, (4, 64))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    known = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *model.buffers(), tokens]
+    with Live(known) as live:
+        loss = cross_entropy(outputs(model, tokens)[0].flatten(0, 1), tokens.flatten())
+        loss.backward()
+    moving = found.memory["train"]["activations"] + told["temporaries"]
+    assert abs(moving / live.most - 1) < 0.1
+
+
+def test_peak_of_sparse_tables_and_of_checkpoints_is_told():
+    for member, changes in (("pkm", {}), ("gpt", {"stack.checkpoint": True})):
+        config = configure(member, "tiny", 64, changes)
+        assert all(amount >= 0 for amount in peak(config, estimate(config, length=32), length=32, batch=1).values())
+
+
+def test_peak_counts_what_an_operator_allocates_inside(monkeypatch):
+    """The rules of attention within buckets beside what a call really makes and lets go of."""
+    config = configure("reformer", "small", 64, {"stack.recompute": False, "layers": 1})
+    model, tokens = config.build(), torch.randint(64, (2, 256))
+    told: dict[Any, int] = {}
+    made: dict[Any, int] = {}
+    real = chunked._Memory.__call__
+
+    def counted(self: Any, name: str, *shape: int) -> Tensor:
+        found = real(self, name, *shape)
+        rooms[name] = found.untyped_storage().nbytes()
+        return found
+
+    monkeypatch.setattr(chunked._Memory, "__call__", counted)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            rooms.clear()
+            found = func(*args, **(kwargs or {}))
+            if told_of := scratch_bytes(func, args):
+                told[func], made[func] = told_of, sum(rooms.values())
+            return found
+
+    rooms: dict[str, int] = {}
+    with Watch():
+        outputs(model, tokens)[0].sum().backward()
+    assert len(told) == 2
+    for operator, amount in told.items():
+        assert made[operator] < amount < 2 * made[operator]
+
+
+def test_peak_counts_what_an_objective_has_beside_the_model():
+    config = configure("deep-char", "tiny", 64)
+    sizes = {"length": 64, "batch": 4}
+    assert objective_cost(config, "next-token", **sizes, optimizer="adamw") is None
+    own = objective_cost(config, "deep-supervision", **sizes, optimizer="adamw")
+    readers = DeepSupervision.of(config.build())
+    assert own["weights"] == 16 * sum(parameter.numel() for parameter in readers.parameters())
+    logits = 4 * 4 * 64 * 64 * (2 * 1 + 1)  # of two layers: two tokens ahead of the first, one of the last
+    assert logits < own["activations"] < 4 * logits
+    found = estimate(config, **sizes)
+    plain, whole = peak(config, found, **sizes), peak(config, found, **sizes, objective=own)
+    assert whole["objective"] == sum(own.values())
+    assert sum(whole.values()) > sum(plain.values()) + sum(own.values())
