@@ -168,6 +168,15 @@ def test_separate_heads_read_what_left_by_their_exit():
         assert torch.allclose(logits[exits == number], head(hidden, model.input)[exits == number])
 
 
+def test_a_graph_of_all_tokens_gives_the_same():
+    model, tokens = build(**CHANGES["separate heads"]), torch.randint(23, (2, 9))
+    with torch.no_grad():
+        want = model(tokens)[0]
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens)[0]
+    torch._dynamo.reset()
+    assert torch.allclose(got, want)
+
+
 def test_mixed_training_draws_exits_evenly():
     model = build(**{"stack.training": "mixed"}).train()
     _, exits = exits_of(model, lambda: model(torch.randint(23, (20, 40))))

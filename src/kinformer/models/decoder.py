@@ -15,6 +15,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
 from kinformer.core.errors import KinformerError
+from kinformer.core.host import has_data
 from kinformer.core.model import CausalModel, Hidden
 from kinformer.models.base import CommonConfig, CommonModel
 
@@ -104,6 +105,9 @@ class Decoder(CommonModel):
         if isinstance(inputs, Tensor):
             return self.head(inputs, self.input)
         x, by = inputs
+        if torch.compiler.is_compiling() or not has_data(by):
+            every = torch.stack([self._head_of(exit)(x, self.input) for exit in range(len(self.stack.exits))], dim=-2)
+            return every.take_along_dim(by[..., None, None], dim=-2)[..., 0, :]
         found: list[int] = torch.unique(by).tolist()
         if len(found) == 1:
             return self._head_of(found[0])(x, self.input)
