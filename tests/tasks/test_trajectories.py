@@ -1,5 +1,6 @@
 """The task trajectories: its rows and losses, agents that carry their state, and runs from both sides."""
 
+import dataclasses
 import json
 from math import log
 from typing import NamedTuple
@@ -62,6 +63,20 @@ def test_every_step_is_drawn(walks):
     timesteps = batch.values[:, ::3, 1].flatten().long().bincount(minlength=24)
     usual = timesteps[4:15].float().mean()
     assert (timesteps[:15] / usual - torch.tensor([1, 1.25, 1.5, 1.75] + [1] * 11)).abs().max() < 0.15
+
+
+def test_episodes_are_drawn_by_their_return_too(walks):
+    def drawn(power):
+        data = dataclasses.replace(walks, options=TrajectoryOptions(return_weight=power))
+        batch = TrajectoryRows(data, settings(length=72, batch_size=4000), None).batch(0, 0, 1)
+        return float((batch.values[:, 0, 2] == 1).float().mean())
+
+    train = walks.found.splits["train"]
+    won = walks.found.returns[train] == 1
+    lengths = walks.found.lengths[train]
+    share = lengths[won].sum() / lengths.sum()
+    assert 0 < share < 0.2 and abs(drawn(0.0) - share) < 0.02
+    assert abs(drawn(3.0) - np.e**3 * share / (np.e**3 * share + 1 - share)) < 0.03
 
 
 def test_validation_reads_every_held_out_step_once(walks):
@@ -341,3 +356,31 @@ def test_positions_that_end(tmp_path):
 def test_targets():
     assert targets_of("3600,1800") == (3600.0, 1800.0) and targets_of("optimal, -2") == (None, -2.0)
     assert random_walks("key-to-door", 5, 0).returns.max() <= 1
+
+
+def test_an_episode_is_told_and_drawn(capsys, tmp_path, trained):
+    from PIL import Image
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    picture = tmp_path / "episode.gif"
+    code, shown, err = run("generate", trained, "--target", "1", "--seed", "3", "--render", picture)
+    assert code == 0, err
+    lines = shown.splitlines()
+    assert lines[0].startswith("   0  to get     1.000  state") and "wrote" in err and "seed 3" in err
+    with Image.open(picture) as drawn:
+        assert drawn.n_frames > 5 and drawn.size[0] > drawn.size[1]
+    code, told, _ = run("generate", trained, "--seed", "3", "--json")
+    facts = json.loads(told)
+    assert code == 0 and facts["steps"] == len(lines) == len(facts["rewards"]) and facts["return"] in (0.0, 1.0)
+    for flags, told in (
+        (("--target", "1,2"), "one episode is played for one return"),
+        (("--render", "episode.png"), "give a name that ends in .gif"),
+        (("--prompt", "x"), "the task trajectories continues no text"),
+        (("--env", "shortest-path"), "has observations of 20 numbers"),
+    ):
+        code, _, err = run("generate", trained, *flags)
+        assert code == 2 and told in err and err.count("\n") == 1

@@ -3,6 +3,7 @@ as to get the return that it is asked for (Chen et al. 2021, Decision Transforme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import ACCURACY, BITS_PER_ACTION
 from kinformer.core.model import CausalModel
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,12 +38,17 @@ class TrajectoryOptions:
     """How many random walks are made, for key-to-door and shortest-path."""
     walk_seed: int = 0
     """Decides which."""
+    return_weight: float = 0.0
+    """Draw episodes for training by their length and, above 0, by their return: e to the power of this more often the
+    best than the worst, and those between them accordingly (after Hong et al. 2023, arXiv 2306.13085). Where few
+    succeed, it takes fewer steps to learn from them."""
     gaussian: bool = False
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
     def __post_init__(self) -> None:
         require("--trajectories", self.trajectories, 3)
         require("--walk-seed", self.walk_seed, 0)
+        require("--return-weight", self.return_weight, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,14 @@ class TrajectoryMeasuring(Acting):
         super().__post_init__()
         require("--episodes", self.episodes, 1)
         require("--cloning-steps", self.cloning_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryGenerating(Acting):
+    """Of trajectories: one episode is played, and told step by step."""
+
+    render: str | None = None
+    """Draw the episode as a GIF of this name."""
 
 
 def _is_count(text: str | None) -> bool:
@@ -128,6 +142,8 @@ class TrajectoryTask(Task):
     objectives = {"actions": _actions}
     Options = TrajectoryOptions
     MeasuringOptions = TrajectoryMeasuring
+    GeneratingOptions = TrajectoryGenerating
+    prompted = False
     default_data = DEFAULT
     refused = dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out.")
 
@@ -167,6 +183,14 @@ class TrajectoryTask(Task):
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
         return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.trajectory_generate import play
+
+        return play(subject, options, options.own, write)
 
 
 TASK = TrajectoryTask()

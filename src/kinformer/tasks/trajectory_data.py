@@ -12,10 +12,11 @@ from kinformer.data.made_trajectories import MADE, random_walks
 from kinformer.data.trajectories import Trajectories, open_trajectories
 from kinformer.environments.environment import Box, Discrete, Environment
 from kinformer.environments.table import make
-from kinformer.tasks.task import TrainingPlan
+from kinformer.tasks.task import TrainedRun, TrainingPlan
+from kinformer.tasks.text import spec_of
 from kinformer.tasks.trajectories import INPUT, PER_STEP, TrajectoryOptions
 
-__all__ = ["MADE", "TrajectoryData", "check_plan", "fitted", "open_data"]
+__all__ = ["MADE", "TrajectoryData", "check_plan", "data_of", "fitted", "open_data"]
 
 OUTSIDE = 1e-4
 """How far beyond its box an action may lie, by rounding."""
@@ -28,7 +29,7 @@ class TrajectoryData:
     found: Trajectories
     env: str | None
     actions: Discrete | Box
-    gaussian: bool
+    options: TrajectoryOptions
 
     @property
     def name(self) -> str:
@@ -56,12 +57,24 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> T
     if options.gaussian and found.discrete:
         raise KinformerError(f"--gaussian: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:
-        return TrajectoryData(found, None, _space_of(found), options.gaussian)
+        return TrajectoryData(found, None, _space_of(found), options)
     environment = make(env)
     check_environment(environment, found.state_dim, found.discrete, spec)
     check_actions(found, environment, spec)
     environment.close()
-    return TrajectoryData(found, env, environment.actions, options.gaussian)
+    return TrajectoryData(found, env, environment.actions, options)
+
+
+def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
+    """The data of a run, or other data of its environment."""
+    data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
+    own: Any = run.config.input
+    if (data.found.state_dim, data.actions.dim) != (own.state_dim, own.action_dim):
+        raise KinformerError(
+            f"{data.name}: has states of {data.found.state_dim} numbers and {data.actions.dim} actions, but "
+            f"{run.folder} was trained on {own.state_dim} and {own.action_dim}; give data of its environment."
+        )
+    return data
 
 
 def _space_of(found: Trajectories) -> Discrete | Box:
@@ -137,7 +150,7 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
     if isinstance(space, Discrete):
         return {"input": given, "head": {"kind": "discrete_actions", "actions": space.n}}
     head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
-    return {"input": given, "head": head | {"gaussian": data.gaussian}}
+    return {"input": given, "head": head | {"gaussian": data.options.gaussian}}
 
 
 def check_plan(plan: TrainingPlan) -> None:

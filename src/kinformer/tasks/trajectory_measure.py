@@ -18,11 +18,11 @@ from kinformer.core.progress import progressing
 from kinformer.environments.table import make
 from kinformer.evaluation.bits import streamable
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
-from kinformer.tasks.text import note_other_data, spec_of
+from kinformer.tasks.text import note_other_data
 from kinformer.tasks.trajectories import PER_STEP, Acting, TrajectoryMeasuring, targets_of
 from kinformer.tasks.trajectory_acting import Agent, Drawing, Rollouts, rollouts
 from kinformer.tasks.trajectory_clone import Clone
-from kinformer.tasks.trajectory_data import TrajectoryData, check_environment, open_data
+from kinformer.tasks.trajectory_data import TrajectoryData, check_environment, data_of
 from kinformer.tasks.trajectory_rows import ActionLoss, rows_of
 from kinformer.training.batch import map_fields
 
@@ -41,7 +41,7 @@ def return_at(target: float | None) -> Figure:
 def evaluate(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
     """A run on its held-out episodes and, where there is an environment, acting in it."""
     run, model, changes, _ = subject
-    data, begun = _data_of(subject, measuring, own), time.perf_counter()
+    data, begun = data_of(run, measuring.data), time.perf_counter()
     split = choose(measuring.split, SPLITS, "--split")
     note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
     figures, units = _held_out(model, data, split, measuring.chunk)
@@ -88,19 +88,6 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring,
         facts={**head, **figures, **facts, "seconds": time.perf_counter() - begun},
         text=tuple(text),
     )
-
-
-def _data_of(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring) -> TrajectoryData:
-    run, config = subject.run, subject.run.config
-    data = open_data(spec_of(run, measuring.data), run.data.get("holdout"), run.options)
-    model_input: Any = config.input
-    wanted = (model_input.state_dim, model_input.action_dim)
-    if (data.found.state_dim, data.actions.dim) != wanted:
-        raise KinformerError(
-            f"--data {measuring.data}: has states of {data.found.state_dim} numbers and {data.actions.dim} actions, "
-            f"but {run.folder} was trained on {wanted[0]} and {wanted[1]}; give data of its environment."
-        )
-    return data
 
 
 def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple[dict[str, float], tuple[Figure, ...]]:

@@ -65,15 +65,15 @@ def rows_of(found: Trajectories, action_dim: int, episodes: np.ndarray, first: n
 
 
 class TrajectoryRows(DataModule):
-    """Windows of episodes: these are drawn by their length, and in each a window that slides over both its ends and is
-    then pushed back into it, so that no step is rarer than another. Validation goes through the episodes of its
-    split."""
+    """Windows of episodes: these are drawn by their length (and return), and in each a window that slides over both its
+    ends and is then pushed back into it, so that no step is rarer than another. Validation goes through the episodes of
+    its split."""
 
     def __init__(self, data: TrajectoryData, settings: Settings, config: Any) -> None:
         self.found, self.settings, self.action_dim = data.found, settings, data.actions.dim
         self.steps = min(settings.length // PER_STEP, int(self.found.lengths.max()))
         self.train = self.found.splits["train"]
-        self.ends = self.found.lengths[self.train].cumsum()
+        self.ends = _weights(self.found, self.train, data.options.return_weight).cumsum()
         if self.found.discrete:
             self.metrics, self.figures = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
         elif config.head.gaussian:
@@ -102,7 +102,7 @@ class TrajectoryRows(DataModule):
         number = step * self.settings.batch_size + rank * size + np.arange(size)
         drawn = mix(self.settings.seed, _ROWS, np.stack([2 * number, 2 * number + 1])) >> np.uint64(11)
         where, within = drawn * 2.0**-53
-        episodes = self.train[np.searchsorted(self.ends, (where * self.ends[-1]).astype(np.int64), side="right")]
+        episodes = self.train[np.searchsorted(self.ends, where * self.ends[-1], side="right")]
         lengths = self.found.lengths[episodes]
         first = (within * (lengths + self.steps - 1)).astype(np.int64) - (self.steps - 1)
         first = np.clip(first, 0, np.maximum(lengths - self.steps, 0))
@@ -124,6 +124,14 @@ class TrajectoryRows(DataModule):
             ACTION_ERROR.name: means.get("squares", 0.0),
         }
         return {figure.name: known[figure.name] for figure in self.figures}
+
+
+def _weights(found: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
+    """How often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its return
+    between the worst (0) and the best (1)."""
+    returns, lengths = found.returns[episodes], found.lengths[episodes].astype(np.float64)
+    span = returns.max() - returns.min()
+    return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
 
 
 class ActionLoss:
