@@ -179,6 +179,11 @@ def test_mistakes_in_training_are_one_sentence(cli, tmp_path, given, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_there_is_no_datastore_of_images(cli, digits_run, tmp_path):
+    code, _, err = cli("index", digits_run, "--datastore", tmp_path / "store")
+    assert code == 2 and "reads pixels, and a datastore is of text" in err
+
+
 def test_options_of_images_are_not_for_text(cli, tmp_path):
     code, _, err = cli("train", "gpt", "--resize", "8", "--out", tmp_path / "run")
     assert code == 2 and "--resize 8: is for the task image, not for next-token" in err

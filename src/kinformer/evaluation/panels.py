@@ -221,7 +221,8 @@ def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callab
     """
     if width is not None:
         return (width, width), lambda positions: (positions // width, positions % width)
-    return next(((each.grid, each.cell) for each in _inside(pattern) if hasattr(each, "grid")), None)
+    found = (each.raster for each in _inside(pattern) if hasattr(each, "raster"))
+    return next((((raster.height, raster.width), raster.cell) for raster in found), None)
 
 
 def _inside(pattern: Pattern) -> Iterator[Any]:

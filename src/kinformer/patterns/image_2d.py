@@ -78,11 +78,6 @@ class Image2D(Pattern):
             return Image2D(**asdict(self))
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the image."""
-        return self.height, self.width
-
-    @property
     def raster(self) -> Raster:
         """The order of the cells."""
         return Raster(self.height, self.width, self.block_height, self.block_width)
