@@ -63,3 +63,16 @@ def test_values_that_no_report_can_show_are_told(cli, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(data))
     code, _, err = cli("compare", "--merge", tmp_path / "a.json", "--out", tmp_path / "out")
     assert code == 2 and "a.json: is damaged" in err
+
+
+def test_two_files_are_merged_as_one_types_it(cli, tmp_path):
+    for name, made in (("a", entrant("a", [2.0, 2.1])), ("b", entrant("b", [2.5, 2.6]))):
+        save(comparison(made), tmp_path / f"{name}.json")
+    out = tmp_path / "out"
+    code, told, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "b.json", "--out", out)
+    assert code == 0, err
+    assert [each.name for each in read(out / "comparison.json").entrants] == ["a", "b"]
+    assert "a has the best bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
+    assert "| b | 2.5500 |" in (out / "comparison.md").read_text(encoding="utf-8")
+    code, _, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "no.json", "--out", out)
+    assert code == 2 and "no.json: there is no such file" in err

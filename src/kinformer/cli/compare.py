@@ -14,7 +14,6 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import CompareOptions, default_budget
-from kinformer.core.errors import KinformerError
 from kinformer.core.files import reading
 
 TASK_OPTIONS = "Options"
@@ -32,7 +31,8 @@ class Options(CompareOptions, CommonOptions):
     set: Changes = ()  # type: ignore[assignment]
     """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
-    """Compute nothing: put these comparisons of one task and data together, and report on all."""
+    """Compute nothing: put this comparison and those that stand behind it, all of one task and data, together, as in
+    --merge A.json B.json, and report on all."""
     own: Hidden = field(default_factory=dict)
 
 
@@ -43,16 +43,15 @@ def run(options: Options) -> int:
     from kinformer.compare.report import write
 
     if options.merge:
-        if options.members:
-            raise KinformerError(f"--merge computes nothing, but {options.members[0]} is to be compared; leave it out.")
-        comparison = merged([(Path(path), read(Path(path))) for path in options.merge])
+        files = (*options.merge, *options.members)
+        comparison = merged([(Path(path), read(Path(path))) for path in files])
     else:
         given = asked(CompareOptions, options)
         values = {each.name: getattr(given, each.name) for each in fields(CompareOptions)}
         request = replace(given, **default_budget(options.members, values))
         comparison = compare(options.members, request, _command())
     merges_by_itself = options.merge and options.out == CompareOptions.out
-    with reading(" ".join(options.merge)) if options.merge else nullcontext():
+    with reading(" ".join((*options.merge, *options.members))) if options.merge else nullcontext():
         written = write(comparison, Path("merged" if merges_by_itself else options.out))
     if options.json:
         print_json(as_json(comparison))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -77,6 +78,8 @@ class CompareOptions(Machine):
         for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
             require(flag_of(name), getattr(self, name), 1)
         assert self.measured_lengths
+        if not re.fullmatch(r"\d+x?(,\d+x?)*", self.contexts.replace(" ", "")):
+            raise KinformerError(f"--contexts {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
         require("--sweep", self.sweep, 0)
         require("--max-bytes", self.max_bytes, 2)
         given = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
