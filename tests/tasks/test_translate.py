@@ -176,6 +176,7 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
         ({"set": {"input.bos_token": 1, "input.eos_token": 2, "input.vocab_size": 100}}, "--set input.vocab_size=100"),
         ({"task": "next-token"}, "vanilla is an encoder-decoder, whose tasks are translate"),
         ({"segments": True}, "--segments: is for the task next-token, not for translate"),
+        ({"text_field": "x"}, "--text-field: is for running text; name the sides of JSON lines with --source"),
         ({"average": -1}, "--average is -1"),
         ({"schedule": "linear"}, "--schedule is 'linear'"),
     ],

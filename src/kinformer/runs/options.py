@@ -101,7 +101,8 @@ class TrainOptions(Settings, Machine):
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes one that is trained)."""
+    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes, and for translation, one that is
+    trained)."""
     train_tokenizer: int | None = None
     """Train a byte-level tokenizer of so many tokens on the training data first."""
     holdout: float | None = None

@@ -106,6 +106,7 @@ class Translate(Task):
     GeneratingOptions = Decoding
     default_data = "number-words"
     tokenizes = True
+    refused = {"text_field": "is for running text; name the sides of JSON lines with --source and --target."}
     settings = {"schedule": "inverse-sqrt", "average": 5}
     reads_lines = True
 
