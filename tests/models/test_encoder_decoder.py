@@ -39,6 +39,21 @@ def test_other_mixers_keep_the_contract(name, check):
     MODEL_CHECKS[check](SourceModelSubject(config.build, VOCAB, time=13))
 
 
+@pytest.mark.parametrize("name", ["rfa", "universal"])
+@pytest.mark.parametrize("check", ["causality", "partition", "padding", "ragged_reset", "reserved"])
+def test_other_members_keep_the_contract(name, check):
+    MODEL_CHECKS[check](SourceModelSubject(configure(name, "tiny-translate", VOCAB).build, VOCAB, time=13))
+
+
+def test_a_universal_encoder_and_decoder_tie_their_layers():
+    model = configure("universal", "tiny-translate", VOCAB).build()
+    assert len(model.encoder.stack.layers) == len(model.stack.layers) == 1
+    state = model.begin(*sources(5, 3))
+    assert len(state.layers) == 3 and "ponder" in states.pop_aux(state)[0]
+    logits, state = model(torch.randint(VOCAB, (2, 6)), state)
+    assert (states.pop_aux(state)[0]["ponder"] > 0).all() and logits.shape == (2, 6, VOCAB)
+
+
 def test_every_row_is_as_alone():
     model, tokens = build(), torch.randint(VOCAB, (3, 6))
     source, valid = sources(9, 4, 1)

@@ -31,7 +31,7 @@ def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random:
     return torch.cat(list(again), dim=1)
 
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid", "silu"]
 
 
 class MLP(nn.Module):
@@ -71,6 +71,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
         return x.relu()
     if name == "squared_relu":
         return x.relu().square()
+    if name == "silu":
+        return functional.silu(x)
     if name == "gelu_sigmoid":
         return x * (1.702 * x).sigmoid()
     return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")

@@ -17,14 +17,14 @@ TASK_OPTIONS = "GeneratingOptions"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(GenerateOptions, Printing):
-    """Continue a text, every token written as soon as it is drawn, or draw images."""
+    """Continue a text, every token written as soon as it is drawn, draw images, or translate lines as they come."""
 
     folder: RunFolder
     """The run folder."""
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     prompt: str | None = None
-    """The text to continue; - reads standard input."""
+    """The text to continue; - reads standard input, as a translation does where nothing is given."""
     prompt_file: str | None = None
     """A file with the text to continue."""
     no_echo: bool = False
@@ -37,9 +37,11 @@ class Options(GenerateOptions, Printing):
 def run(options: Options) -> int:
     """Generate and report."""
     from kinformer.runs.generate import generate
+    from kinformer.runs.run import open_run
 
-    prompt = _prompt(options)
-    echo = "" if options.no_echo or prompt is None else _text(prompt)
+    task = open_run(options.folder).task
+    prompt = _prompt(options, task.reads_lines)
+    echo = "" if options.no_echo or prompt is None or task.reads_lines else _text(prompt)
     write = None if options.json else _Echo(echo)
     result = generate(options.folder, prompt, asked(GenerateOptions, options), write)
     if hasattr(result, "facts"):
@@ -49,7 +51,8 @@ def run(options: Options) -> int:
     return 130 if result.interrupted else 0
 
 
-def _prompt(options: Options) -> str | bytes | None:
+def _prompt(options: Options, lines: bool) -> Any:
+    """The prompt, or ``lines`` as they come."""
     if options.prompt is not None and options.prompt_file is not None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
     if options.prompt_file is not None:
@@ -57,6 +60,8 @@ def _prompt(options: Options) -> str | bytes | None:
 
         with reading(options.prompt_file):
             return Path(options.prompt_file).read_bytes()
+    if lines and options.prompt in (None, "-"):
+        return iter(sys.stdin.buffer.readline, b"")
     if options.prompt is None:
         return None
     return sys.stdin.buffer.read() if options.prompt == "-" else options.prompt

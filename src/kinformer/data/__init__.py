@@ -11,7 +11,7 @@ from kinformer.data.ngram import NgramModel
 from kinformer.data.sampler import RandomWindows, Sampler, SegmentStreams
 from kinformer.data.split import Split
 from kinformer.data.tokenised import first_bytes
-from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer
+from kinformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer, train_tokenizer_on
 
 __all__ = [
     "IGNORED",
@@ -40,4 +40,5 @@ __all__ = [
     "read_images",
     "spool",
     "train_tokenizer",
+    "train_tokenizer_on",
 ]

@@ -194,6 +194,16 @@ def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int 
 
     Writes it to ``path`` (a tokenizer.json) and returns it. It encodes any text and loses nothing.
     """
+    return train_tokenizer_on(texts_of(split, limit), vocab_size, path)
+
+
+def texts_of(split: Split, limit: int = 256 << 20) -> Iterator[str]:
+    """The first ``limit`` bytes of ``split`` in pieces."""
+    return (piece.decode("utf-8", "replace") for piece in text_pieces(split.text.take(limit)))
+
+
+def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
+    """The same from ``texts``."""
     if vocab_size < 256:
         raise KinformerError(f"vocab_size is {vocab_size} but a byte-level tokenizer needs 256 or more.")
     library = _library()
@@ -203,7 +213,6 @@ def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int 
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size, show_progress=False, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()
     )
-    texts = (piece.decode("utf-8", "replace") for piece in text_pieces(split.text.take(limit)))
     tokenizer.train_from_iterator(texts, trainer)
     with atomic_write(Path(path)) as file:
         file.write(tokenizer.to_str().encode())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import Shape, decoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder_decoder import EncoderDecoder
 
 
 def _recipe(shape: Shape) -> Recipe:
@@ -30,6 +31,18 @@ def _recipe(shape: Shape) -> Recipe:
     return recipe
 
 
+def _translating(shape: Shape, dropout: float = 0.0) -> Recipe:
+    """The same behind an encoder of softmax attention, as the authors translate (section 4.2)."""
+
+    def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+
+        base: Any = _recipe(shape)(vocab or 258)
+        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
+
+    return recipe
+
+
 MEMBER = Member(
     name="rfa",
     title="Random Feature Attention (RFA-Gate)",
@@ -43,6 +56,7 @@ MEMBER = Member(
         "the normaliser is at least 0.1, as products of sines and cosines may be negative (the authors' code: 1, for "
         "features that are 0.1 [sin, cos] whatever their number)",
         "the softmax over the vocabulary is not adaptive, and the embedding is tied to it",
+        "translating recipes look at the source by exact attention, and have the gate",
     ),
     exact_limit="softmax attention of normalised queries and keys without the gate, as the number of features grows",
     recipes={
@@ -50,5 +64,7 @@ MEMBER = Member(
         "small": _recipe(Shape(256, 4, 4)),
         "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
         "paper": _recipe(Shape(512, 6, 8, activation="relu")),
+        "tiny-translate": _translating(Shape(32, 2, 2)),
+        "translate": _translating(Shape(512, 6, 8, activation="relu"), dropout=0.1),
     },
 )

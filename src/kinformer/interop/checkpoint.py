@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, read_json
-from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, vit
+from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, marian, vit
 from kinformer.interop.encoder import Family
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ FORMATS = {
     "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
     "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
     "longformer": _Format(member="longformer", model_config=longformer.model_config, family=longformer.LONGFORMER),
+    "marian": _Format(member="vanilla", model_config=marian.model_config, convert=marian.convert),
     "big_bird": _Format(member="big-bird", model_config=big_bird.model_config, family=big_bird.BIG_BIRD),
     "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),

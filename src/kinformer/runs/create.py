@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from kinformer.core.config import override
 from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.progress import tolerant
-from kinformer.data import ByteTokenizer, FileTokenizer, Split, Tokenizer, open_corpus, spool, train_tokenizer
+from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer_on
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
@@ -31,8 +30,8 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
-from kinformer.tasks.table import task_for, training_options
-from kinformer.tasks.task import Source, Task, TrainingPlan, refuse_options
+from kinformer.tasks.table import refuse_options, task_for, training_options
+from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun
 from kinformer.training.settings import DEFAULT_STEPS, Settings
 
@@ -57,7 +56,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
         if budgeted := decides(options, task):
             options = with_vocabulary(asked, task, train)
-        tokenizer = _tokenizer(options, train, base) if task.tokenizes else None
+        tokenizer = _tokenizer(options, task, Source(spec, options.holdout, None), base) if task.tokenizes else None
         data = task.open(Source(spec, options.holdout, tokenizer), own)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
@@ -158,18 +157,20 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     return str(Path(options.data).expanduser().resolve())
 
 
-def _tokenizer(options: TrainOptions, train: Callable[[], Split], base: Run | None) -> Tokenizer:
-    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the training split."""
+def _tokenizer(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer:
+    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on."""
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
-    if options.train_tokenizer is None:
-        return ByteTokenizer() if options.tokenizer in (None, BYTES) else _file_tokenizer(options.tokenizer)
+    size, own = options.train_tokenizer, training_options(task, options.own)
     if options.tokenizer is not None:
-        raise KinformerError(
-            f"--tokenizer {options.tokenizer} and --train-tokenizer {options.train_tokenizer} contradict; give one."
-        )
+        if size is not None:
+            raise KinformerError(f"--tokenizer {options.tokenizer} and --train-tokenizer {size} contradict; give one.")
+        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    size = task.own_vocabulary(source, own) if size is None else size
+    if size is None:
+        return ByteTokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        return train_tokenizer(train(), options.train_tokenizer, Path(folder) / TOKENIZER)
+        return train_tokenizer_on(task.texts(source, own), size, Path(folder) / TOKENIZER)
 
 
 def _file_tokenizer(path: str) -> FileTokenizer:
@@ -198,6 +199,9 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
     """``length``: of every row, where the data decide it."""
     settings = options.settings()
+    settings = replace(
+        settings, **{name: value for name, value in task.settings.items() if getattr(options, name) is None}
+    )
     if length is not None and options.length not in (None, length):
         raise KinformerError(f"--length {options.length}: rows of this data have {length} positions; leave it out.")
     settings = settings if length is None else replace(settings, length=length)

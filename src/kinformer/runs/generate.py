@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,14 @@ from kinformer.tasks.task import LoadedRun, Task
 
 
 def generate(
-    folder: str | Path, prompt: str | bytes | None, options: GenerateOptions, write: Callable[[str], None] | None = None
+    folder: str | Path,
+    prompt: str | bytes | Iterable[bytes] | None,
+    options: GenerateOptions,
+    write: Callable[[str], None] | None = None,
 ) -> Any:
-    """What the run's task makes of ``prompt``, None where it needs none; see its page for what comes back. ``write``
-    is given every piece of a single sample as soon as it is there."""
+    """What the run's task makes of ``prompt``: a text, None where it needs none, or, where it ``reads_lines``, lines as
+    they come; see its page for what comes back. ``write`` is given every piece of a single sample as soon as it is
+    there."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -38,11 +42,12 @@ def generate(
     assert options.seed is not None
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
-    model = attach_store(run, pack(model, options.samples), options, options.samples)
+    packed = model if run.task.reads_lines else pack(model, options.samples)
+    model = attach_store(run, packed, options, options.samples)
     return run.task.generate(LoadedRun(run, model), prompt, options, write)
 
 
-def _check_prompt(task: Task, prompt: str | bytes | None) -> None:
+def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
     if not task.prompted and prompt is not None:
         raise KinformerError(f"--prompt: the task {task.name} continues no text; leave it out.")
     if task.prompted and prompt is None:

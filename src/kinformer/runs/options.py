@@ -79,6 +79,8 @@ class TrainOptions(Settings, Machine):
     (adamw, or what suits --minutes)."""
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits --minutes)."""
+    schedule: Literal["cosine", "inverse-sqrt"] | None = None  # type: ignore[assignment]
+    average: int | None = None  # type: ignore[assignment]
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
     --minutes what is faster)."""
@@ -99,7 +101,8 @@ class TrainOptions(Settings, Machine):
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes one that is trained)."""
+    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes, and for translation, one that is
+    trained)."""
     train_tokenizer: int | None = None
     """Train a byte-level tokenizer of so many tokens on the training data first."""
     holdout: float | None = None

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core import plugins
 from kinformer.core.errors import KinformerError, choose, flag_of, nearest
-from kinformer.tasks import algorithm, classify, image, listops, mlm, next_token, recall, speech, trajectories, vision
-from kinformer.tasks.task import Task, what_fits
+from kinformer.core.model import PROTOCOLS
+from kinformer.tasks import (
+    algorithm,
+    classify,
+    image,
+    listops,
+    mlm,
+    next_token,
+    recall,
+    speech,
+    trajectories,
+    translate,
+    vision,
+)
+from kinformer.tasks.task import Task
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
-TASKS: dict[str, Task] = {
-    page.TASK.name: page.TASK
-    for page in (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision, speech)
-}
+PAGES = (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision, speech, translate)
+TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
+
 OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
 """Which of a task's own options: for training, measuring or generating."""
 
@@ -66,6 +78,24 @@ def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
         raise KinformerError(f"there is no task for {name}; {what_tasks_there_are()}")
     return fitting[0]
+
+
+def what_fits(config: ModelConfig, known: Sequence[Task]) -> str:
+    """What a model of ``config`` is, and the tasks for it, for a message."""
+    fitting = ", ".join(task.name for task in known if task.takes(config))
+    kind = config.input.kind
+    reads = "" if kind == "tokens" else f" that reads {kind}"
+    return (
+        f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}, whose tasks are {fitting or 'none here'}"
+    )
+
+
+def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
+    """Refuse the general options in ``given`` that mean nothing to the task."""
+    for name, reason in task.refused.items():
+        if (value := given.get(name)) is not None:
+            shown = f" {value}" if name == "data" else ""
+            raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
 
 
 def what_tasks_there_are() -> str:

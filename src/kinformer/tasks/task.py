@@ -6,13 +6,12 @@ importing PyTorch; what computes is imported by the methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.core.errors import KinformerError, require
 from kinformer.core.figure import Figure
-from kinformer.core.model import PROTOCOLS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,8 +182,10 @@ class Task:
     options, for training, measuring and generating. ``default_data`` is what it learns from where none is named, None
     if some must be. ``tokenizes``: whether it reads text by a tokenizer. ``budgeted``: whether ``--minutes`` alone
     decides sizes and recipe, as it can where data is running text of which a row may be any part. ``prompted``: whether
-    generating continues a prompt; ``temperature``: at which one, if none is given. ``refused``: general options that
-    mean nothing to it, with the reason. ``does`` says in two words what its models do.
+    generating continues a prompt; ``temperature``: at which one, if none is given; ``reads_lines``: each line of a
+    prompt is one by itself, read as it comes, from standard input where none is given. ``refused``: general options
+    that mean nothing to it, with the reason. ``settings``: those of training that are other than usual where nothing
+    is given. ``does`` says in two words what its models do.
     """
 
     name: ClassVar[str]
@@ -205,6 +206,8 @@ class Task:
     budgeted: ClassVar[bool] = False
     needs: ClassVar[str] = "needs data; give --data PATH."
     refused: ClassVar[Mapping[str, str]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {}
+    reads_lines: ClassVar[bool] = False
     generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."
 
     def takes(self, config: ModelConfig) -> bool:
@@ -222,6 +225,17 @@ class Task:
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
         """The data that ``source`` names."""
         raise NotImplementedError
+
+    def own_vocabulary(self, source: Source, options: Any) -> int | None:
+        """How many tokens a tokenizer that is trained for this data should have where none is named; None: bytes."""
+        return None
+
+    def texts(self, source: Source, options: Any) -> Iterable[str]:
+        """What a tokenizer of its own learns from: the text to train on."""
+        from kinformer.data import open_corpus
+        from kinformer.data.tokenizer import texts_of
+
+        return texts_of(open_corpus(source.spec, holdout=source.holdout).splits["train"])
 
     def vocab_size(self, data: Any) -> int | None:
         """How many ids a new model must know, special ones included; None where it reads no ids."""
@@ -279,21 +293,3 @@ class Task:
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         """What generating means, after :meth:`check_generation`."""
         raise NotImplementedError
-
-
-def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
-    """Refuse the general options in ``given`` that mean nothing to the task."""
-    for name, reason in task.refused.items():
-        if (value := given.get(name)) is not None:
-            shown = f" {value}" if name == "data" else ""
-            raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
-
-
-def what_fits(config: ModelConfig, tasks: Sequence[Task]) -> str:
-    """What a model of ``config`` is, and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in tasks if task.takes(config))
-    kind = config.input.kind
-    reads = "" if kind == "tokens" else f" that reads {kind}"
-    return (
-        f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}, whose tasks are {fitting or 'none here'}"
-    )

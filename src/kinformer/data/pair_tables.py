@@ -1,0 +1,98 @@
+"""Pairs of lines in one file: tables of two columns, and JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.errors import KinformerError
+
+TABLES = (".tsv", ".jsonl")
+Row = tuple[str, str]
+Names = Sequence[str | None]
+"""Of the source and of the target."""
+_USUAL = ("source", "target")
+
+
+def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
+    """What source and target are called in the ``text`` of a file (as asked for, where that is said), and its rows."""
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    if path.name.removesuffix(".gz").endswith(".tsv"):
+        return _columns(path, lines, names)
+    return _objects(path, lines, names)
+
+
+def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        cells = line.split("\t")
+        if len(cells) != 2:
+            raise KinformerError(
+                f"{path}, line {number}: has {len(cells)} columns where 2 are expected, a source and its target; mend "
+                "it."
+            )
+        rows.append((cells[0], cells[1]))
+    first = [cell.strip().lower() for cell in rows[0]]
+    if _is_header(first, names):
+        order = [
+            first.index(name.lower()) if name and name.lower() in first else side for side, name in enumerate(names)
+        ]
+        if order[0] == order[1]:
+            order[1 if names[0] else 0] = 1 - order[0]
+        return [first[side] for side in order], [(row[order[0]], row[order[1]]) for row in rows[1:]]
+    if any(names):
+        given = next(name for name in names if name)
+        raise KinformerError(
+            f"{path}: its first line names no column {given!r}; leave --source and --target out, the columns are "
+            "source and target then, or name them in the first line."
+        )
+    return names, rows
+
+
+def _is_header(cells: Sequence[str], names: Names) -> bool:
+    """Whether these are names of columns: the usual ones, those asked for, or two codes of languages."""
+    asked = [name.lower() for name in names if name]
+    if asked:
+        return all(name in cells for name in asked)
+    return set(cells) == set(_USUAL) or (cells[0] != cells[1] and all(_is_code(cell) for cell in cells))
+
+
+def _is_code(cell: str) -> bool:
+    return len(cell) == 2 and cell.isascii() and cell.isalpha()
+
+
+def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
+    rows, chosen = [], names
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise KinformerError(f"{path}, line {number}: is not JSON ({error}); write one object per line.") from None
+        row = row.get("translation", row) if isinstance(row, dict) else row
+        chosen = chosen if all(chosen) else _fields(row, chosen)
+        pair = [row.get(name) if isinstance(row, dict) else None for name in chosen]
+        if not all(isinstance(each, str) for each in pair):
+            shown = " and ".join(str(name) for name in chosen if name) or "source and target"
+            raise KinformerError(
+                f'{path}, line {number}: lacks the text of {shown}; write {{"source": "...", "target": "..."}}, or '
+                "name the fields with --source and --target."
+            )
+        source, target = (" ".join(str(each).splitlines()) for each in pair)
+        rows.append((source, target))
+    return chosen, rows
+
+
+def _fields(row: Any, names: Names) -> Names:
+    """The fields of source and target: the usual ones, or the only two that are text, English first."""
+    texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+    if not any(names) and set(_USUAL) <= set(texts):
+        return _USUAL
+    left = [name for name in texts if name not in names]
+    if len(left) != sum(name is None for name in names):
+        return [name or usual for name, usual in zip(names, _USUAL, strict=True)]
+    left.sort(key=lambda name: name != "en")
+    return [name or left.pop(0) for name in names]

@@ -1,0 +1,264 @@
+"""Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
+
+    folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
+    folder/train     (train.en, train.de)                   what the names of two files begin with
+    pairs.tsv        source<TAB>target                      or with a first line that names the columns
+    pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
+
+A file's language is its ending. In a folder, names that begin with ``val``, ``dev`` and ``test`` are those parts, all
+others are for training; a part that is missing is held out of the rest, 5 % each, by a hash of the source.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kinformer.core.errors import KinformerError
+from kinformer.core.progress import note_once
+from kinformer.data import number_words
+from kinformer.data.corpus import fingerprint_of
+from kinformer.data.files import SourceFile, folder_files, reading, single_file
+from kinformer.data.pair_tables import TABLES, read_table
+from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+
+NUMBER_WORDS = "number-words"
+HELD_OUT = 0.05
+ENGLISH = "en"
+_PARTS = {"val": "validation", "dev": "validation", "test": "test"}
+
+
+class Pairs(NamedTuple):
+    """Lines of text: ``source[i]`` and its translation ``target[i]``, none of them empty, UTF-8."""
+
+    source: Sequence[bytes]
+    target: Sequence[bytes]
+
+    def taken(self, numbers: Sequence[int]) -> Pairs:
+        """Some of them, in this order."""
+        return Pairs([self.source[index] for index in numbers], [self.target[index] for index in numbers])
+
+
+class Languages(NamedTuple):
+    """What the sides are called: endings of files, or names of columns; None where it is not said."""
+
+    source: str | None = None
+    target: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """Pairs in the splits "train", "validation" and "test"; of several parts that are one of the last two, each is a
+    split by its own name, too."""
+
+    name: str
+    version: str
+    fingerprint: str
+    languages: Languages
+    tokenizer: Tokenizer
+    splits: Mapping[str, Pairs]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run folder keeps, plain enough for JSON; figures compare only where identities are equal."""
+        return {
+            "name": f"{self.name} ({self.languages.source} to {self.languages.target})",
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "languages": list(self.languages),
+            "examples": {name: len(pairs.source) for name, pairs in self.splits.items()},
+        }
+
+
+def open_pairs(
+    spec: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    holdout: float | None = None,
+    languages: Languages = Languages(),  # noqa: B008 (an immutable value)
+) -> Parallel:
+    """The pairs that ``spec`` names: a path as above, or ``number-words`` (``data.number_words``).
+
+    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Where
+    ``languages`` are not given, English is the source if it is one of them, else the first by the alphabet. Raises
+    :class:`KinformerError` for a path that is missing, sides that do not match, and text that is not UTF-8; pairs with
+    an empty side are left out, which a note tells.
+    """
+    if holdout is not None and not 0 < holdout < 1:
+        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    tokenizer = tokenizer or ByteTokenizer()
+    if spec == NUMBER_WORDS:
+        made = {name: Pairs(*number_words.pairs(name)) for name in number_words.SIZES}
+        version = number_words.VERSION
+        return Parallel(spec, version, f"{spec}:{version}", Languages("en", "de"), tokenizer, made)
+    path = Path(spec).expanduser()
+    files = _files(path)
+    languages, parts = _parts(path, files, languages)
+    fingerprint = f"{fingerprint_of(files)}:{languages.source}-{languages.target}"
+    splits = _held_out(parts, holdout, path)
+    return Parallel(path.name, fingerprint.split(":")[1][:12], fingerprint, languages, tokenizer, splits)
+
+
+def _files(path: Path) -> list[SourceFile]:
+    with reading(path):
+        if path.is_dir():
+            return folder_files(path)
+        if path.is_file():
+            return [single_file(path)._replace(name=path.name)]
+        beside = sorted(path.parent.glob(f"{path.name}.*")) if path.parent.is_dir() else []
+    if not beside:
+        raise KinformerError(
+            f"{path} does not exist, and no file's name begins with it; give a folder or the beginning of two aligned "
+            "files (train for train.en and train.de), a .tsv or a .jsonl."
+        )
+    return [single_file(each)._replace(name=each.name) for each in beside]
+
+
+def _parts(path: Path, files: Sequence[SourceFile], asked: Languages) -> tuple[Languages, dict[str, Pairs]]:
+    """The languages, and the pairs of every part by its name."""
+    tables: dict[str, SourceFile] = {}
+    sides: dict[str, dict[str, SourceFile]] = {}
+    for file in files:
+        name = file.name.removesuffix(".gz")
+        stem, _, ending = name.rpartition(".")
+        if f".{ending}" in TABLES:
+            tables[stem] = file
+        elif stem:
+            sides.setdefault(stem, {})[ending] = file
+    if tables:
+        return _of_tables(tables, asked)
+    languages = _languages(path, sides, asked)
+    parts = {}
+    for stem, found in sides.items():
+        there = [language for language in languages if language in found]
+        if len(there) == 2:
+            source, target = ((found[str(language)], _lines(found[str(language)])) for language in languages)
+            parts[stem] = _aligned(source, target)
+        elif there:
+            missing = next(language for language in languages if language not in found)
+            raise KinformerError(
+                f"{found[str(there[0])].path}: has no other side {stem}.{missing}; every part needs a file of either "
+                "language."
+            )
+    return languages, parts
+
+
+def _languages(path: Path, sides: Mapping[str, Mapping[str, Any]], asked: Languages) -> Languages:
+    known = sorted({ending for found in sides.values() if len(found) > 1 for ending in found})
+    known = known or sorted({ending for found in sides.values() for ending in found})
+    for option, language in zip(("--source", "--target"), asked, strict=True):
+        if language is not None and language not in known:
+            raise KinformerError(f"{option} {language}: {path} has no such files; their endings are {_listed(known)}.")
+    if asked.source is not None and asked.source == asked.target:
+        raise KinformerError(f"--source and --target are both {asked.source}; give two languages.")
+    left = [each for each in known if each not in asked]
+    if len(left) > 2 - sum(each is not None for each in asked):
+        raise KinformerError(
+            f"{path}: has files of more than two endings ({_listed(known)}); say which with --source and --target."
+        )
+    if len(known) < 2:
+        raise KinformerError(
+            f"{path}: has files of one language only ({_listed(known) or 'none'}); aligned files differ in their "
+            "ending, as train.en and train.de."
+        )
+    left.sort(key=lambda language: language != ENGLISH)
+    source = asked.source or left.pop(0)
+    return Languages(source, asked.target or left.pop(0))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _of_tables(tables: Mapping[str, SourceFile], asked: Languages) -> tuple[Languages, dict[str, Pairs]]:
+    languages, parts = asked, {}
+    for stem, file in tables.items():
+        found, rows = read_table(Path(file.path), _text(Path(file.path)), languages)
+        languages = Languages(*found)
+        source, target = ([row[side].encode() for row in rows] for side in (0, 1))
+        parts[stem] = _without_empty(source, target, file.path)
+    return Languages(languages.source or "source", languages.target or "target"), parts
+
+
+def _text(path: Path) -> str:
+    """What a file holds, unpacked and decoded."""
+    with reading(path):
+        data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise KinformerError(f"{path}: cannot be unpacked ({error}); restore it from a copy.") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise KinformerError(
+            f"{path}, line {line}: is not UTF-8 (byte {data[error.start]:#04x}); convert it first, as with iconv."
+        ) from None
+
+
+def _lines(file: SourceFile) -> list[bytes]:
+    lines = _text(Path(file.path)).split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [line.removesuffix("\r").encode() for line in lines]
+
+
+def _aligned(source: tuple[SourceFile, list[bytes]], target: tuple[SourceFile, list[bytes]]) -> Pairs:
+    counts = [len(lines) for _, lines in (source, target)]
+    if counts[0] != counts[1]:
+        raise KinformerError(
+            f"{source[0].path} has {counts[0]:,} lines but {target[0].path} has {counts[1]:,}; line by line they must "
+            "be translations of each other."
+        )
+    return _without_empty(source[1], target[1], source[0].path)
+
+
+def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str) -> Pairs:
+    full = [index for index, pair in enumerate(zip(source, target, strict=True)) if all(map(bytes.strip, pair))]
+    if not full:
+        raise KinformerError(f"{place}: holds no pair of lines; give data with text on both sides.")
+    if left := len(source) - len(full):
+        note_once(f"note: {place}: {left} of {len(source):,} pairs have an empty side and are left out.")
+    return Pairs(source, target).taken(full)
+
+
+def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> dict[str, Pairs]:
+    """The splits: parts by their names, and what is missing of them taken from the rest in the order of hashes."""
+    given: dict[str, list[str]] = {}
+    for stem in parts:
+        first = stem.lower() if len(parts) > 1 else "train"
+        split = next((split for begin, split in _PARTS.items() if first.startswith(begin)), "train")
+        given.setdefault(split, []).append(stem)
+    if "train" not in given:
+        raise KinformerError(f"{path}: holds {', '.join(given)} but nothing to train on; add a part called train.")
+    joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in given.items()}
+    train = joined.pop("train")
+    order = sorted(range(len(train.source)), key=lambda index: sha256(train.source[index]).digest())
+    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(order))
+    for name in ("test", "validation"):
+        if name in joined:
+            continue
+        if holdout is not None and name == "validation" and "test" not in given:
+            joined[name] = joined["test"]
+        else:
+            joined[name], order = train.taken(order[:count]), order[count:]
+    if not order:
+        raise KinformerError(f"{path}: too few pairs ({len(train.source)}) to hold some out; give more data.")
+    named = [stem for name, stems in given.items() if name != "train" and len(stems) > 1 for stem in stems]
+    return {"train": train.taken(order), **joined} | {stem: parts[stem] for stem in named if stem not in joined}
+
+
+def _joined(some: Sequence[Pairs]) -> Pairs:
+    sides: Any = ([], [])
+    for pairs in some:
+        for side, lines in zip(sides, pairs, strict=True):
+            side.extend(lines)
+    return Pairs(*sides)
