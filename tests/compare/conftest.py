@@ -6,6 +6,7 @@ import pytest
 
 from kinformer.cli.main import main
 from kinformer.compare import compare as comparing
+from kinformer.compare import speed
 from kinformer.compare.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 
 MEMORY = {"training": 1 << 20, "lengths": []}
@@ -18,13 +19,14 @@ FLAGS = ["--quiet", *(word for name, value in SIZES.items() for word in (f"--{na
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory, text_file):
-    """(folder, flags, what it wrote) of gpt, a hybrid and a member that fails, compared once; memory and laws, which
-    take longest, of one of them."""
+    """(folder, flags, what it wrote) of gpt, a hybrid and a member that fails, compared once; memory (in this process)
+    and laws, which take longest, of one of them."""
     folder = tmp_path_factory.mktemp("compare")
     flags = ["--data", str(text_file), *FLAGS, "--out", str(folder)]
     members = ["gpt", "linear-transformer:1,gpt:1", "short=gpt", "--set", "short:layers.*.mixer.impl=none"]
     memory, laws = comparing.memory_of, comparing.badges
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "in_fresh_process", lambda function, *arguments: function(*arguments))
         patch.setattr(comparing, "memory_of", lambda one, *rest: memory(one, *rest) if one.name == "gpt" else MEMORY)
         patch.setattr(comparing, "badges", lambda one: [] if one.name == "gpt" else laws(one))
         assert main(["compare", *members, *flags]) == 1

@@ -1,6 +1,7 @@
 """Members timed beside plain attention: what is measured, what the gate refuses, what is said of crossings."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import kinformer
 from kinformer.compare import bench as benching
 from kinformer.compare import works
 from kinformer.compare.floor import Floor
+from kinformer.compare.timing import in_fresh_process, in_turns
 from kinformer.core.errors import KinformerError
 
 FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1, "--device", "cpu")
@@ -90,3 +92,19 @@ def test_bad_options_are_one_sentence(cli, flags, told):
 def test_memory_grows_with_the_length():
     found = benching.step_peaks(benching.storable(kinformer.build("gpt", recipe="tiny").config), (16, 128), 8, "cpu")
     assert [length for length, _ in found] == [16, 128] and found[1][1] > found[0][1] >= 0
+
+
+def test_a_process_that_the_system_ends_is_one_sentence():
+    with pytest.raises(KinformerError, match="its process was ended by the system, which happens when memory is short"):
+        in_fresh_process(os._exit, 1)
+
+
+def test_a_work_that_fails_is_left_out_and_the_others_are_timed(caplog):
+    done = []
+
+    def broken():
+        raise MemoryError("no room")
+
+    with caplog.at_level("INFO", "kinformer"):
+        found = in_turns({"a": lambda: done.append(1), "b": broken}, rounds=3)
+    assert list(found) == ["a"] and len(done) == 4 and "b is not timed: MemoryError: no room" in caplog.text

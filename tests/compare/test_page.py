@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kinformer.compare.charts import Chart, Series, svg
 from kinformer.compare.page import ASSETS, page
 from tests.compare.browser import Browser
 from tests.compare.conftest import comparison, entrant
@@ -37,6 +38,12 @@ def test_text_of_strangers_is_escaped():
     html = page(made)
     assert "<script>alert" not in html and html.count("<script>") == 1
     assert "&lt;script&gt;alert(1)" in html
+
+
+def test_points_without_a_place_on_the_axes_are_left_out():
+    points = [(1.0, 2.0, "one"), (0.0, 2.0, "none"), (2.0, float("nan"), "nan"), (10.0, 3.0, "ten")]
+    drawn = svg(Chart("c", "title", "x", "y", [Series("a", 0, points), Series("b", 1, [])], log="x"))
+    assert re.findall('data-tip="(.*?)"', drawn) == ["a: one", "a: ten"]
 
 
 def luminance(colour):

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 from xml.etree import ElementTree
 
@@ -58,7 +59,7 @@ def colour(index: int) -> str:
 def svg(chart: Chart) -> str:
     """The chart as an SVG element to stand in HTML. Its colours are CSS variables (``--s0`` and on, ``--ink``,
     ``--muted``, ``--line``); every point carries ``data-tip`` and ``data-series``."""
-    series = [Series(each.name, each.index, _thinned(each.points)) for each in chart.series]
+    series = [Series(each.name, each.index, _thinned(_drawable(each.points, chart.log))) for each in chart.series]
     with figure(WIDTH, HEIGHT) as drawn:
         axes = drawn.add_axes((0.13, 0.17, 0.84, 0.77))
         for number, each in enumerate(series):
@@ -145,6 +146,15 @@ def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
 def _placeholder(index: int) -> str:
     """A colour that stands for an entrant's until the page's is put in its place."""
     return f"#0a0b{0x10 + index % COLOURS:02x}"
+
+
+def _drawable(points: Sequence[tuple[float, float, str]], log: str) -> Sequence[tuple[float, float, str]]:
+    """The points that have a place on the axes: finite ones, above 0 where an axis is logarithmic."""
+    return [
+        point
+        for point in points
+        if all(isfinite(value) and (axis not in log or value > 0) for axis, value in zip("xy", point[:2], strict=True))
+    ]
 
 
 def _thinned(points: Sequence[tuple[float, float, str]]) -> Sequence[tuple[float, float, str]]:
