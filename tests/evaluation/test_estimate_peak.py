@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -87,3 +88,10 @@ def test_peak_counts_what_an_objective_has_beside_the_model():
     plain, whole = peak(config, found, **sizes), peak(config, found, **sizes, objective=own)
     assert whole["objective"] == sum(own.values())
     assert sum(whole.values()) > sum(plain.values()) + sum(own.values())
+
+
+@pytest.mark.parametrize(("member", "rule"), [("calm", "classifier"), ("depth-adaptive", "multinomial")])
+def test_the_losses_of_exits_have_no_weights_but_keep_logits_of_every_exit(member, rule):
+    config = configure(member, "tiny", 64, {"stack.rule": rule})
+    own = objective_cost(config, "exits", length=128, batch=4, optimizer="adamw")
+    assert own["weights"] == 0 and own["activations"] >= 2 * 4 * 128 * 64 * 4

@@ -25,9 +25,10 @@ def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer
     model = without_data(config)
     with torch.device("meta"):
         objective: Any = task.objective(name, model)
-    trained = sum(parameter.numel() for parameter in objective.parameters())
+    own = objective if isinstance(objective, nn.Module) else nn.Module()
+    trained = sum(parameter.numel() for parameter in own.parameters())
     return {
-        "weights": 8 * trained + optimizer_bytes(objective, optimizer),
+        "weights": 8 * trained + optimizer_bytes(own, optimizer),
         "activations": _held(model, objective, length, batch) - _held(model, NextTokenLoss(), length, batch),
     }
 
