@@ -120,7 +120,7 @@ def test_mistakes_of_measuring(run):
 
 def test_tasks_are_records():
     records = {task.name: task for task in kinformer.tasks()}
-    assert list(records) == ["next-token", "recall", "algorithm", "mlm", "classify", "listops", "translate"]
+    assert {"next-token", "recall", "algorithm", "mlm", "classify", "listops", "translate"} <= records.keys()
     assert [records[name].figures[0].name for name in ("next-token", "classify")] == ["bits_per_byte", "accuracy"]
     assert not records["classify"].figures[0].lower_is_better and records["mlm"].figures[0].lower_is_better
     code = "import sys, kinformer; kinformer.tasks(); import kinformer.tasks.table; kinformer.tasks()"
