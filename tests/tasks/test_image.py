@@ -141,6 +141,9 @@ def test_one_picture_is_completed(cli, digits_run, tmp_path):
     Image.fromarray(read_images("digits").test.pixels[0, ..., 0]).save(tmp_path / "one.png")
     code, told, _ = cli("generate", digits_run, "--complete", tmp_path / "one.png", "--samples", "2", "--json")
     assert code == 0 and json.loads(told)["images"] == 2 and json.loads(told)["drawn_values"] == 2 * 32
+    Image.new("L", (9, 8)).save(tmp_path / "wide.png")
+    code, _, err = cli("generate", digits_run, "--complete", tmp_path / "wide.png")
+    assert code == 2 and "wide.png: has 9 x 8 pixels, but this model draws 8 x 8" in err
 
 
 MISTAKES = {
@@ -149,6 +152,7 @@ MISTAKES = {
     "all rows": (("--complete", "digits", "--rows", "8"), "--rows 8: nothing is left to complete of 8 rows"),
     "tokens": (("--max-new-tokens", "3"), "--max-new-tokens 3: an image has a size"),
     "stop": (("--stop", "x"), "--stop x: is for text"),
+    "no png": (("--out", "a.jpg"), "--out a.jpg: is no name of a PNG"),
     "no file": (("--complete", "nothing.png"), "nothing.png"),
     "other data": (("--complete", "COLOURS"), "has images of 4 x 6 x 3, but this model draws 8 x 8 x 1"),
 }

@@ -18,7 +18,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.likelihood import Likelihood
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
-from kinformer.data.image_files import SUFFIXES, decode, write_png
+from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
 from kinformer.tasks.image_measure import data_of
 from kinformer.tasks.image_rows import LEVELS, START, Sequences
@@ -42,6 +42,9 @@ def draw(subject: LoadedRun, options: Any, own: Any) -> Drawn:
     """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
     what is kept of it, its completions, and the image itself."""
     run, model, _, _ = subject
+    out = Path(own.out) if own.out is not None else run.folder / "samples.png"
+    if out.suffix.lower() != ".png":
+        raise KinformerError(f"--out {out}: is no name of a PNG; end it with .png.")
     _check(model, options)
     sequences = Sequences(run.config.input)
     kept, whole = _occluded(subject, sequences, own)
@@ -51,7 +54,6 @@ def draw(subject: LoadedRun, options: Any, own: Any) -> Drawn:
     values, state_bytes = _sample(model, sequences, begin, count, options)
     seconds = time.perf_counter() - begun
     pixels = sequences.images(values)
-    out = Path(own.out) if own.out is not None else run.folder / "samples.png"
     if whole is None or kept is None:
         write_png(out, grid(pixels, ceil(sqrt(count))))
     else:
@@ -114,11 +116,21 @@ def _occluded(subject: LoadedRun, sequences: Sequences, own: Any) -> tuple[Tenso
             f"--rows {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
         )
     if Path(own.complete).suffix.lower() in SUFFIXES:
-        shape = (input.height, input.width, input.channels)
-        whole = decode(Path(own.complete).expanduser(), shape)[None]
+        whole = _picture(Path(own.complete).expanduser(), (input.height, input.width, input.channels))[None]
     else:
         whole = np.asarray(data_of(subject.run, own.complete).test.pixels[: own.occluded])
     return sequences.of(whole)[:, :kept], whole
+
+
+def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    """The picture ``path``, which must have the size of ``shape``."""
+    head = read_head(path)
+    if (head.height, head.width) != shape[:2]:
+        raise KinformerError(
+            f"--complete {path}: has {head.width} x {head.height} pixels, but this model draws {shape[1]} x "
+            f"{shape[0]}; scale the picture first."
+        )
+    return decode(path, shape)
 
 
 def _veiled(whole: np.ndarray, sequences: Sequences, kept: int) -> np.ndarray:
