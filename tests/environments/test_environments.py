@@ -122,7 +122,7 @@ def test_gymnasium_behind_the_same_interface():
     assert np.array_equal(environment.step(np.array([[-2.0], [2.0]]))[0], outside[0])
     for _ in range(199):
         truncated = environment.step(np.zeros((2, 1)))[3]
-    assert truncated.all() and environment.ended.all()
+    assert truncated.all() and environment.ended.all() and environment.steps.tolist() == [200, 200]
     environment.close()
 
 

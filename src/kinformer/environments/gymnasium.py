@@ -52,7 +52,7 @@ class Gymnasium(Environment):
             observation, rewards[row], terminated[row], truncated, _ = self.copies[row].step(action)
             self._see(int(row), observation)
             if truncated and not terminated[row]:
-                self.steps[row] = self.most_steps  # its own limit, whatever its record says
+                self.steps[row] = self.most_steps - 1  # its own limit, whatever its record says
         return rewards, terminated
 
     def _within(self, action: np.ndarray) -> np.ndarray:
