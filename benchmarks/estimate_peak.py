@@ -1,7 +1,7 @@
 """The peak memory of training processes beside what ``kinformer estimate`` tells of it: every member, two sizes.
 
-A process makes three steps of a member's recipe ``small`` on one thread; what is measured is the largest resident set
-that the system ever saw of it. The estimate is of the same config and sizes.
+A process makes three steps and a validation of a member's recipe ``small`` on one thread; what is measured is the
+largest resident set that the system ever saw of it. The estimate is of the same config and sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ SIZES = ((256, 4), (512, 8))
 
 def measured(member: str, length: int, batch: int) -> int:
     """Bytes of the largest resident set of a training process; the system counts it."""
-    sizes = ["--length", str(length), "--batch-size", str(batch), "--steps", "3", "--threads", "1"]
+    sizes = [
+        "--length",
+        str(length),
+        "--batch-size",
+        str(batch),
+        "--steps",
+        "3",
+        "--validate-every",
+        "3",
+        "--threads",
+        "1",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "kinformer", "train", member, *sizes, "--out", f"{folder}/run", "--quiet"]
         process = subprocess.Popen(words, stderr=subprocess.DEVNULL)

@@ -17,6 +17,7 @@ from kinformer.evaluation.estimate_parts import outputs
 from kinformer.evaluation.estimate_peak import peak
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import chunked
+from kinformer.kernels.bucketed.scratch import COMPILED
 from kinformer.runs.objective_cost import objective_cost
 from kinformer.tasks.deep_supervision import DeepSupervision
 
@@ -72,7 +73,7 @@ def test_peak_counts_what_an_operator_allocates_inside(monkeypatch):
         outputs(model, tokens)[0].sum().backward()
     assert len(told) == 2
     for operator, amount in told.items():
-        assert made[operator] < amount < 2 * made[operator]
+        assert made[operator] < amount - COMPILED < 2 * made[operator]
 
 
 def test_peak_counts_what_an_objective_has_beside_the_model():

@@ -17,7 +17,7 @@ from kinformer.evaluation.estimate_checkpoint import FLOAT, measure_held
 from kinformer.evaluation.estimate_length import at_length
 from kinformer.evaluation.estimate_parts import distinct, measure, without_data
 
-INTERPRETER = 345 << 20
+INTERPRETER = 360 << 20
 ALLOCATOR, ALLOCATOR_LARGE = 0.35, 0.55
 """Of activations and temporaries: what the allocator holds beyond them, where a layer's input is LARGE or is not."""
 LARGE = 2 << 20

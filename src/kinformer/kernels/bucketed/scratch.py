@@ -14,6 +14,8 @@ from kinformer.kernels.bucketed.layout import PAIRS, rows_per_tile
 
 NUMBERS, NUMBERS_OF_LINES = 8, 4
 """Arrays of int64 that a layout makes of every slot, and of every line."""
+COMPILED = 28 * 650_000
+"""oneDNN keeps what it compiled: products of blocks of each size, beyond those that all attention has."""
 
 
 def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:
@@ -25,7 +27,7 @@ def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> in
     tokens = batch * heads * slots
     blocks += rounds > 1  # which keys an earlier round saw
     numbers = 8 * (NUMBERS * tokens + NUMBERS_OF_LINES * lines)
-    return round(SPARE * size * (of_lines * lines + blocks * PAIRS)) + size * of_tokens * tokens + numbers
+    return round(SPARE * size * (of_lines * lines + blocks * PAIRS)) + size * of_tokens * tokens + numbers + COMPILED
 
 
 @scratch(torch.ops.kinformer.bucketed_attention)
