@@ -277,7 +277,7 @@ def absorbed(mixer) -> list[Tensor]:
 
 def read(mixer) -> list[Tensor]:
     if mixer.images_only:
-        return [mixer(numbers(2, TIME, DIM), Text(grid=(2, TIME // 2)))]
+        return [mixer(numbers(2, 30, DIM), Text(grid=(5, 6)))]
     if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
         return [mixer(numbers(2, TIME, DIM))]
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")

@@ -24,10 +24,22 @@ SIZES = {
     "initializer_range": 0.3,
 }
 CLASSES = {0: "cat", 1: "dog", 2: "newt"}
+WINDOWS = {
+    "embed_dim": 8,
+    "depths": [2, 3],
+    "num_heads": [2, 4],
+    "window_size": 2,
+    "image_size": 24,
+    "patch_size": 2,
+    "num_channels": 2,
+    "initializer_range": 0.3,
+}
 MEMBERS = {
     "vit": ("ViTConfig", "ViTForImageClassification", SIZES),
     "deit": ("DeiTConfig", "DeiTForImageClassificationWithTeacher", SIZES),
     "deit without a teacher": ("DeiTConfig", "DeiTForImageClassification", SIZES),
+    "swin": ("SwinConfig", "SwinForImageClassification", WINDOWS),
+    "swin, v2": ("Swinv2Config", "Swinv2ForImageClassification", WINDOWS),
 }
 
 
@@ -68,11 +80,13 @@ def folder(peers, tmp_path):
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_same_logits(peers, name, tmp_path):
+    """The distances of Swin V2 are float32 there, whatever the model is."""
     model = imported(peers[name].folder, tmp_path / "run")
     for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
-        x = images(12, 12, dtype=dtype)
+        side = 24 if name.startswith("swin") else 12
+        x = images(side, side, dtype=dtype)
         with torch.no_grad():
-            assert_close(model.to(dtype)(x), peers[name](x), limit)
+            assert_close(model.to(dtype)(x), peers[name](x), max(limit, 1e-6) if name == "swin, v2" else limit)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,38 @@ def test_a_missing_tensor_is_named(folder, missing, told, tmp_path):
     ],
 )
 def test_settings_that_cannot_be_imported(folder, changes, told):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(KinformerError, match=told):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("size", [(24, 24), (22, 30), (17, 13)])
+def test_windows_of_images_of_any_size(peers, size, tmp_path):
+    model, x = imported(peers["swin"].folder, tmp_path / "run").double(), images(*size)
+    with torch.no_grad():
+        assert_close(model(x), peers["swin"](x), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["swin", "swin, v2"])
+def test_wider_windows_and_no_bias(name, tmp_path):
+    peer = Peer(tmp_path / "peer", name, window_size=3, qkv_bias=False, mlp_ratio=2.0)
+    model, x = imported(peer.folder, tmp_path / "run").double(), images(24, 24)
+    with torch.no_grad():
+        assert_close(model(x), peer(x), 1e-9 if name == "swin" else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"use_absolute_embeddings": True}, "use_absolute_embeddings is True"),
+        ({"depths": 4}, "depths is 4, but must be a list"),
+        ({"num_heads": [2]}, "are of 2 and 1 stages"),
+        ({"layer_norm_eps": 1e-3}, "only 1e-05 can be imported"),
+        ({"pretrained_window_sizes": [7, 7]}, "biases of one window only"),
+    ],
+)
+def test_windows_that_cannot_be_imported(peers, changes, told, tmp_path):
+    folder = shutil.copytree(peers["swin"].folder, tmp_path / "checkpoint")
     edit(folder / "config.json", **changes)
     with pytest.raises(KinformerError, match=told):
         read_checkpoint(folder)

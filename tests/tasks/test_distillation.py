@@ -121,7 +121,7 @@ def test_a_separable_convolution_is_the_one_of_the_grid():
 
 
 def test_what_mixes_images_reads_nothing_else():
-    for member, told in (("bert", "mixes the patches of images"), ("vit", "class_token = false")):
+    for member, told in (("bert", "is for the patches of images"), ("vit", "class_token = false")):
         with pytest.raises(KinformerError, match=told):
             configure(member, "tiny", set={"layers.*.mixer": "separable_convolution"}).build()
     with pytest.raises(KinformerError, match="kernel must be an odd number"):

@@ -2,6 +2,7 @@
 
     pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
     post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
+    res-post    x + norm(F(x))       (Liu et al. 2022)
 
 Dropout falls on F's output, before the residual sum.
 """
@@ -97,3 +98,25 @@ class PostNorm(Residual):
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
         return self.norm(self._sum(x, y, share))
+
+
+class ResPostNorm(Residual):
+    """x + norm(F(x)) (Liu et al. 2022, Swin V2, section 3.2)"""
+
+    additive = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ResidualConfig):
+        kind = "res_post"
+
+        def build(self, dim: int, norm: NormConfig, dropout: float) -> ResPostNorm:
+            return ResPostNorm(dim, norm, dropout)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+        return self._sum(x, self.norm(y), share)
+
+    def added(self, y: Tensor, share: float = 1.0) -> Tensor:
+        return super().added(self.norm(y), share)

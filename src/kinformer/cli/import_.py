@@ -16,7 +16,7 @@ from kinformer.cli.output import print_json
 class Options(CommonOptions):
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder.
 
-    What can be imported: GPT-2, BERT, RoBERTa, Longformer, Big Bird, Marian, ViT and DeiT.
+    What can be imported: GPT-2, BERT, RoBERTa, Longformer, Big Bird, Marian, ViT, DeiT and Swin.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]

@@ -18,7 +18,7 @@ from kinformer.core.config import Config
 from kinformer.core.errors import KinformerError
 
 NEEDS_PATCHES = (
-    "mixes the patches of images and nothing else; use the input patches with class_token = false, and a head that "
+    "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "
     "takes their mean, as --set input.class_token=false --set head.pooling=mean."
 )
 LOCAL, GLOBAL = 0, 1

@@ -61,6 +61,18 @@ class StackConfig(Config):
         """How wide what comes out is, in a model of width ``dim``."""
         return dim
 
+    def widths(self, dim: int, layers: int) -> tuple[int, ...]:
+        """How wide each of so many layers is, in a model of width ``dim``."""
+        return (dim,) * layers
+
+    def keys(self, layers: Sequence[Any]) -> tuple[Any, ...]:
+        """For each layer's config what is equal of layers that cost the same."""
+        return tuple(layers)
+
+    def distinct(self, layers: Sequence[Any]) -> tuple[tuple[Any, ...], StackConfig]:
+        """The configs of the layers that differ, each once, and a stack of those that applies each once."""
+        return tuple(dict.fromkeys(layers)), self.once()
+
     @property
     def recomputes(self) -> bool:
         """Whether a training step computes layers a second time rather than keep what they made."""
@@ -97,9 +109,11 @@ class Stack(nn.Module):
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
     module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
     after which a token may leave for the head, the last included; empty where all tokens go through every use.
+    ``images_only``: as of ``core.encoder.EncoderMixer``.
     """
 
     shardable: bool = True
+    images_only: bool = False
     exits: tuple[int, ...] = ()
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
@@ -144,10 +158,11 @@ class Stack(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
 
-        def use(layer: nn.Module, x: Tensor, _: int) -> Tensor:
-            return checkpoint(layer, x, text, use_reentrant=False) if self._recomputes else layer(x, text)
+        return self._through(x, lambda layer, x, _: self._used(layer, x, text), before, taps)
 
-        return self._through(x, use, before, taps)
+    def _used(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
+        """What an encoder's ``layer`` makes of x."""
+        return checkpoint(layer, x, text, use_reentrant=False) if self._recomputes else layer(x, text)
 
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""

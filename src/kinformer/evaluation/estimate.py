@@ -193,10 +193,12 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
 def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
     """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
     alike: dict[Any, list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        alike.setdefault(layer, []).append(index)
+    keys = config.stack.keys(config.layers)
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    group_of, uses = {index: number for number, group in enumerate(groups) for index in group}, Counter(config.uses)
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         parameters[_part(name.split("."), group_of)] += parameter.numel()
@@ -206,7 +208,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
             group = groups[int(number)]
-            label, count = ".".join(["layers", _span(group), *rest]), uses[config.layers[group[0]]]
+            label, count = ".".join(["layers", _span(group), *rest]), uses[keys[group[0]]]
         forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
         rows.append(
             PartCost(

@@ -117,13 +117,15 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
             yield from ((f"layers.{index}.{name}", each) for each in listed)
     yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
+    yield from (("merges", part) for part in getattr(model.stack, "merges", ()))
     if (halting := getattr(model.stack, "halting", None)) is not None:
         yield "halting", halting
 
 
 def distinct(config: Any) -> Any:
     """The model config with each distinct layer once."""
-    return config.replace(layers=tuple(dict.fromkeys(config.layers)), stack=config.stack.once())
+    layers, stack = config.stack.distinct(config.layers)
+    return config.replace(layers=layers, stack=stack)
 
 
 def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:

@@ -6,14 +6,16 @@ Gradients would not tell: none reaches the inputs of an earlier segment, which a
 from __future__ import annotations
 
 from copy import deepcopy
+from math import isqrt
 
 import torch
 from torch import Tensor
 
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.encoder import EncoderMixer
+from kinformer.core.encoder import EncoderMixer, Text
 from kinformer.evaluation.panels import CELLS, HeatPanel, grid
 
+PATCHES = 64
 MOST_TOKENS = 1536
 """Tokens in a picture for which no length was asked."""
 AT_ONCE = 1 << 14
@@ -55,7 +57,9 @@ def influence_panel(
 
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
-    """(tokens per cell, a power of two, cells) for what a query sees and half of that again."""
+    """(tokens per cell, a power of two, cells) for what a query sees and half of that again; of an image 8 x 8."""
+    if getattr(mixer, "images_only", False):
+        return 1, PATCHES
     seen = getattr(mixer, "retained", None)
     if seen is None:
         return 1, CELLS
@@ -68,5 +72,7 @@ def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
 @torch.no_grad()
 def _outputs(mixer: CausalMixer | EncoderMixer, x: Tensor) -> Tensor:
     if isinstance(mixer, EncoderMixer):
-        return mixer(x)  # type: ignore[no-any-return]
+        rows = next(each for each in range(isqrt(x.shape[1]), 0, -1) if x.shape[1] % each == 0)
+        grid = (rows, x.shape[1] // rows) if mixer.images_only else None
+        return mixer(x, Text(grid=grid))  # type: ignore[no-any-return]
     return mixer(Chunk(x), mixer.initial_state(len(x)))[0]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ def models() -> list[type[Config]]:
     from kinformer.inputs import adaptive as adaptive_embedding
     from kinformer.inputs import frames, lookup, patches, pixels, steps, tokens
     from kinformer.models import decoder, encoder_decoder
-    from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, universal
+    from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, stages, universal
 
     return [
         decoder.Decoder.Config,
@@ -26,6 +26,7 @@ def models() -> list[type[Config]]:
         adaptive_embedding.AdaptiveEmbedding.Config,
         sequential.Sequential.Config,
         reversible.Reversible.Config,
+        stages.Stages.Config,
         universal.Universal.Config,
         act.ACT.Config,
         exits.Exits.Config,
@@ -59,6 +60,7 @@ def encoders() -> list[type[Config]]:
         separable_convolution,
         sinkhorn,
         star,
+        windows,
     )
     from kinformer.models import encoder
     from kinformer.projections import multi_head_global
@@ -79,6 +81,7 @@ def encoders() -> list[type[Config]]:
         star.StarAttention.Config,
         sinkhorn.SinkhornAttention.Config,
         separable_convolution.SeparableConvolution.Config,
+        windows.WindowAttention.Config,
         multi_head_global.MultiHeadGlobal.Config,
         masked_language.MaskedLanguageHead.Config,
         classification.ClassificationHead.Config,
@@ -99,6 +102,7 @@ def blocks() -> list[type[Config]]:
         sha_rnn.ShaRnnLayer.Config,
         residual.PreNorm.Config,
         residual.PostNorm.Config,
+        residual.ResPostNorm.Config,
         gated.Reordered.Config,
         gated.Gated.Config,
         feed_forward.MLP.Config,

@@ -222,9 +222,10 @@ def _add(subject: Drawing, side: _Side, name: str) -> None:
     subject.encodings[before:] = [replace(each, place=at(each.place)) for each in subject.encodings[before:]]
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_of_layer(mixers, options), model):
-        mixer = placed.part.build(dim) if model is None else _at(model, placed.path)
+        width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
+        mixer = placed.part.build(width) if model is None else _at(model, placed.path)
         if not hasattr(placed.part, "pattern") and not getattr(mixer, "reads_source", False):  # it sees all of that
-            subject.others.append((mixer, describe(placed.part), at(_place(placed)), dim))
+            subject.others.append((mixer, describe(placed.part), at(_place(placed)), width))
 
 
 def _with_globals(pattern: Pattern, name: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors, read_json
-from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, marian, vit
+from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, marian, swin, vit
 from kinformer.interop.encoder import Family
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ FORMATS = {
     "big_bird": _Format(member="big-bird", model_config=big_bird.model_config, family=big_bird.BIG_BIRD),
     "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
+    **dict.fromkeys(
+        ("swin", "swinv2"),
+        _Format(member="swin", model_config=swin.model_config, convert=swin.convert, images=True),
+    ),
 }
 
 

@@ -56,7 +56,9 @@ class Trunk(nn.Module):
         self.position = config.position.build_model(dim, len(config.uses))
         self._build_entrance(config, dim)
         config.stack.check(self.position)
-        self.stack = config.stack.build_model([layer.build(dim) for layer in config.layers], dim)
+        widths = config.stack.widths(dim, len(config.layers))
+        layers = [layer.build(width) for layer, width in zip(config.layers, widths, strict=True)]
+        self.stack = config.stack.build_model(layers, dim)
         self.norm = config.norm.build(config.stack.width(dim)) if config.norm else nn.Identity()
         mixers = (each.max_length for each in self.stack.modules() if isinstance(each, CausalMixer | EncoderMixer))
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)

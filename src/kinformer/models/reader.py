@@ -62,6 +62,8 @@ class Reader(Trunk):
                 mixer.check(self.config.global_tokens > 0, self.config.global_input is not None)
                 if mixer.images_only and not patches_only:
                     raise KinformerError(f"the mixer {type(mixer).__name__} {NEEDS_PATCHES}")
+        if self.stack.images_only and not patches_only:
+            raise KinformerError(f"the stack {self.config.stack.kind!r} {NEEDS_PATCHES}")
 
     def hidden(
         self,

@@ -48,6 +48,9 @@ class Vision(Task):
         ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
     )
 
+    def takes(self, config: Any) -> bool:
+        return super().takes(config) and config.input.kind in ("tokens", INPUT)
+
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.input.kind == INPUT
 
