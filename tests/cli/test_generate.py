@@ -113,13 +113,13 @@ def test_each_token_is_written_before_the_next_is_computed(linear_run, monkeypat
         def flush(self):
             events.append(("written", len(self.getvalue())))
 
-    hidden = Decoder.hidden
+    hidden = Decoder.head_inputs
 
     def recorded(*args, **options):
         events.append(("computed", None))
         return hidden(*args, **options)
 
-    monkeypatch.setattr(Decoder, "hidden", recorded)
+    monkeypatch.setattr(Decoder, "head_inputs", recorded)
     monkeypatch.setattr(ByteStream, "feed", lambda self, token: chr(token))
     monkeypatch.setattr(sys, "stdout", Recording())
     flags = ["--max-new-tokens", "6", "--temperature", "0", "--no-echo", "--device", "cpu"]

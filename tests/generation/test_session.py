@@ -126,8 +126,8 @@ def test_a_stop_inside_the_prompt_does_not_count(linear, prompt):
 
 def test_each_token_is_told_before_the_next_is_computed(linear, prompt, monkeypatch):
     events = []
-    hidden = linear.hidden
-    monkeypatch.setattr(linear, "hidden", lambda *args, **kw: events.append("computed") or hidden(*args, **kw))
+    hidden = linear.head_inputs
+    monkeypatch.setattr(linear, "head_inputs", lambda *args, **kw: events.append("computed") or hidden(*args, **kw))
     session = Session(linear, seed=0)
     session.feed(prompt[:1])
     for _ in session.stream(3):
@@ -138,7 +138,7 @@ def test_each_token_is_told_before_the_next_is_computed(linear, prompt, monkeypa
 def test_positions_beyond_the_end_are_refused_before_anything_is_computed(gpt, prompt, monkeypatch):
     assert kinformer.generate(gpt, prompt, max_new_tokens=118).shape == (3, 118)
     calls = []
-    monkeypatch.setattr(gpt, "hidden", lambda *args, **kw: calls.append(args))
+    monkeypatch.setattr(gpt, "head_inputs", lambda *args, **kw: calls.append(args))
     told = "129 tokens are to be absorbed, but this model's positions end at max_length = 128"
     with pytest.raises(KinformerError, match=told):
         kinformer.generate(gpt, prompt, max_new_tokens=119)

@@ -158,9 +158,9 @@ class Stack(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
 
-        return self._through(x, lambda layer, x, _: self._used(layer, x, text), before, taps)
+        return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
-    def _used(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
+    def _read(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
         """What an encoder's ``layer`` makes of x."""
         return checkpoint(layer, x, text, use_reentrant=False) if self._recomputes else layer(x, text)
 

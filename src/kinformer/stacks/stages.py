@@ -99,7 +99,7 @@ class Stages(Stack):
     def _stage(self, layers: Sequence[int], x: Tensor, text: Text, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         for number, layer in enumerate(layers):
-            x = self._used(self.layers[layer], x, text)
+            x = self._read(self.layers[layer], x, text)
             if number in taps:
                 tapped.append(x)
         return x, tapped
