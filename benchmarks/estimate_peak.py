@@ -24,18 +24,8 @@ SIZES = ((256, 4), (512, 8))
 
 def measured(member: str, length: int, batch: int) -> int:
     """Bytes of the largest resident set of a training process; the system counts it."""
-    sizes = [
-        "--length",
-        str(length),
-        "--batch-size",
-        str(batch),
-        "--steps",
-        "3",
-        "--validate-every",
-        "3",
-        "--threads",
-        "1",
-    ]
+    steps = ["--steps", "3", "--validate-every", "3"]
+    sizes = ["--length", str(length), "--batch-size", str(batch), *steps, "--threads", "1"]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "kinformer", "train", member, *sizes, "--out", f"{folder}/run", "--quiet"]
         process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
