@@ -157,7 +157,6 @@ class Stack(nn.Module):
         self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
-
         return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
     def _read(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
