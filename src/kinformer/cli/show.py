@@ -154,7 +154,7 @@ def _print_state(page: dict[str, Any]) -> None:
 
 def folded(config: Any) -> Any:
     """A config's dict form in which what is at its default is only named, under the key DEFAULTS."""
-    from kinformer.core.config import Config, field_types
+    from kinformer.core.config import Config, field_types, tags
 
     if isinstance(config, tuple):
         return [folded(item) for item in config]
@@ -163,7 +163,7 @@ def folded(config: Any) -> Any:
     known = {each.name: each for each in fields(config)}  # type: ignore[arg-type]
     same = [name for name in field_types(type(config)) if getattr(config, name) == known[name].default]
     shown = {name: folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
-    return {"kind": config.kind} | shown | ({DEFAULTS: ", ".join(same)} if same else {})
+    return tags(config) | shown | ({DEFAULTS: ", ".join(same)} if same else {})
 
 
 def tree(config: Any, indent: str) -> Iterator[str]:

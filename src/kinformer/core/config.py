@@ -60,13 +60,17 @@ def field_types(config: type[Config]) -> dict[str, Any]:
 def to_dict(value: Any) -> Any:
     """A config (or a tuple or plain value inside one) as JSON-ready data; a config of a slot carries its ``kind``."""
     if isinstance(value, Config):
-        data = {"kind": value.kind} if value.kind else {}
-        if (package := _package_of(type(value))) is not None:
-            data["package"] = package
-        return data | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
+        return tags(value) | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
         return [to_dict(item) for item in value]
     return value
+
+
+def tags(config: Config) -> dict[str, Any]:
+    """What stands beside the fields in a config's dict form: its ``kind`` and, if another has it, its ``package``."""
+    tagged = {"kind": config.kind} if config.kind else {}
+    package = _package_of(type(config))
+    return tagged if package is None else tagged | {"package": package}
 
 
 def from_dict(config: type[C], data: Any, kinds: Kinds, place: str = "config") -> C:
