@@ -154,6 +154,7 @@ def recogniser(
     from kinformer.blocks.bare import BareLayer
     from kinformer.blocks.encoder_layer import EncoderLayer, EncoderLayerConfig
     from kinformer.blocks.feed_forward import MLP
+    from kinformer.blocks.initialise import Initialisation
     from kinformer.blocks.norms import LayerNorm
     from kinformer.heads.ctc import CTCHead
     from kinformer.inputs.frames import Frames
@@ -172,6 +173,7 @@ def recogniser(
         position=NoPosition.Config() if bare else Sinusoidal.Config(),
         head=CTCHead.Config(classes=classes),
         norm=None if bare else LayerNorm(),
+        initialisation=Initialisation(scheme="framework"),
     )
 
 

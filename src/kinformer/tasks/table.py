@@ -28,7 +28,7 @@ from kinformer.tasks.task import Task
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
-PAGES = (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, vision, speech, translate)
+PAGES = (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, speech, vision, translate)
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
 
 OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
