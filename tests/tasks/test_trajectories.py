@@ -15,10 +15,10 @@ from kinformer.core.errors import KinformerError
 from kinformer.data.made_trajectories import random_walks
 from kinformer.environments.environment import Box, Discrete
 from kinformer.inputs.steps import ACTION, RETURN, STATE
-from kinformer.tasks.trajectories import TrajectoryOptions, targets_of
 from kinformer.tasks.trajectory_acting import Agent, Drawing, rollouts
 from kinformer.tasks.trajectory_data import open_data
 from kinformer.tasks.trajectory_measure import facts_correlation
+from kinformer.tasks.trajectory_options import TrajectoryOptions, targets_of
 from kinformer.tasks.trajectory_rows import ActionLoss, TrajectoryRows, negative_log_density, rows_of
 from kinformer.training.settings import Settings
 

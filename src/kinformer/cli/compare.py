@@ -39,8 +39,8 @@ class Options(CompareOptions, CommonOptions):
 def run(options: Options) -> int:
     """Compare, write the report, and print it; returns 1 where a member is out."""
     from kinformer.compare.compare import compare
+    from kinformer.compare.files import write
     from kinformer.compare.record import as_json, merged, read
-    from kinformer.compare.report import write
 
     if options.merge:
         files = (*options.merge, *options.members)

@@ -1,26 +1,12 @@
-"""A comparison as files: JSON for machines, Markdown for a repository, one HTML page for readers."""
+"""What a comparison says, in any form: columns, order, title and conditions; and all of it as Markdown."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kinformer.compare import words
 from kinformer.compare.machine import described
-from kinformer.compare.record import Comparison, EntrantRecord, mean_of, save
-from kinformer.core.files import write_atomic
-from kinformer.tasks.task import Table
-
-JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"
-
-
-@dataclass(frozen=True)
-class Written:
-    """``paths`` of the files, and what is printed."""
-
-    paths: tuple[Path, ...]
-    text: tuple[str | Table, ...]
+from kinformer.compare.record import Comparison, EntrantRecord, mean_of
 
 
 class Column:
@@ -75,41 +61,6 @@ def ordered(comparison: Comparison) -> list[EntrantRecord]:
 
 def _seconds(entrant: EntrantRecord) -> float | None:
     return sum(run.seconds for run in entrant.runs) / len(entrant.runs) if entrant.runs else None
-
-
-def write(comparison: Comparison, folder: Path) -> Written:
-    """Write all forms into ``folder``; the page needs matplotlib and Jinja2, and is left out with a sentence where
-    these are not installed."""
-    from importlib.util import find_spec
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save(comparison, folder / JSON)
-    _text_file(folder / MARKDOWN, markdown(comparison))
-    paths, notes = [folder / JSON, folder / MARKDOWN], []
-    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
-        notes.append(f"no page: it needs {' and '.join(missing)}, which pip install 'kinformer[plot]' gets.")
-    else:
-        from kinformer.compare.page import page
-
-        _text_file(folder / HTML, page(comparison))
-        paths.insert(0, folder / HTML)
-    table = Table(
-        ("member", *(column.title for column in columns(comparison))),
-        [(each.name, *(column.cell(each) for column in columns(comparison))) for each in ordered(comparison)],
-        range(1, 20),
-    )
-    told = [
-        *words.summary(comparison),
-        *words.crossovers_of(comparison),
-        "",
-        *notes,
-        *(f"wrote {path}" for path in paths),
-    ]
-    return Written(tuple(paths), (table, "", *told))
-
-
-def _text_file(path: Path, text: str) -> None:
-    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 def markdown(comparison: Comparison) -> str:

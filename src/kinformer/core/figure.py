@@ -33,6 +33,10 @@ BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
 BITS_PER_ACTION = Figure("bits_per_action", "bits per action")
 ACTION_ERROR = Figure("action_error", "mean squared error of actions")
 BITS_PER_DIM = Figure("bits_per_dim", "bits per dimension")
+BITS_PER_SYMBOL = Figure("bits_per_symbol", "bits per symbol")
+ERROR_RATE = Figure("error_rate", SHARE)
+BLEU = Figure("bleu", "BLEU", lower_is_better=False)
+CHRF = Figure("chrf", "chrF2", lower_is_better=False)
 
 
 def bits_per_masked(unit: str) -> Figure:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kinformer.core.errors import KinformerError, require
-from kinformer.core.figure import SHARE, Figure
+from kinformer.core.figure import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kinformer.training.data_module import DataModule
 
 NAME, INPUT, HEAD = "speech", "frames", "ctc"
-ERROR_RATE = Figure("error_rate", SHARE)
-BITS_PER_SYMBOL = Figure("bits_per_symbol", "bits per symbol")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from kinformer.core.errors import KinformerError, choose, require_finite
+from kinformer.core.figure import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
 from kinformer.data.clips import Holdout
 from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
 from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.generation.ctc import greedy, prefix_beam
-from kinformer.tasks.speech import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.tasks.speech_rows import Rows, ctc_nats
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.tasks.text import heading, note_other_data, spec_of

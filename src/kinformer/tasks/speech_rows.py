@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.figure import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.core.model import CausalModel
 from kinformer.core.progress import note
 from kinformer.data.buckets import STEP_OF_WIDTH, Order
@@ -25,7 +26,6 @@ from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windo
 from kinformer.data.sound import Sound, split_symbols
 from kinformer.evaluation.transcripts import count_errors
 from kinformer.generation.ctc import BLANK, greedy
-from kinformer.tasks.speech import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome

@@ -21,7 +21,7 @@ from kinformer.core.progress import Progress
 from kinformer.data.permutation import mix
 from kinformer.environments.environment import Box, Discrete, Environment
 from kinformer.environments.table import make
-from kinformer.tasks.trajectories import PER_STEP
+from kinformer.tasks.trajectory_options import PER_STEP
 
 WAVE = 64
 """Episodes side by side."""

@@ -14,7 +14,7 @@ from kinformer.environments.environment import Box, Discrete, Environment
 from kinformer.environments.table import make
 from kinformer.tasks.task import TrainedRun, TrainingPlan
 from kinformer.tasks.text import spec_of
-from kinformer.tasks.trajectories import INPUT, PER_STEP, TrajectoryOptions
+from kinformer.tasks.trajectory_options import INPUT, PER_STEP, TrajectoryOptions
 
 __all__ = ["MADE", "TrajectoryData", "check_plan", "data_of", "fitted", "open_data"]
 

@@ -16,10 +16,10 @@ from kinformer.core.files import write_atomic
 from kinformer.environments.environment import Discrete, Environment
 from kinformer.environments.table import make
 from kinformer.tasks.task import LoadedRun
-from kinformer.tasks.trajectories import TrajectoryGenerating, targets_of
 from kinformer.tasks.trajectory_acting import Agent
 from kinformer.tasks.trajectory_data import check_environment, data_of
 from kinformer.tasks.trajectory_measure import agent_of
+from kinformer.tasks.trajectory_options import TrajectoryGenerating, targets_of
 
 FRAME_MILLISECONDS = 120
 SHOWN = 6

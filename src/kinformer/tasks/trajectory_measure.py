@@ -19,10 +19,10 @@ from kinformer.environments.table import make
 from kinformer.evaluation.bits import streamable
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.tasks.text import note_other_data
-from kinformer.tasks.trajectories import PER_STEP, Acting, TrajectoryMeasuring, targets_of
 from kinformer.tasks.trajectory_acting import Agent, Drawing, Rollouts, rollouts
 from kinformer.tasks.trajectory_clone import Clone
 from kinformer.tasks.trajectory_data import TrajectoryData, check_environment, data_of
+from kinformer.tasks.trajectory_options import PER_STEP, Acting, TrajectoryMeasuring, targets_of
 from kinformer.tasks.trajectory_rows import ActionLoss, rows_of
 from kinformer.training.batch import map_fields
 

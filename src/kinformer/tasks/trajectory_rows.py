@@ -15,8 +15,8 @@ from kinformer.core import state as states
 from kinformer.core.figure import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
 from kinformer.data.permutation import mix
 from kinformer.data.trajectories import Trajectories
-from kinformer.tasks.trajectories import PER_STEP
 from kinformer.tasks.trajectory_data import TrajectoryData
+from kinformer.tasks.trajectory_options import PER_STEP
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
 from kinformer.training.settings import Settings

@@ -3,82 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError, require
-from kinformer.core.figure import BITS_PER_BYTE, Figure
+from kinformer.core.errors import KinformerError
+from kinformer.core.figure import BITS_PER_BYTE, BLEU, CHRF
 from kinformer.core.model import SourceModel
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.translate_options import Decoding, TranslateMeasuring, TranslateOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from kinformer.data.pairs import Languages, Parallel
+    from kinformer.data.pairs import Parallel
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
-BLEU, CHRF = (Figure(name, unit, lower_is_better=False) for name, unit in (("bleu", "BLEU"), ("chrf", "chrF2")))
 ENDS = 2
 """Ids that a model has for itself: BOS and EOS."""
 VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
 """From so many bytes of text on (both sides together), so many tokens."""
 OF_NUMBERS = 400
 """Tokens for number words, which are made of some sixty pieces."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranslateOptions:
-    """Of translation."""
-
-    source: str | None = None
-    """The language to translate from: the ending of its files, or the name of its column (English if it is there)."""
-    target: str | None = None
-    """The language to translate into."""
-    label_smoothing: float = 0.1
-    """The share of the probability that training spreads over all ids."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise KinformerError(f"--label-smoothing is {self.label_smoothing:g} but must be 0 or more and below 1.")
-
-    @property
-    def languages(self) -> Languages:
-        """What was said of the languages."""
-        from kinformer.data.pairs import Languages
-
-        return Languages(self.source, self.target)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """Of translation."""
-
-    beam: int = 4
-    """How many translations of a sentence are followed; 1 always takes the most probable token."""
-    length_penalty: float = 0.6
-    """The exponent by which long translations are preferred; 0 prefers short ones."""
-    sentences: int = 32
-    """How many are translated at a time."""
-
-    def __post_init__(self) -> None:
-        for name in ("beam", "sentences"):
-            require(f"--{name}", getattr(self, name), 1)
-        require("--length-penalty", self.length_penalty, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranslateMeasuring(Decoding):
-    """Of translation."""
-
-    first: int | None = None
-    """Measure the first so many pairs only."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("--first", self.first, 1)
 
 
 def _smoothed(model: Any) -> Any:

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from kinformer.core.errors import KinformerError, choose
-from kinformer.core.figure import BITS_PER_BYTE
+from kinformer.core.figure import BITS_PER_BYTE, BLEU, CHRF
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
 from kinformer.tasks.text import ends_of, heading, note_other_data, spec_of
-from kinformer.tasks.translate import BLEU, CHRF, TranslateMeasuring
 from kinformer.tasks.translate_generate import Translator
+from kinformer.tasks.translate_options import TranslateMeasuring
 from kinformer.tasks.translate_rows import EncodedPairs, TranslationLoss
 from kinformer.training.batch import map_fields
 
