@@ -17,7 +17,7 @@ TASK_OPTIONS = "GeneratingOptions"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(GenerateOptions, Printing):
-    """Continue a text, every token written as soon as it is drawn, draw images, or translate lines as they come."""
+    """Continue a text, every token written as it is drawn, draw or classify images, or translate lines as they come."""
 
     folder: RunFolder
     """The run folder."""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import WholeModel
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
-from kinformer.tasks.vision_options import VisionMeasuring, VisionOptions
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.vision_options import VisionGenerating, VisionMeasuring, VisionOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
@@ -35,7 +36,8 @@ class Vision(Task):
     title = "image classification"
     description = (
         "Learns to tell the classes of images: IDX files, an .npz archive, or a folder with a folder of pictures per "
-        "class. Measured by accuracy, with that of always predicting the most frequent class as the baseline."
+        "class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
+        "generate tells the most probable classes of pictures."
     )
     does = "predicts classes of images"
     protocol = WholeModel
@@ -43,6 +45,9 @@ class Vision(Task):
     objectives = {"classification": _classification}
     Options = VisionOptions
     MeasuringOptions = VisionMeasuring
+    GeneratingOptions = VisionGenerating
+    prompted = False
+    temperature = 1.0
     default_data = "digits"
     refused = dict.fromkeys(
         ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
@@ -100,6 +105,14 @@ class Vision(Task):
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
         return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.vision_generate import classify
+
+        return classify(subject, options, options.own, write)
 
 
 TASK = Vision()

@@ -1,4 +1,4 @@
-"""The options that the task of images has of its own, for training and for measuring. Free of PyTorch."""
+"""The options that the task of images has of its own, for training, measuring and generating. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -78,3 +78,17 @@ class VisionMeasuring:
 
     def __post_init__(self) -> None:
         require("--images", self.images, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionGenerating:
+    """Of image classification."""
+
+    image: str | None = None
+    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as --data takes it, whose first
+    --samples test images are taken."""
+    classes: int = 5
+    """How many of the most probable classes are told."""
+
+    def __post_init__(self) -> None:
+        require("--classes", self.classes, 1)
