@@ -41,6 +41,8 @@ def run(options: Options) -> int:
     import torch
 
     torch.manual_seed(options.seed)
+    if options.image is not None:
+        return _image(options, out)
     if options.exits and not options.spans:
         return _exits(options, out)
     if options.data is not None and not options.spans:
@@ -75,6 +77,22 @@ def _exits(options: Options, out: Path) -> int:
         print_json({"subject": options.subject, "kind": "run", "out": str(out)} | text.exited.facts)
     else:
         print(f"{out}: {text.title}\n  {text.exited.text}")
+    return 0
+
+
+def _image(options: Options, out: Path) -> int:
+    from kinformer.evaluation.draw_image import draw_image
+    from kinformer.figures.image import looked_at
+
+    drawing = looked_at(asked(DrawOptions, options))
+    draw_image(drawing, out)
+    names = [panel.name.replace("\n", ", ") for panel in drawing.panels]
+    if options.json:
+        print_json(
+            {"subject": options.subject, "kind": "run", "out": str(out), "image": drawing.title, "panels": names}
+        )
+    else:
+        print(f"{out}: {drawing.title}", *names, sep="\n  ")
     return 0
 
 

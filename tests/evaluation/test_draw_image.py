@@ -1,0 +1,84 @@
+"""What a trained model looks at in an image: roll-out of its attention, and the windows of its stages."""
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.cli.main import main
+from kinformer.core.encoder import Text
+from kinformer.core.errors import KinformerError
+from kinformer.evaluation.draw_image import HeatOver, WindowsOver
+from kinformer.figures.image import looked_at, probabilities, rollout
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.windows import apart
+from kinformer.runs.draw_options import DrawOptions
+
+SMALL = {"recipe": "tiny", "steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for member in ("vit", "deit", "swin", "convformer"):
+        kinformer.train(member, out=folder / member, task="vision", quiet=True, **SMALL)
+    return folder
+
+
+def looked(run, **options):
+    return looked_at(DrawOptions(subject=str(run), image="digits", **options))
+
+
+def test_probabilities_are_those_of_the_mixer():
+    torch.manual_seed(0)
+    mixer, x = BidirectionalAttention.Config(num_heads=2).build(8), torch.randn(1, 5, 8)
+    found, values = probabilities(mixer, x), mixer.projection(x)[2]
+    assert torch.allclose(found.sum(-1), torch.ones(2, 5))
+    y = mixer.out((found @ values[0]).transpose(0, 1).flatten(1))
+    assert torch.allclose(y, mixer(x, Text())[0], atol=1e-6)
+
+
+def test_rollout_is_the_product_of_means_with_the_residual():
+    layers = torch.rand(2, 3, 4, 4).softmax(-1)
+    want = torch.eye(4, dtype=torch.float64)
+    for layer in layers.double():
+        want = (layer.mean(0) + torch.eye(4)) / 2 @ want
+    assert torch.allclose(rollout(list(layers)), want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("member", "names"), [("vit", ["class token"]), ("deit", ["class token", "distillation token"])]
+)
+def test_each_token_before_the_patches_has_its_heat(runs, member, names):
+    panels = looked(runs / member).panels
+    assert [panel.name for panel in panels] == [f"roll-out, {name}" for name in names]
+    for panel in panels:
+        assert isinstance(panel, HeatOver) and panel.values.mean() == pytest.approx(1) and panel.values.min() > 0
+
+
+def test_windows_of_swin_meet_where_the_mixer_cuts_them(runs):
+    panels = looked(runs / "swin").panels
+    assert panels and all(isinstance(panel, WindowsOver) for panel in panels)
+    panel = WindowsOver(name="", patch=2, side=4, shift=2)
+    assert panel.lines(16) == [4, 12]
+    mask = apart((8, 8), 4, 2, torch.device("cpu"))
+    assert not mask[-1].all() and mask[0].all()  # the last window holds parts from both ends of the image
+
+
+def test_from_the_command_line(runs, tmp_path, capsys):
+    out = tmp_path / "seen.png"
+    assert main(["draw", str(runs / "vit"), "--image", "digits", "--out", str(out)]) == 0
+    assert "roll-out, class token" in capsys.readouterr().out and out.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("member", "options", "told"),
+    [
+        ("convformer", {}, "draws attention between all patches"),
+        ("vit", {"exits": True}, "--exits: is not for --image"),
+        ("vit", {"image": "missing.png"}, "missing.png"),
+    ],
+)
+def test_what_cannot_be_drawn(runs, member, options, told):
+    with pytest.raises(KinformerError) as error:
+        looked_at(DrawOptions(**{"subject": str(runs / member), "image": "digits"} | options))
+    assert told in str(error.value)
