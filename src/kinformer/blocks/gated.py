@@ -44,15 +44,14 @@ class Reordered(Residual):
     def enter(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def added(self, y: Tensor, share: float = 1.0) -> Tensor:
-        return super().added(y.relu(), share)
-
-    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        return self._sum(x, y.relu(), share)
+    def given(self, y: Tensor) -> Tensor:
+        return super().given(y.relu())
 
 
-class Gated(Residual):
+class Gated(Reordered):
     """gate(x, relu(F(norm(x))))"""
+
+    additive = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
@@ -76,11 +75,8 @@ class Gated(Residual):
         self.of_reset = nn.Linear(dim, dim, bias=False) if config.gate == "gru" else None
         self.bias = nn.Parameter(torch.full((dim,), float(config.bias))) if config.gate != "input" else None
 
-    def enter(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        y = self.added(y.relu(), share)
+        y = self.added(y, share)
         if self.of_reset is not None:
             return self._gru(x, y)
         if self.gate == "sigtanh":

@@ -21,7 +21,7 @@ from kinformer.core.config import Config
 class Residual(nn.Module):
     """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
 
-    ``additive``: what leaves is ``x + added(F(enter(x)))``.
+    ``additive``: what leaves is ``x + added(F(enter(x)))``. ``given`` is what becomes of F's output before any sum.
     """
 
     additive: bool = False
@@ -40,18 +40,19 @@ class Residual(nn.Module):
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
         """The stream after the sublayer gave ``y``, of which ``share`` is added."""
-        raise NotImplementedError
+        return self._sum(x, y, share)
 
     def added(self, y: Tensor, share: float = 1.0) -> Tensor:
         """What ``share`` of the sublayer's output ``y`` adds to a stream."""
-        y = self._dropped(y)
+        y = self.given(y)
         return y if share == 1 else share * y
 
     def _sum(self, x: Tensor, y: Tensor, share: float) -> Tensor:
-        y = self._dropped(y)
+        y = self.given(y)
         return x + y if share == 1 else torch.add(x, y, alpha=share)
 
-    def _dropped(self, y: Tensor) -> Tensor:
+    def given(self, y: Tensor) -> Tensor:
+        """What the sublayer's output ``y`` [batch, time, dim] gives to the stream."""
         return y if self.dropout is None else self.dropout(y)
 
 
@@ -78,9 +79,6 @@ class PreNorm(Residual):
 
     def enter(self, x: Tensor) -> Tensor:
         return self.norm(x)
-
-    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        return self._sum(x, y, share)
 
 
 class PostNorm(Residual):
@@ -115,8 +113,5 @@ class ResPostNorm(Residual):
     def enter(self, x: Tensor) -> Tensor:
         return x
 
-    def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        return self._sum(x, self.norm(y), share)
-
-    def added(self, y: Tensor, share: float = 1.0) -> Tensor:
-        return super().added(self.norm(y), share)
+    def given(self, y: Tensor) -> Tensor:
+        return super().given(self.norm(y))

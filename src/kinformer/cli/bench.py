@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, asked
-from kinformer.cli.output import print_blocks, print_json, size
+from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import BenchOptions
+from kinformer.core.figure import size
 from kinformer.tasks.task import Table
 
 if TYPE_CHECKING:

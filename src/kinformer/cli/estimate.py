@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kinformer.cli.options import Changes, CommonOptions, Member
-from kinformer.cli.output import print_json, print_table, size
+from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
+from kinformer.core.figure import size
 
 if TYPE_CHECKING:
     from kinformer.evaluation.estimate import Estimate

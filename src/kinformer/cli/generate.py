@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, asked
-from kinformer.cli.output import print_json, size
+from kinformer.cli.output import print_json
 from kinformer.core.errors import KinformerError
+from kinformer.core.figure import size
 from kinformer.runs.options import GenerateOptions
 
 TASK_OPTIONS = "GeneratingOptions"

@@ -8,7 +8,8 @@ from typing import Annotated
 import tyro
 
 from kinformer.cli.options import CommonOptions, RunFolder, asked
-from kinformer.cli.output import print_json, size
+from kinformer.cli.output import print_json
+from kinformer.core.figure import size
 from kinformer.runs.options import IndexOptions
 
 

@@ -90,12 +90,3 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
-
-
-def size(count: float) -> str:
-    """``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -10,9 +10,10 @@ from typing import Any
 
 from kinformer.cli.list_ import facts
 from kinformer.cli.options import Changes, CommonOptions, Member, require
-from kinformer.cli.output import print_json, print_table, size
+from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
 from kinformer.core.errors import KinformerError
+from kinformer.core.figure import size
 from kinformer.family.record import Member as MemberRecord
 from kinformer.family.table import FAMILY, member
 

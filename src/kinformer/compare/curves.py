@@ -9,6 +9,7 @@ from typing import Any
 from kinformer.compare import words
 from kinformer.compare.charts import Chart, Series
 from kinformer.compare.record import Comparison, EntrantRecord, Point, mean_of
+from kinformer.core.figure import size
 
 
 def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
@@ -68,10 +69,10 @@ def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             "State",
             f"bytes of state after {length:,} tokens",
             lambda each: words.state_at(each, length),
-            words.size,
+            size,
         ),
         ("time", "Training time", "seconds of training", _seconds, lambda x: f"{x:,.0f} s"),
-        ("memory", "Memory", "peak bytes in training", words.peak_bytes, words.size),
+        ("memory", "Memory", "peak bytes in training", words.peak_bytes, size),
         ("speed", "Generation", "tokens/s, one text", lambda each: words.generated(each, 1), lambda x: f"{x:,.0f}/s"),
     ]
     for key, title, x_title, of, text in costs:
@@ -134,7 +135,7 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             each.name,
             index[each.name],
             [
-                (row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {words.size(row['bytes'])}")
+                (row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {size(row['bytes'])}")
                 for row in each.memory["lengths"]
                 if row["bytes"] > 0
             ],
@@ -149,7 +150,7 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             each.name,
             index[each.name],
             [
-                (int(length), count / 1024, f"{int(length):,} tokens, {words.size(count)}")
+                (int(length), count / 1024, f"{int(length):,} tokens, {size(count)}")
                 for length, count in sorted(each.state_bytes.items(), key=lambda item: int(item[0]))
                 if count
             ],

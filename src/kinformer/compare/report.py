@@ -7,6 +7,7 @@ from typing import Any
 from kinformer.compare import words
 from kinformer.compare.machine import described
 from kinformer.compare.record import Comparison, EntrantRecord, mean_of
+from kinformer.core.figure import size
 
 
 class Column:
@@ -46,8 +47,8 @@ def columns(comparison: Comparison) -> list[Column]:
         Column("learning rate", lambda each: each.lr, lambda value: f"{value:g}"),
         Column("train tokens/s", words.tokens_per_second, lambda value: f"{value:,.0f}", False),
         Column("training s", _seconds, lambda value: f"{value:,.0f}", True),
-        Column("peak memory", words.peak_bytes, words.size, True),
-        Column(f"state at {words.common_length(comparison):,} tokens", state, words.size, True),
+        Column("peak memory", words.peak_bytes, size, True),
+        Column(f"state at {words.common_length(comparison):,} tokens", state, size, True),
         Column("generate 1/s", lambda each: words.generated(each, 1), lambda value: f"{value:,.0f}", False),
         Column("generate 16/s", lambda each: words.generated(each, 16), lambda value: f"{value:,.0f}", False),
     ]

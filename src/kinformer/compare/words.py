@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kinformer.compare.record import Comparison, EntrantRecord, mean_of
 from kinformer.compare.statistics import holm, welch
-from kinformer.core.figure import SHARE, Figure
+from kinformer.core.figure import SHARE, Figure, size
 
 SIGNIFICANT = 0.05
 
@@ -250,15 +250,6 @@ def generated(entrant: EntrantRecord, batch: int) -> float | None:
     """Tokens per second, all rows together."""
     points = (entrant.generation or {}).get("points", ())
     return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
-
-
-def size(count: float) -> str:
-    """Bytes in the binary unit that suits them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _list(items: Any) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from math import isfinite
 
 
 class KinformerError(ValueError):
@@ -36,9 +35,9 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def require_finite(nats: float, where: str = "") -> None:
+def require_finite(finite: bool, where: str = "") -> None:
     """Refuse what a model with damaged weights predicts; ``where`` it did."""
-    if not isfinite(nats):
+    if not finite:
         raise KinformerError(
             f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."
         )

@@ -42,3 +42,12 @@ CHRF = Figure("chrf", "chrF2", lower_is_better=False)
 def bits_per_masked(unit: str) -> Figure:
     """The figure, by what a token is: a byte, or a tokenizer's token."""
     return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")
+
+
+def size(count: float) -> str:
+    """``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

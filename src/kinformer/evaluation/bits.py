@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def measure(
             if windows is not None:
                 by_position.add(each, counted)
             nats, done = nats + float(each.where(counted, 0.0).sum()), done + int(counted.sum())
-            require_finite(nats, f" within the first {done} tokens of split {split.name!r}")
+            require_finite(isfinite(nats), f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)
     assert done == stream.predictions

@@ -111,7 +111,7 @@ def sweep(
                 found = searcher.search(keys, max(grid.neighbours))
                 nats += _scores(own, found, wanted, grid).cpu()
             done += int(counted.sum())
-            require_finite(float(nats.sum()), f" within the first {done} tokens of split {split.name!r}")
+            require_finite(bool(nats.isfinite().all()), f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
                 progress(done, stream.predictions)
     return Sweep(grid, nats.numpy(), done, stream)

@@ -21,8 +21,8 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runs.draw_options import DrawOptions
 from kinformer.runs.run import open_run
+from kinformer.tasks.classes import classes_of
 from kinformer.tasks.vision_generate import pictures, probabilities_of
-from kinformer.tasks.vision_measure import classes_of
 
 TASK = "vision"
 

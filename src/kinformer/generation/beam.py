@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
 
 
@@ -100,8 +100,7 @@ def _continued(
     finishes is added to ``found``. ``width``: how many a sentence has now."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
-    if not bool(odds.isfinite().all()):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+    require_finite(bool(odds.isfinite().all()))
     odds[:, search.bos] = -torch.inf
     total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
     scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)

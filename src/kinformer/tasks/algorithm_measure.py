@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def _measured(
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
             nats += float(answered.nats)
             counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
-    require_finite(nats)
+    require_finite(isfinite(nats))
     return {
         "digits": digits, "trained": data.least <= digits <= data.most, "problems": rows, "solved": done,
         "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,

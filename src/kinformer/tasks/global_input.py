@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def measure_global_input(
         for name, metrics in found.items():
             for key, value in metrics.items():
                 totals[name + key] = totals.get(name + key, 0.0) + float(value)
-        require_finite(sum(totals.values()))
+        require_finite(isfinite(sum(totals.values())))
         done += len(shown.rows.tokens)
         if progress is not None:
             progress(done, len(text))

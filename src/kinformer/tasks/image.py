@@ -86,6 +86,8 @@ class Image(Task):
     )
     does = "draws images"
     protocol = CausalModel
+    input = INPUT
+    gives_input = True
     figures = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = ImageOptions
@@ -97,12 +99,6 @@ class Image(Task):
     refused = dict.fromkeys(
         ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
     )
-
-    def takes(self, config: Any) -> bool:
-        return super().takes(config) and config.input.kind in ("tokens", INPUT)
-
-    def fits(self, config: Any) -> bool:
-        return super().fits(config) and config.input.kind == INPUT
 
     def open(self, source: Source, options: ImageOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images

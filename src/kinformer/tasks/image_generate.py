@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
+from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.likelihood import Likelihood
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
@@ -160,8 +160,7 @@ def _sample(model: Any, sequences: Sequences, begin: Tensor | None, count: int, 
             values[:, step + 1] = pick(logits)
             if progress is not None and (step + 1) % input.raster.width == 0:
                 progress((step + 1) // input.raster.width, input.height)
-        if not bool(logits.isfinite().all()):
-            raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+        require_finite(bool(logits.isfinite().all()))
     return values[:, 1:], states.nbytes(state)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import BITS_PER_DIM, Figure
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
@@ -16,7 +16,7 @@ from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, Images, read_images
 from kinformer.tasks.image_rows import Sequences, nats_of, shifted
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table, TrainedRun
-from kinformer.tasks.text import heading, note_other_data, spec_of
+from kinformer.tasks.text import heading, identity_of_part, note_other_data, spec_of
 
 WITHOUT_FIRST = Figure("bits_per_dim_without_first", "bits per dimension without the first value of an image")
 
@@ -44,8 +44,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) ->
     pixels = split.pixels[: own.images]
     sequences = Sequences(run.config.input)
     nats, first = _nats(model, sequences, pixels, measuring.chunk, quiet)
-    if not isfinite(nats):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+    require_finite(isfinite(nats))
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
     every = nats / log(2) / pixels.size
@@ -53,7 +52,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) ->
     main = WITHOUT_FIRST if own.without_first else BITS_PER_DIM
     figures = {main.name: rest if own.without_first else every}
     baselines = floors(data.train.pixels, pixels)
-    identity = data.identity | {"split": split.name, "same_as_run": same}
+    identity = identity_of_part(data, split.name, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": "image", "set": list(changes), "data": identity,
         **figures, "images": len(pixels), "dimensions": per_image, "scored": per_image - unscored * own.without_first,

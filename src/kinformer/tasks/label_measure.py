@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError, choose, require_finite
+from kinformer.core.errors import choose, require_finite
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
 from kinformer.data import Buckets, Examples, Labelled
+from kinformer.tasks.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.label_rows import LabelledBatch
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Table, TrainedRun
-from kinformer.tasks.text import ends_of, heading, note_other_data, whole_length
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
+from kinformer.tasks.text import ends_of, heading, identity_of_part, note_other_data, whole_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
             valid = None if batch.valid is None else batch.valid.to(device)
             logits = model(batch.tokens.to(device), valid=valid).float().cpu()
             nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
-            require_finite(nats)
+            require_finite(isfinite(nats))
             guesses = logits.argmax(-1).numpy()
             right = some.labels[guesses == some.labels]
             counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, guesses, right)])
@@ -65,27 +65,22 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
 def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
     """A run on held-out examples, class by class, beside the most frequent class."""
     run, model, changes, _ = subject
-    found, examples, classes = _examples(task, subject, measuring)
+    found, same, examples = _examples(task, subject, measuring)
+    classes = classes_of(run)
     length = whole_length(run, model)
     rows = Buckets(examples, max(1, measuring.chunk // length), length, 0, ends_of(model.config))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         measured = measure_labels(model, rows, len(classes), progress)
-    counts = [
-        {"class": name, "examples": there, "predicted": predicted, "correct": correct}
-        for name, there, predicted, correct in zip(
-            classes, measured.examples, measured.predicted, measured.correct, strict=True
-        )
-    ]
+    counts, table = by_class(classes, measured, "examples")
     text = (
         heading(run.folder, run.member, changes, found, measuring.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
-        Table(("class", "examples", "predicted", "correct"), [list(each.values()) for each in counts], range(1, 4)),
+        table,
     )
     figures = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
-    same = found.fingerprint == (run.data.get("identity") or {}).get("fingerprint")
-    identity = found.identity | {"split": measuring.split, "same_as_run": same}
+    identity = identity_of_part(found, measuring.split, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
         **figures, "guessing": measured.guessing,
@@ -103,24 +98,11 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -
     )
 
 
-def _examples(task: Any, subject: LoadedRun, measuring: Measuring) -> tuple[Labelled, Examples, Sequence[str]]:
-    """The data, the part to measure on with the numbers that the run gave to its classes, and the names of those."""
+def _examples(task: Any, subject: LoadedRun, measuring: Measuring) -> tuple[Labelled, bool, Examples]:
+    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
     source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)
     found = task.open(source, run.options)
-    note_other_data(run, found, measuring.data is not None)
-    known = (run.data.get("identity") or {}).get("classes")
-    if not isinstance(known, list):
-        raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
+    same = note_other_data(run, found, measuring.data is not None)
     part = found.splits[choose(measuring.split, found.splits, "--split")]
-    return found, _renumbered(found, part, known, run), known
-
-
-def _renumbered(found: Labelled, part: Examples, known: Sequence[str], run: TrainedRun) -> Examples:
-    if strange := [name for name in found.classes if name not in known]:
-        raise KinformerError(
-            f"{found.name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
-            f"{', '.join(known)}."
-        )
-    number = np.array([known.index(name) for name in found.classes], np.int64)
-    return replace(part, labels=number[part.labels])
+    return found, same, replace(part, labels=numbers_of(run, found.name, found.classes)[part.labels])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def measure_masked(
             batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
             _, metrics, _ = objective(model, batch, None, 1.0)
             sums += [float(metrics[name]) for name in ("nats", "predicted", "correct")]
-            require_finite(sums[0])
+            require_finite(isfinite(sums[0]))
             scored = shown.rows.labels != IGNORED
             for index, each in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
                 baselines[index] -= np.log2(each).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def _measured(
             queries += len(answered.labels)
             right += int(answered.right.sum())
             nats += float(answered.nats)
-    require_finite(nats)
+    require_finite(isfinite(nats))
     return {
         "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
         "nats": nats,

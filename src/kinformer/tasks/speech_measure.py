@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from math import log
+from math import isfinite, log
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.tasks.speech_rows import Rows, ctc_nats
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
-from kinformer.tasks.text import heading, note_other_data, spec_of
+from kinformer.tasks.text import heading, identity_of_part, note_other_data, spec_of
 
 SHOWN = 8
 
@@ -41,7 +41,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int,
     figures = {ERROR_RATE.name: errors.rate, BITS_PER_SYMBOL.name: nats / log(2) / errors.symbols}
     baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, said).rate}
     right = sum(a == b for a, b in zip(said, heard_symbols, strict=True))
-    identity = data.identity | {"split": measuring.split, "same_as_run": same}
+    identity = identity_of_part(data, measuring.split, same)
     facts: dict[str, Any] = {
         "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
         **figures, **errors._asdict(), "utterances": len(said), "right": right, "prefixes": prefixes,
@@ -101,7 +101,7 @@ def _heard(
             logits = (found if isinstance(found, torch.Tensor) else found[0]).float().cpu()
             lengths = batch.valid.sum(1)
             nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())
-            require_finite(nats)
+            require_finite(isfinite(nats))
             for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
                 own = row[:length]
                 heard[number] = greedy(own) if prefixes == 1 else prefix_beam(own, prefixes)

@@ -85,7 +85,7 @@ class HeldOut:
     @property
     def identity(self) -> dict[str, Any]:
         """For JSON."""
-        return self.corpus.identity | {"split": self.split.name, "same_as_run": self.same}
+        return identity_of_part(self.corpus, self.split.name, self.same)
 
 
 def spec_of(run: TrainedRun, data: str | None) -> str:
@@ -108,6 +108,11 @@ def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None
     if measuring.max_bytes is not None:
         part = first_bytes(part, measuring.max_bytes, corpus.tokenizer)
     return HeldOut(corpus, part, same)
+
+
+def identity_of_part(data: Any, split: str, same: bool) -> dict[str, Any]:
+    """What a figure was measured on, for JSON; ``same``: whether the run was trained on the very data."""
+    return dict(data.identity) | {"split": split, "same_as_run": same}
 
 
 def note_other_data(run: TrainedRun, data: Data, asked_for: bool) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.core.files import write_atomic
 from kinformer.environments.environment import Discrete, Environment
 from kinformer.environments.table import make
+from kinformer.tasks.made import Made
 from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectory_acting import Agent
 from kinformer.tasks.trajectory_data import check_environment, data_of
@@ -26,18 +26,9 @@ SHOWN = 6
 """Numbers of an observation that a line shows."""
 
 
-@dataclass(frozen=True)
-class Played:
-    """An episode: ``facts`` for JSON, ``text`` in brief."""
-
-    facts: Mapping[str, Any]
-    text: str
-    interrupted: bool = False
-
-
 def play(
     subject: LoadedRun, options: Any, own: TrajectoryGenerating, write: Callable[[str], None] | None = None
-) -> Played:
+) -> Made:
     """An episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
@@ -67,7 +58,7 @@ def _played(
     render: str | None,
     seed: int,
     write: Callable[[str], None] | None,
-) -> Played:
+) -> Made:
     begun, frames = time.perf_counter(), []
     rewards: list[float] = []
     observations, _ = environment.reset(seed=seed)
@@ -103,7 +94,7 @@ def _played(
         f"return {sum(rewards):g} of {target:g} asked for, {len(rewards)} steps in {environment.name}, "
         f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {seed}"
     )
-    return Played(facts, text if render is None else f"{text}; wrote {render}")
+    return Made(facts, text if render is None else f"{text}; wrote {render}")
 
 
 def _brief(observation: np.ndarray) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from math import log, sqrt
+from math import isfinite, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     for name in ("nats", "squares"):
-        require_finite(sums.get(name, 0.0))
+        require_finite(isfinite(sums.get(name, 0.0)))
     known = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
     units = tuple(unit for unit, name, _ in known if name in sums)
     return {unit.name: sums[name] * factor / sums["predicted"] for unit, name, factor in known if name in sums}, units

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import BITS_PER_BYTE, BLEU, CHRF
 from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
-from kinformer.tasks.text import ends_of, heading, note_other_data, spec_of
+from kinformer.tasks.text import ends_of, heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.translate_generate import Translator
 from kinformer.tasks.translate_options import TranslateMeasuring
 from kinformer.tasks.translate_rows import EncodedPairs, TranslationLoss
@@ -67,7 +67,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: Translate
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     found, copied = scores(translations, references), scores(sources, references)
     figures = {BLEU.name: found.bleu, CHRF.name: found.chrf, BITS_PER_BYTE.name: bits}
-    identity = data.identity | {"split": measuring.split, "same_as_run": same}
+    identity = identity_of_part(data, measuring.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
         {"source": source, "translation": translation, "reference": reference}
@@ -103,8 +103,7 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
             batch = map_fields(encoded.batch(batches.indices(step), ends), lambda field: field.to(device))
             _, metrics, _ = loss(model, batch, None, 1.0)
             nats, count = nats + float(metrics["nats"]), count + int(metrics["bytes"])
-    if not isfinite(nats):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+    require_finite(isfinite(nats))
     return nats / log(2) / count
 
 

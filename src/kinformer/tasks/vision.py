@@ -41,6 +41,8 @@ class Vision(Task):
     )
     does = "predicts classes of images"
     protocol = WholeModel
+    input = INPUT
+    gives_input = True
     figures = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     Options = VisionOptions
@@ -52,12 +54,6 @@ class Vision(Task):
     refused = dict.fromkeys(
         ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
     )
-
-    def takes(self, config: Any) -> bool:
-        return super().takes(config) and config.input.kind in ("tokens", INPUT)
-
-    def fits(self, config: Any) -> bool:
-        return super().fits(config) and config.input.kind == INPUT
 
     def open(self, source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError, flag_of
+from kinformer.core.errors import KinformerError, flag_of, require_finite
 from kinformer.core.files import reading, require_file
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
+from kinformer.tasks.classes import classes_of
+from kinformer.tasks.made import Made
 from kinformer.tasks.task import LoadedRun, TrainedRun
 from kinformer.tasks.text import spec_of
-from kinformer.tasks.vision_measure import AT_ONCE, classes_of
+from kinformer.tasks.vision_measure import AT_ONCE
 from kinformer.tasks.vision_options import VisionGenerating
 
 PLAIN = 1.0
@@ -34,18 +35,7 @@ class Picture(NamedTuple):
     label: str | None = None
 
 
-@dataclass(frozen=True)
-class Classified:
-    """``facts`` for JSON: of each image its most probable classes; ``text`` for people: what it cost."""
-
-    facts: Mapping[str, Any]
-    text: str
-    interrupted: bool = False
-
-
-def classify(
-    subject: LoadedRun, options: Any, own: VisionGenerating, write: Callable[[str], None] | None
-) -> Classified:
+def classify(subject: LoadedRun, options: Any, own: VisionGenerating, write: Callable[[str], None] | None) -> Made:
     """The ``own.classes`` most probable classes of each image; a line for each is given to ``write`` as it is found."""
     run, model, _, _ = subject
     _check(options)
@@ -66,7 +56,7 @@ def classify(
             found.append({"image": picture.name, "label": picture.label, "classes": classes})
     seconds = time.perf_counter() - begun
     facts = {"run": str(run.folder), "images": found, "seconds": seconds}
-    return Classified(facts, f"{len(found)} images in {seconds:.3f} s, {len(found) / seconds:.3g} images/s")
+    return Made(facts, f"{len(found)} images in {seconds:.3f} s, {len(found) / seconds:.3g} images/s")
 
 
 def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
@@ -74,8 +64,7 @@ def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
     pixels = np.stack([picture.pixels for picture in batch]).transpose(0, 3, 1, 2)
     with torch.inference_mode():
         logits = model(torch.from_numpy(np.ascontiguousarray(pixels)).to(device_of(model))).float().cpu()
-    if not bool(logits.isfinite().all()):
-        raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+    require_finite(bool(logits.isfinite().all()))
     return logits.softmax(-1)
 
 

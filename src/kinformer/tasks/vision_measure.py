@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from typing import Any
@@ -12,14 +11,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError, choose
+from kinformer.core.errors import KinformerError, choose, require_finite
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR
 from kinformer.core.model import device_of
 from kinformer.core.progress import Progress, progressing
 from kinformer.data import ImageData, Images, read_images
+from kinformer.tasks.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.label_measure import LabelMeasurement
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
-from kinformer.tasks.text import heading, note_other_data, spec_of
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.tasks.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.vision_options import VisionMeasuring
 from kinformer.tasks.vision_rows import tensors
 
@@ -47,8 +47,7 @@ def measure_images(
             pixels, labels = tensors(images, np.arange(first, min(first + AT_ONCE, count)))
             logits = model(pixels.to(device)).float().cpu()
             nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
-            if not isfinite(nats):
-                raise KinformerError("the model's predictions are not finite numbers; its weights are damaged.")
+            require_finite(isfinite(nats))
             sure, guesses = logits.softmax(-1).max(-1)
             found.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
             if progress is not None:
@@ -75,30 +74,25 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
     """A run on held-out images, class by class, beside the most frequent class."""
     run, model, changes, _ = subject
-    found, images, classes = _images(subject, measuring)
+    found, same, images = _images(subject, measuring)
+    classes = classes_of(run)
     count = len(images) if own.images is None else min(own.images, len(images))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         measured = measure_images(model, images, count, len(classes), progress)
-    counts = [
-        {"class": name, "images": there, "predicted": predicted, "correct": correct}
-        for name, there, predicted, correct in zip(
-            classes, measured.examples, measured.predicted, measured.correct, strict=True
-        )
-    ]
+    counts, table = by_class(classes, measured, "images")
     text = (
         heading(run.folder, run.member, changes, found, measuring.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
         f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
-        Table(("class", "images", "predicted", "correct"), [list(each.values()) for each in counts], range(1, 4)),
+        table,
     )
     figures = {
         ACCURACY.name: measured.accuracy,
         BITS_PER_LABEL.name: measured.bits,
         CALIBRATION_ERROR.name: measured.calibration_error,
     }
-    same = found.fingerprint == (run.data.get("identity") or {}).get("fingerprint")
-    identity = found.identity | {"split": measuring.split, "same_as_run": same}
+    identity = identity_of_part(found, measuring.split, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": "vision", "set": list(changes), "data": identity,
         **figures, "guessing": measured.guessing,
@@ -116,27 +110,14 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, qui
     )
 
 
-def classes_of(run: Any) -> list[str]:
-    """The names of the classes that a run predicts."""
-    known = (run.data.get("identity") or {}).get("classes")
-    if not isinstance(known, list):
-        raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
-    return known
-
-
-def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, Images, Sequence[str]]:
-    """The data, the part to measure on with the numbers that the run gave to its classes, and the names of those."""
+def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run, model = subject.run, subject.model
     found = read_images(spec_of(run, measuring.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    note_other_data(run, found, measuring.data is not None)
-    known = classes_of(run)
+    same = note_other_data(run, found, measuring.data is not None)
     if not found.classes:
         raise KinformerError(f"{found.name}: its images have no labels to measure by; give others.")
-    if strange := [name for name in found.classes if name not in known]:
-        raise KinformerError(
-            f"{found.name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
-            f"{', '.join(known)}."
-        )
+    number = numbers_of(run, found.name, found.classes)
     part = found.splits[choose(measuring.split, found.splits, "--split")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(
@@ -144,5 +125,4 @@ def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, Images
             f"{model.config.input.channels}; give others."
         )
     assert part.labels is not None
-    number = np.array([known.index(name) for name in found.classes], np.int64)
-    return found, replace(part, labels=number[np.asarray(part.labels)]), known
+    return found, same, replace(part, labels=number[np.asarray(part.labels)])
