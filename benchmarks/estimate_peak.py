@@ -1,7 +1,9 @@
 """The peak memory of training processes beside what ``kinformer estimate`` tells of it: every member, two sizes.
 
 A process makes three steps and a validation of a member's recipe ``small`` on one thread; what is measured is the
-largest resident set that the system ever saw of it. The estimate is of the same config and sizes.
+largest resident set that the system ever saw of it. The estimate is of the config that was trained, and of its sizes.
+Members of text read the embedded text, or are given made pairs of lines and made sound whose rows are all as long as
+said; images are the embedded digits, in more rows.
 """
 
 from __future__ import annotations
@@ -12,27 +14,66 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import wave
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, prepare, save, show
+from kinformer.evaluation.estimate import estimate
+from kinformer.evaluation.estimate_peak import peak
+from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
+from kinformer.family.table import member as record_of
+from kinformer.runs.objective_cost import objective_cost
+from kinformer.runs.run import open_run
 
 SIZES = ((256, 4), (512, 8))
 """Length and rows."""
+IMAGES = (64, 256)
+"""Rows of images."""
+HOP = 0.01
+"""Seconds of sound for a frame."""
 
 
-def measured(member: str, length: int, batch: int) -> int:
-    """Bytes of the largest resident set of a training process; the system counts it."""
-    steps = ["--steps", "3", "--validate-every", "3"]
-    sizes = ["--length", str(length), "--batch-size", str(batch), *steps, "--threads", "1"]
-    with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "kinformer", "train", member, *sizes, "--out", f"{folder}/run", "--quiet"]
-        process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+def measured(member: str, length: int, batch: int) -> tuple[int, Any, int]:
+    """Bytes of the largest resident set of a training process, as the system counts it; its config and length."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = [sys.executable, "-m", "kinformer", "train", member, "--out", f"{folder}/run", "--quiet"]
+        words += ["--steps", "3", "--validate-every", "3", "--threads", "1", "--batch-size", str(batch)]
+        process = subprocess.Popen(words + rows(member, length, folder), stderr=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"kinformer train {member} failed; run it by hand to see why.")
-    return usage.ru_maxrss * 1024
+        config = open_run(folder / "run").config
+    return usage.ru_maxrss * 1024, config, config.input.length or length
+
+
+def rows(member: str, length: int, folder: Path) -> list[str]:
+    """Options that give ``member`` rows of ``length`` positions, with what they need in ``folder``."""
+    config = configure(member, "small")
+    if config.input.kind == "patches":
+        return []
+    if config.input.kind == "frames":
+        for index in range(96):
+            with wave.open(f"{folder}/{index % 10}_{'ab'[index % 2]}_{index}.wav", "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(8000)
+                file.writeframes(os.urandom(2 * int(8000 * HOP * length * config.input.stride)))
+        return ["--data", str(folder)]
+    if hasattr(config, "encoder"):
+        lines = "".join(f"{'a' * (length - 3)}\t{'b' * (length - 2)}\n" for _ in range(64))
+        (folder / "pairs.tsv").write_text(lines)
+        return ["--data", f"{folder}/pairs.tsv", "--length", str(length)]
+    return ["--length", str(length)]
+
+
+def told(member: str, config: Any, length: int, batch: int) -> dict[str, int]:
+    """What ``kinformer estimate`` tells of the peak, by what holds it."""
+    sizes = {"length": length, "batch": batch}
+    own = objective_cost(config, record_of(member).objective, **sizes, optimizer="adamw")
+    return peak(config, estimate(config, **sizes), **sizes, objective=own)
 
 
 def main() -> None:
@@ -40,22 +81,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="only these members")
     parser.add_argument("--measured", type=Path, help="a result file, whose processes are not measured again")
     options = prepare(parser)
-    earlier = json.loads(options.measured.read_text())["members"] if options.measured else {}
-    rows: list[list[Any]] = []
-    result = {}
+    result = json.loads(options.measured.read_text())["members"] if options.measured else {}
     for member in options.only or list(MEMBERS):
-        for length, batch in SIZES[: 1 if options.quick else None]:
-            told = kinformer("estimate", member, "--length", length, "--batch", batch)
-            name = f"{member} {length} x {batch}"
-            peak = earlier[name]["measured"] if name in earlier else measured(member, length, batch)
-            ratio = told["peak_bytes"] / peak
-            result[name] = {"measured": peak, "ratio": ratio} | told["peak"]
-            rows.append([member, length, batch, peak / 2**20, told["peak_bytes"] / 2**20, ratio])
-            print(*rows[-1], flush=True)
-    ratios: list[Any] = sorted(row[-1] for row in rows)
+        images = configure(member, "small").input.kind == "patches"
+        for length, batch in [(0, many) for many in IMAGES] if images else SIZES[: 1 if options.quick else None]:
+            name = f"{member} {batch} images" if images else f"{member} {length} x {batch}"
+            if name in result:
+                continue
+            most, config, length = measured(member, length, batch)
+            parts = told(member, config, length, batch)
+            ratio = sum(parts.values()) / most
+            result[name] = {"measured": most, "ratio": ratio} | parts
+            print(f"{name}: {most / 2**20:.0f} MiB, estimated {ratio:.2f} of it", flush=True)
+    table = [
+        [name, row["measured"] / 2**20, row["ratio"] * row["measured"] / 2**20, row["ratio"]]
+        for name, row in result.items()
+    ]
+    ratios: list[Any] = sorted(row[-1] for row in table)
     within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios) / len(ratios)
     facts = {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1], "within_a_tenth": within}
-    show("peak of a training process, MiB", ["member", "length", "rows", "measured", "estimated", "ratio"], rows)
+    show("peak of a training process, MiB", ["member and rows", "measured", "estimated", "ratio"], table)
     print(facts)
     save(options, "estimate_peak", {"summary": facts, "members": result})
 

@@ -3,6 +3,9 @@ interpreter where there is no GPU, and what each test costs."""
 
 import os
 import random
+import sys
+from io import BytesIO
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -14,6 +17,7 @@ if not torch.cuda.is_available():  # before anything imports Triton, which PyTor
 
 from hypothesis import settings  # noqa: E402
 
+from kinformer.cli.main import main  # noqa: E402
 from tests.processor_time import ProcessorTime  # noqa: E402
 
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -33,3 +37,32 @@ def text_file(tmp_path_factory):
         "\n".join(" ".join(words[start : start + 9]) for start in range(0, len(words), 9)), encoding="utf-8"
     )
     return path
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Runs a command line, given ``stdin`` in bytes; returns its exit code, standard output and standard error."""
+
+    def run(*arguments, stdin=None):
+        capsys.readouterr()
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=BytesIO(stdin)))
+        threads = torch.get_num_threads()
+        code = main([str(argument) for argument in arguments])
+        torch.set_num_threads(threads)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def run_cli(cli):
+    """Runs a command line, which must succeed; returns its standard output."""
+
+    def run(*arguments):
+        code, out, err = cli(*arguments)
+        assert code == 0, err
+        return out
+
+    return run

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.data import open_corpus, train_tokenizer
 from kinformer.family.build import configure
 from kinformer.runs.run import Run, open_run, save_weights
@@ -65,18 +64,3 @@ def tokenized_run(make_run, text_file):
 @pytest.fixture(scope="session")
 def load():
     return kinformer.load
-
-
-@pytest.fixture
-def cli(capsys):
-    """Runs a command line; returns its exit code, standard output and standard error."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        threads = torch.get_num_threads()
-        code = main([str(argument) for argument in arguments])
-        torch.set_num_threads(threads)
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run

@@ -42,18 +42,6 @@ def cheap(monkeypatch):
 
 
 @pytest.fixture
-def cli(capsys):
-    """Runs a command line; returns its exit code, standard output and standard error."""
-
-    def run(*arguments):
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
-
-
-@pytest.fixture
 def report(compared):
     """What the small comparison wrote as JSON."""
     return compared[2]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData
 from kinformer.tasks.algorithm_rows import AlgorithmLoss, solved
@@ -83,29 +82,22 @@ def test_every_causal_member_can(member):
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
 
 
-def test_from_the_command_line(capsys, tmp_path):
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        assert code == 0, told.err
-        return told.out
-
+def test_from_the_command_line(run_cli, tmp_path):
     out = tmp_path / "run"
     flags = ["--recipe", "tiny", "--length", 32, "--batch-size", 4, "--steps", 2, "--threads", 1, "--digits", "1-4"]
     flags += ["--task", "algorithm", "--algorithm", "reverse", "--validation-tokens", 32, "--out", out]
-    told = json.loads(run("train", "universal", *flags, "--json"))
+    told = json.loads(run_cli("train", "universal", *flags, "--json"))
     assert told["steps"] == 2 and 0 <= told["validation_sequence_accuracy"] <= told["validation_accuracy"] <= 1
     config = json.loads((out / "config.json").read_text())
     assert config["task"]["options"]["algorithm"] == "reverse" and config["model"]["input"]["vocab_size"] == 13
-    measured = json.loads(run("evaluate", out, "--problems", 6, "--json"))
+    measured = json.loads(run_cli("evaluate", out, "--problems", 6, "--json"))
     assert [each["digits"] for each in measured["by_digits"]] == [1, 2, 4, 8, 16]
     assert [each["trained"] for each in measured["by_digits"]] == [True, True, True, False, False]
     assert [each["tokens"] for each in measured["by_digits"]] == [12, 18, 30, 54, 102]
     assert 1 <= measured["ponder_steps"] <= 3
     assert measured["sequence_accuracy_at_8"] == measured["by_digits"][3]["sequence_accuracy"]
-    assert "steps per token" in run("evaluate", out, "--at-digits", "3", "--problems", 3)
-    answer = json.loads(run("generate", out, "--prompt", "407=", "--json"))
+    assert "steps per token" in run_cli("evaluate", out, "--at-digits", "3", "--problems", 3)
+    answer = json.loads(run_cli("generate", out, "--prompt", "407=", "--json"))
     assert answer["prompt_tokens"] == 4 and set(answer["samples"][0]["text"]) <= set(SYMBOLS)
 
 

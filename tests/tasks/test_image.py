@@ -33,17 +33,6 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.fixture
-def cli(capsys):
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory):
     """An archive of 40 images of 4 x 6 pixels in three channels, whose second half of rows is the first again."""

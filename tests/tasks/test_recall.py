@@ -51,27 +51,20 @@ def test_only_queries_are_scored():
     assert batch.sizes[rows].tolist() == [int(n) for n in batch.sizes for _ in range(int(n))]
 
 
-def test_from_the_command_line(capsys, tmp_path):
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        assert code == 0, told.err
-        return told.out
-
+def test_from_the_command_line(run_cli, tmp_path):
     out = tmp_path / "run"
     flags = ["--task", "recall", "--recipe", "tiny", "--length", 24, "--batch-size", 4, "--steps", 2, "--threads", 1]
-    told = json.loads(run("train", "gpt", *flags, "--pairs", "2,6", "--symbols", 30, "--out", out, "--json"))
+    told = json.loads(run_cli("train", "gpt", *flags, "--pairs", "2,6", "--symbols", 30, "--out", out, "--json"))
     assert told["steps"] == 2 and 0 <= told["validation_accuracy"] <= 1
     config = json.loads((out / "config.json").read_text())
     assert config["task"]["options"]["pairs"] == "2,6" and config["model"]["input"]["vocab_size"] == 30
-    measured = json.loads(run("evaluate", out, "--rows", 8, "--json"))
+    measured = json.loads(run_cli("evaluate", out, "--rows", 8, "--json"))
     assert measured["guessing"] == 2 / 8 and [each["queries"] for each in measured["by_pairs"]] == [16, 48]
     assert measured["accuracy_of_6_pairs"] == measured["by_pairs"][1]["accuracy"]
-    assert "4      24       12" in run("evaluate", out, "--at-pairs", "4", "--rows", 3)
-    answer = json.loads(run("generate", out, "--prompt", "3 20 5 21 3", "--json"))
+    assert "4      24       12" in run_cli("evaluate", out, "--at-pairs", "4", "--rows", 3)
+    answer = json.loads(run_cli("generate", out, "--prompt", "3 20 5 21 3", "--json"))
     assert 0 <= int(answer["samples"][0]["text"]) < 30 and answer["prompt_tokens"] == 5
-    assert run("generate", out, "--prompt", "3 20 3").startswith("3 20 3 ")
+    assert run_cli("generate", out, "--prompt", "3 20 3").startswith("3 20 3 ")
 
 
 def test_from_python(tmp_path):

@@ -1,16 +1,13 @@
 """Speech from end to end: telephone tones and recordings are learnt, measured, and written down, also as they come."""
 
-import io
 import json
 import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
 from kinformer.data.dtmf import COUNTS, RATE, Calls
@@ -28,19 +25,6 @@ SMALL = {"steps": 2, "length": 64, "batch_size": 4, "threads": 1, "device": "cpu
 def few_calls(monkeypatch):
     for split, count in (("train", 40), ("validation", 8), ("test", 6)):
         monkeypatch.setitem(COUNTS, split, count)
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    def run(*arguments, stdin=None):
-        capsys.readouterr()
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin)))
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
 
 
 def call(path, number=0):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
 from kinformer.family.kinds import kinds
@@ -27,17 +26,6 @@ def the_line(monkeypatch):
     monkeypatch.setitem(MEMBERS, toy_task.MEMBER.name, toy_task.MEMBER)
     monkeypatch.setitem(kinds()["input"].own, "frames", toy_task.Frames.Config)
     monkeypatch.setitem(kinds()["head"].own, "frequency", toy_task.Frequency.Config)
-
-
-@pytest.fixture
-def cli(capsys):
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
 
 
 def test_from_the_command_line(cli, tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.data.made_trajectories import random_walks
 from kinformer.environments.environment import Box, Discrete
@@ -204,28 +203,21 @@ def test_the_rank_correlation_is_spearmans():
     assert of([1, 2, 3, 4], [1, 2, 2, 3]) == pytest.approx(0.9486833) and of([1, 2, 3], [4, 4, 4]) == 0
 
 
-def test_from_the_command_line(capsys, tmp_path):
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        assert code == 0, told.err
-        return told.out
-
+def test_from_the_command_line(run_cli, tmp_path):
     out, picture = tmp_path / "run", tmp_path / "returns.png"
     flags = ["--recipe", "tiny", "--length", 72, "--batch-size", 4, "--steps", 2, "--threads", 1, "--trajectories", 30]
-    told = json.loads(run("train", "decision", *flags, "--validation-tokens", 72, "--out", out, "--json"))
+    told = json.loads(run_cli("train", "decision", *flags, "--validation-tokens", 72, "--out", out, "--json"))
     assert told["steps"] == 2 and told["validation_bits_per_action"] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["task"]["name"] == "trajectories" and config["data"]["spec"] == "key-to-door"
     assert len(config["model"]["input"]["state_mean"]) == 6 and config["model"]["head"]["actions"] == 4
     act = ["--target", "0,0.5,1", "--episodes", 3, "--cloning-steps", 5, "--picture", picture]
-    measured = json.loads(run("evaluate", out, *act, "--json"))
+    measured = json.loads(run_cli("evaluate", out, *act, "--json"))
     assert [row["target"] for row in measured["returns"]] == [0.0, 0.5, 1.0]
     assert all(row["episodes"] == 3 and row["context_steps"] == "carried" for row in measured["returns"])
     assert set(measured) >= {"return_at_0", "return_at_1", "rank_correlation", "data_best", "cloning", "accuracy"}
     assert picture.stat().st_size > 10_000
-    shown = run("evaluate", out, "--episodes", 2, "--cloning-steps", 0, "--context-steps", 3, "--target", "optimal")
+    shown = run_cli("evaluate", out, "--episodes", 2, "--cloning-steps", 0, "--context-steps", 3, "--target", "optimal")
     assert "the last 3 steps read again at each" in shown and "optimal" in shown and "cloned" not in shown
 
 
@@ -358,22 +350,17 @@ def test_targets():
     assert random_walks("key-to-door", 5, 0).returns.max() <= 1
 
 
-def test_an_episode_is_told_and_drawn(capsys, tmp_path, trained):
+def test_an_episode_is_told_and_drawn(cli, tmp_path, trained):
     from PIL import Image
 
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
     picture = tmp_path / "episode.gif"
-    code, shown, err = run("generate", trained, "--target", "1", "--seed", "3", "--render", picture)
+    code, shown, err = cli("generate", trained, "--target", "1", "--seed", "3", "--render", picture)
     assert code == 0, err
     lines = shown.splitlines()
     assert lines[0].startswith("   0  to get     1.000  state") and "wrote" in err and "seed 3" in err
     with Image.open(picture) as drawn:
         assert drawn.n_frames > 5 and drawn.size[0] > drawn.size[1]
-    code, told, _ = run("generate", trained, "--seed", "3", "--json")
+    code, told, _ = cli("generate", trained, "--seed", "3", "--json")
     facts = json.loads(told)
     assert code == 0 and facts["steps"] == len(lines) == len(facts["rewards"]) and facts["return"] in (0.0, 1.0)
     for flags, told in (
@@ -382,5 +369,5 @@ def test_an_episode_is_told_and_drawn(capsys, tmp_path, trained):
         (("--prompt", "x"), "the task trajectories continues no text"),
         (("--env", "shortest-path"), "has observations of 20 numbers"),
     ):
-        code, _, err = run("generate", trained, *flags)
+        code, _, err = cli("generate", trained, *flags)
         assert code == 2 and told in err and err.count("\n") == 1
