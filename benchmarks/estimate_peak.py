@@ -18,8 +18,9 @@ import wave
 from pathlib import Path
 from typing import Any
 
-from common import arguments, prepare, save, show
+from common import arguments, prepare, save
 from kinformer.evaluation.estimate import estimate
+from kinformer.evaluation.estimate_parts import without_data
 from kinformer.evaluation.estimate_peak import peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
@@ -76,6 +77,15 @@ def told(member: str, config: Any, length: int, batch: int) -> dict[str, int]:
     return peak(config, estimate(config, **sizes), **sizes, objective=own)
 
 
+def sizes_of(member: str, quick: bool) -> list[tuple[int, int]]:
+    """Lengths and rows that are measured; of images the length is the model's own (0)."""
+    config = configure(member, "small")
+    if config.input.kind == "patches":
+        return [(0, many) for many in IMAGES]
+    most = getattr(without_data(config), "max_length", None) or SIZES[-1][0]
+    return [(min(length, most), many) for length, many in SIZES[: 1 if quick else None]]
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", help="only these members")
@@ -83,9 +93,8 @@ def main() -> None:
     options = prepare(parser)
     result = json.loads(options.measured.read_text())["members"] if options.measured else {}
     for member in options.only or list(MEMBERS):
-        images = configure(member, "small").input.kind == "patches"
-        for length, batch in [(0, many) for many in IMAGES] if images else SIZES[: 1 if options.quick else None]:
-            name = f"{member} {batch} images" if images else f"{member} {length} x {batch}"
+        for length, batch in sizes_of(member, options.quick):
+            name = f"{member} {length} x {batch}" if length else f"{member} {batch} images"
             if name in result:
                 continue
             most, config, length = measured(member, length, batch)
@@ -93,15 +102,14 @@ def main() -> None:
             ratio = sum(parts.values()) / most
             result[name] = {"measured": most, "ratio": ratio} | parts
             print(f"{name}: {most / 2**20:.0f} MiB, estimated {ratio:.2f} of it", flush=True)
-    table = [
-        [name, row["measured"] / 2**20, row["ratio"] * row["measured"] / 2**20, row["ratio"]]
-        for name, row in result.items()
-    ]
-    ratios: list[Any] = sorted(row[-1] for row in table)
+        report(options, result)
+
+
+def report(options: Any, result: dict[str, Any]) -> None:
+    """Write what is known so far."""
+    ratios = sorted(row["ratio"] for row in result.values())
     within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios) / len(ratios)
     facts = {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1], "within_a_tenth": within}
-    show("peak of a training process, MiB", ["member and rows", "measured", "estimated", "ratio"], table)
-    print(facts)
     save(options, "estimate_peak", {"summary": facts, "members": result})
 
 
