@@ -13,5 +13,6 @@ def _of(protocol: type, input: str) -> list[str]:
 
 CAUSAL, ENCODERS, SOURCE = (_of(protocol, "tokens") for protocol in (CausalModel, WholeModel, SourceModel))
 """Those that read token ids."""
-TRAJECTORIES, IMAGES = _of(CausalModel, "steps"), _of(WholeModel, "patches")
+TRAJECTORIES = _of(CausalModel, "steps")
+IMAGES = _of(WholeModel, "patches") + _of(WholeModel, "tiles")
 SOUND = _of(WholeModel, "frames")

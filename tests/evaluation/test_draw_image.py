@@ -19,7 +19,7 @@ SMALL = {"recipe": "tiny", "steps": 1, "batch_size": 4, "threads": 1, "device": 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    for member in ("vit", "deit", "swin", "convformer"):
+    for member in ("vit", "deit", "swin", "hipt", "convformer"):
         kinformer.train(member, out=folder / member, task="vision", quiet=True, **SMALL)
     return folder
 
@@ -53,6 +53,12 @@ def test_each_token_before_the_patches_has_its_heat(runs, member, names):
     assert [panel.name for panel in panels] == [f"roll-out, {name}" for name in names]
     for panel in panels:
         assert isinstance(panel, HeatOver) and panel.values.mean() == pytest.approx(1) and panel.values.min() > 0
+
+
+def test_regions_of_a_pyramid_have_the_shares_that_the_head_gives_them(runs):
+    (panel,) = looked(runs / "hipt").panels
+    assert panel.name == "roll-out, gated mean" and (panel.patch, panel.values.shape) == (4, (2, 2))
+    assert panel.values.mean() == pytest.approx(1) and panel.values.min() > 0
 
 
 def test_windows_of_swin_meet_where_the_mixer_cuts_them(runs):

@@ -110,6 +110,14 @@ def test_gpt2_flops_are_those_of_the_textbook():
     assert result.flops_step == pytest.approx(forward + backward, rel=1e-9)
 
 
+def test_frozen_weights_have_neither_gradients_nor_an_optimiser():
+    memory = estimated(CONFIGS["hipt"], length=4).memory["train"]
+    parameters = list(CONFIGS["hipt"].build().parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    assert 0 < memory["gradients"] == 4 * trained < memory["weights"] == 4 * sum(each.numel() for each in parameters)
+    assert memory["optimizer"] == 8 * trained
+
+
 @each_config
 @pytest.mark.parametrize(("batch", "length"), SHAPES)
 def test_flops_are_those_of_the_counter(config, batch, length):

@@ -27,11 +27,13 @@ from kinformer.decays.softplus import Softplus
 from kinformer.evaluation.estimate_parts import outputs
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
+from kinformer.heads.pooling import PooledHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
 from kinformer.inputs.frames import Frames
 from kinformer.inputs.lookup import Lookup
 from kinformer.inputs.patches import Patches
 from kinformer.inputs.steps import Steps
+from kinformer.inputs.tiles import Tiles
 from kinformer.inputs.tokens import Tokens
 from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -89,6 +91,16 @@ OWN = {
     ("embedding", "adaptive"): {"width": None},
     ("head", "adaptive"): {"width": None},
     ("input", "patches"): {"size": (6, 6), "patch": 3},
+    ("input", "tiles"): {
+        "size": (12, 12),
+        "encoder": Encoder.Config(
+            input=Patches.Config(size=(4, 4), patch=2),
+            dim=4,
+            layers=(EncoderLayer.Config(mixer=TWO_SIDED.replace(num_heads=2)),),
+            position=NoPosition.Config(),
+            head=PooledHead.Config(),
+        ),
+    },
     ("head", "modulus"): {"inner": LanguageModelHead.Config(tied=False)},
     ("input", "steps"): {"state_dim": 3, "action_dim": 2, "timesteps": 4},
     ("head", "continuous_actions"): {"action_dim": 2},
@@ -145,6 +157,7 @@ BASES = {
         {"scaling": "ntk", "factor": 2.0},
     ],
     ("input", "patches"): [{"positions": False}],
+    ("input", "tiles"): [{"positions": False}],
     ("position", "t5"): [{"bidirectional": True, "num_buckets": 8}],
     ("mixer", "linear"): [
         {"rule": "delta", "normaliser": "none", "decay": Softplus.Config(), "convolution": 3, "value_dim": 3},
@@ -165,6 +178,8 @@ UNSEEN = {
         "local",
     ): "the parts of one pattern are told by one config, and the local one is the segment",
     ("patches", "size"): "the size that images are brought to; positions, which would be learned for it, are not",
+    ("tiles", "size"): "the same",
+    ("tiles", "encoder"): "what is dropped out where it learns is not while it is frozen",
     "impl": "implementations give the same",
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
@@ -260,7 +275,7 @@ def found(module, *run) -> tuple:
     weights = dict(module.named_parameters())
     parts = [y for y in outputs if y.is_floating_point()]
     loss = sum(((y * torch.arange(y.numel()).cos().view(y.shape)).sum() for y in parts), torch.zeros(()))
-    known = list(weights.values()) if loss.requires_grad else []
+    known = [weight for weight in weights.values() if weight.requires_grad] if loss.requires_grad else []
     slopes = torch.autograd.grad(loss, known, allow_unused=True, materialize_grads=True) if known else ()
     slopes = [each.to_dense() if each.is_sparse else each for each in slopes]
     return [(name, tuple(weight.shape)) for name, weight in weights.items()], [*outputs, *slopes]
@@ -328,7 +343,7 @@ def entered(config: Config) -> tuple:
     def vectors(input):
         if isinstance(input, Steps):
             return [input(steps_like(input, 2, 5, seed=6), torch.arange(5).expand(2, -1))]
-        if isinstance(input, Patches):
+        if isinstance(input, Patches | Tiles):
             images = numbers(2, input.config.channels, 7, 9)
             return [input(images, torch.arange(input.length(images)).expand(2, -1))]
         if isinstance(input, Frames):
@@ -428,8 +443,8 @@ def alike(one: tuple, two: tuple) -> bool:
 
 
 def unseen(config: Config, name: str) -> bool:
-    if config.kind == "patches" and not config.positions:
-        return ("patches", name) in UNSEEN
+    if config.kind in ("patches", "tiles") and name in ("size", "encoder"):
+        return config.frozen if name == "encoder" else not config.positions
     return name in UNSEEN or ((config.kind, getattr(config, "part", None)) in UNSEEN and name != "segment")
 
 

@@ -58,7 +58,7 @@ def test_mixers_of_texts_read_patches(name):
         IMAGE_MODEL_CHECKS[check](ImageModelSubject(config.build))
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean", "max"])
+@pytest.mark.parametrize("pooling", ["first", "mean", "max", "gated"])
 @pytest.mark.parametrize("name", ENCODERS + SOUND)
 def test_classes_of_texts(name, pooling):
     head = ClassificationHead.Config(classes=4, pooling=pooling)
@@ -112,10 +112,11 @@ def test_checkpointing_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ENCODERS + IMAGES + SOUND)
 def test_every_weight_learns(name):
-    """But the head's of classes that are not asked for; a weight without a gradient would stop other engines."""
+    """But the head's of classes that are not asked for, and frozen ones; a weight without a gradient would stop other
+    engines."""
     model = build(name)
     model(values_of(model, 2, 33)).square().mean().backward()
-    assert not [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert not [key for key, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
 def test_kinds_say_which_tokens_are_global():

@@ -10,10 +10,12 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.cli.main import main
+from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
-from kinformer.data import IGNORED, read_images
+from kinformer.data import IGNORED, ImageData, Images, read_images
 from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
 from kinformer.tasks.vision import TASK
 from kinformer.tasks.vision_fit import fitted, moments
 from kinformer.tasks.vision_loss import ImageClassification
@@ -188,3 +190,18 @@ def test_a_fitted_input_stays_as_it_is(digits):
     config = configure("vit", "tiny", set={"input.mean": (0.5,) * 3, "input.std": (0.5,) * 3})
     assert fitted(config, digits) == {"head.classes": 10}
     assert moments(digits)[1][0] > 0.3 and TASK.length(digits, config) == 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("side", "sides"), [(1000, (4, 16, 64)), (256, (4, 16, 64)), (128, (2, 8, 32)), (40, (2, 8, 32)), (8, (1, 4, 8))]
+)
+def test_a_pyramid_is_fitted_from_below(side, sides):
+    """Patch, tile and region in pixels: as the recipe has them for 256 and more, in proportion for less."""
+    images = Images(np.zeros((2, side, side + 3, 1), np.uint8), None, ("a", "b"), "train")
+    data = ImageData("grey", "1", "1", {"train": images}, ())
+    config = configure("hipt")
+    config = override(config, fitted(config, data), kinds())
+    lowest = config.input.encoder.input.encoder.input
+    assert (lowest.patch, config.input.encoder.input.patch, config.input.patch) == sides
+    assert config.input.size == (side, side + 3) and config.input.channels == 1 and config.head.classes == 2
+    assert lowest.resize == "bicubic" and config.build()(torch.zeros(1, 1, 8, 8)).shape == (1, 2)

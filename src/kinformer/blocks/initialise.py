@@ -30,8 +30,16 @@ class Initialisation(Config):
     residual: Literal["scaled", "plain", "zero"] = "scaled"
 
     def apply(self, model: nn.Module) -> None:
-        """Initialise every linear product and embedding of ``model`` in place."""
-        modules = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+        """Initialise every linear product and embedding of ``model`` in place, but those of a model inside it, which
+        has an initialisation of its own."""
+        begun = {
+            part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
+        }
+        modules = [
+            module
+            for module in model.modules()
+            if isinstance(module, (nn.Linear, nn.Embedding)) and module not in begun
+        ]
         outputs = [module for module in modules if isinstance(module, ResidualOutput)]
         with torch.no_grad():
             if self.scheme != "framework":

@@ -34,6 +34,11 @@ class Input(nn.Module):
         return None
 
     @property
+    def lower(self) -> tuple[Any, ...]:
+        """The models that read pieces of a value before this input does, the lowest first; none of most inputs."""
+        return ()
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.parameters()).device

@@ -84,7 +84,7 @@ def estimate(
     memory = {
         "train": {
             "weights": 4 * parameters,
-            "gradients": 4 * parameters,
+            "gradients": 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
             "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
         },
@@ -110,11 +110,13 @@ def optimizer_bytes(model: Any, optimizer: str) -> int:
     and for Adagrad.
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
-    Tables with sparse gradients have an Adam of their own.
+    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
     """
     total, tables = 0, sparse_tables(model)
     inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         matrix = parameter.dim() >= 2
         if parameter in tables:
             elements = 2 * parameter.numel()

@@ -10,7 +10,7 @@ def models() -> list[type[Config]]:
     from kinformer.heads import actions, adaptive, ctc, language, logistics, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import frames, lookup, patches, pixels, steps, tokens
+    from kinformer.inputs import frames, lookup, patches, pixels, steps, tiles, tokens
     from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, stages, universal
 
@@ -21,6 +21,7 @@ def models() -> list[type[Config]]:
         pixels.Pixels.Config,
         steps.Steps.Config,
         patches.Patches.Config,
+        tiles.Tiles.Config,
         frames.Frames.Config,
         lookup.Lookup.Config,
         adaptive_embedding.AdaptiveEmbedding.Config,
@@ -48,7 +49,7 @@ def models() -> list[type[Config]]:
 
 def encoders() -> list[type[Config]]:
     from kinformer.blocks import bare, encoder_layer, global_input
-    from kinformer.heads import classification, distilled, masked_language
+    from kinformer.heads import classification, distilled, masked_language, pooling
     from kinformer.mixers import (
         bidirectional,
         bidirectional_linear,
@@ -87,6 +88,7 @@ def encoders() -> list[type[Config]]:
         classification.ClassificationHead.Config,
         classification.LinearClassificationHead.Config,
         distilled.DistilledHead.Config,
+        pooling.PooledHead.Config,
         classification.TokenClassificationHead.Config,
     ]
 

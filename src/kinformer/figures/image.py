@@ -48,11 +48,14 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     model, names = run.model(options.set), classes_of(run)
     picture = next(pictures(run, options.image, 1))
     calls: list[_Call] = []
+    shares: list[Tensor] = []
     hooks = [
         module.register_forward_pre_hook(lambda mixer, given: calls.append(_Call(mixer, given[0], *given[1:])))
-        for module in model.modules()
+        for module in model.stack.modules()
         if isinstance(module, EncoderMixer)
     ]
+    if (gate := getattr(model.head, "gate", None)) is not None:
+        hooks.append(gate.register_forward_hook(lambda gate, given, found: shares.append(found[0])))
     try:
         share, index = probabilities_of(model, [picture])[0].max(-1)
     finally:
@@ -62,7 +65,8 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     if all(isinstance(call.mixer, WindowAttention) for call in calls):
         panels = _windows(calls, model.config.input.patch)
     elif all(_rolls(call) for call in calls):
-        panels = _rolled(rollout([probabilities(call.mixer, call.x) for call in calls]), calls[0], model.config.input)
+        found = rollout([probabilities(call.mixer, call.x) for call in calls])
+        panels = _rolled(found, shares, calls[0], model.config.input)
     else:
         raise KinformerError(
             f"{run.folder}: --image draws attention between all patches, as in vit and deit, or windows, as in swin, "
@@ -102,12 +106,15 @@ def _rolls(call: _Call) -> bool:
     return relative is None or relative.values is None
 
 
-def _rolled(found: Tensor, call: _Call, input: Any) -> list[HeatOver]:
-    """Of the tokens that stand before the patches, or of the patches' mean where none do: times the mean patch."""
+def _rolled(found: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
+    """Of the tokens that stand before the patches, or of the patches' mean where none do, or their mean by the head's
+    ``shares`` where it has some: times the mean patch."""
     grid = call.text.grid
     assert grid is not None
     rows = found[: input.before] if input.before else found.mean(0, keepdim=True)
     names = ("class token", "distillation token") if input.before else ("mean of all patches",)
+    if shares:
+        rows, names = shares[0].double().cpu()[None] @ found, ("gated mean",)
     heat = rows[:, input.before :]
     heat = heat / heat.mean(-1, keepdim=True)
     return [

@@ -22,6 +22,9 @@ from kinformer.core.config import check_unused
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
 
+Resize = Literal["bilinear", "bicubic"]
+Activation = Literal["none", "gelu", "relu"]
+
 
 class Patches(Input):
     """values [batch, channels, height, width] -> [batch, tokens + patches, dim].
@@ -32,7 +35,8 @@ class Patches(Input):
 
     ``size``: rows and columns of the images that positions are learned for. ``class_token`` and ``distillation_token``
     (Touvron et al. 2020, DeiT) stand before the patches, in this order. ``resize``: how positions are interpolated:
-    ``bilinear`` from corner to corner as ViT's authors do it, ``bicubic`` as DeiT's.
+    ``bilinear`` from corner to corner as ViT's authors do it, ``bicubic`` as DeiT's. ``activation``: behind the
+    product.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,8 @@ class Patches(Input):
         class_token: bool = True
         distillation_token: bool = False
         positions: bool = True
-        resize: Literal["bilinear", "bicubic"] = "bilinear"
+        resize: Resize = "bilinear"
+        activation: Activation = "none"
         mean: tuple[float, ...] = ()
         std: tuple[float, ...] = ()
 
@@ -118,6 +123,8 @@ class Patches(Input):
         x = functional.pad(x, (0, grid[1] * patch - x.shape[3], 0, grid[0] * patch - x.shape[2]))
         x = x.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch))  # [batch, channels, rows, p, columns, p]
         x = self.projection(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        if self.config.activation != "none":
+            x = functional.gelu(x) if self.config.activation == "gelu" else functional.relu(x)
         if self.tokens is not None:
             x = torch.cat([self.tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
         return x if self.positions is None else x + self._positions(grid).to(x.dtype)

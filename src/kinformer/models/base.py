@@ -118,6 +118,7 @@ class CommonModel(Trunk):
         self.head = config.head.build(config.width, self.input)
         self.exit_heads = self._build_exit_heads(config)
         config.initialisation.apply(self)
+        self.initialised = True
 
     def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
         """The heads of exits that have one of their own, beside the last's."""

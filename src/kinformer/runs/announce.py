@@ -14,13 +14,19 @@ from kinformer.training.settings import Settings
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def announcement(run: Run, settings: Settings, parameters: int, group: Group) -> str:
-    """Member, recipe, parameters and task; the data with its size, the device, the precision and tokens a step."""
+def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
+    """Member, recipe, parameters and task; the data with its size, the device, the precision and tokens a step; and a
+    note where ``frozen`` parameters beside others that learn begin at random."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {rows * length:,} tokens a step"
+    note = (
+        f"\nkinformer: note: {frozen:,} parameters are frozen, and begin at random: --init RUN takes those of a run in "
+        "which they learnt, as by --task dino; --set input.frozen=false lets them learn"
+    )
     return (
         f"kinformer: {run.member} ({run.recipe}), {parameters:,} parameters, task {run.task.name}\n"
         f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
+        f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )
 
 

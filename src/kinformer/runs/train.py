@@ -132,7 +132,8 @@ def work(job: Job, group: Group) -> Summary:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     objective = run.task.objective(settings.objective, model, data)
     if group.first and not job.quiet:
-        print(announcement(run, settings, parameters, group), file=tolerant(sys.stderr), flush=True)
+        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
     result = Trainer(model, data, objective, settings, run.folder, group, job.quiet, job.begun).run()
     if result.signal and group.first and not job.quiet:
         command = f"kinformer train {run.member} --out {run.folder} --resume"

@@ -62,10 +62,10 @@ def crop(images: Tensor, generator: Generator) -> Tensor:
     return images
 
 
-def flip(images: Tensor, generator: Generator) -> Tensor:
+def flip(images: Tensor, generator: Generator | None) -> Tensor:
     """Left and right exchanged, or not, image by image."""
     turned = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
-    return torch.where(turned, images.flip(3), images)
+    return torch.where(turned.to(images.device), images.flip(3), images)
 
 
 def erase(images: Tensor, generator: Generator) -> Tensor:

@@ -176,16 +176,17 @@ class Task:
     """A task's record.
 
     ``protocol``: which models can do it (``core.model``). ``input``: the kind of input that they must have, such as
-    tokens; None where any will do. ``gives_input``: whether :meth:`fit` gives it to models of tokens. ``objectives``:
-    what can be minimised for it, by name, the usual one first, each made for a model. ``figures``: what it is measured
-    by; the first decides which weights are the best. ``Options``, ``MeasuringOptions`` and ``GeneratingOptions`` are
-    dataclasses of its own options, for training, measuring and generating. ``default_data`` is what it learns from
-    where none is named, None if some must be. ``tokenizes``: whether it reads text by a tokenizer. ``budgeted``:
-    whether ``--minutes`` alone decides sizes and recipe, as it can where data is running text of which a row may be any
-    part. ``prompted``: whether generating continues a prompt; ``temperature``: at which one, if none is given;
-    ``reads_lines``: each line of a prompt is one by itself, read as it comes, from standard input where none is given.
-    ``refused``: general options that mean nothing to it, with the reason. ``settings``: those of training that are
-    other than usual where nothing is given. ``does`` says in two words what its models do.
+    tokens, or several such kinds; None where any will do. ``gives_input``: whether :meth:`fit` gives it to models of
+    tokens. ``objectives``: what can be minimised for it, by name, the usual one first, each made for a model.
+    ``figures``: what it is measured by; the first decides which weights are the best. ``Options``, ``MeasuringOptions``
+    and ``GeneratingOptions`` are dataclasses of its own options, for training, measuring and generating.
+    ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
+    text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
+    running text of which a row may be any part. ``prompted``: whether generating continues a prompt; ``temperature``:
+    at which one, if none is given; ``reads_lines``: each line of a prompt is one by itself, read as it comes, from
+    standard input where none is given. ``refused``: general options that mean nothing to it, with the reason.
+    ``settings``: those of training that are other than usual where nothing is given. ``does`` says in two words what
+    its models do.
     """
 
     name: ClassVar[str]
@@ -193,7 +194,7 @@ class Task:
     description: ClassVar[str]
     does: ClassVar[str]
     protocol: ClassVar[type]
-    input: ClassVar[str | None] = None
+    input: ClassVar[str | tuple[str, ...] | None] = None
     gives_input: ClassVar[bool] = False
     figures: ClassVar[tuple[Figure, ...]]
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
@@ -213,12 +214,15 @@ class Task:
 
     def takes(self, config: ModelConfig) -> bool:
         """Whether models of ``config`` can be trained for this task."""
-        kinds = (self.input, "tokens") if self.gives_input else (self.input,)
-        return config.protocol is self.protocol and (self.input is None or config.input.kind in kinds)
+        given = self.gives_input and config.input.kind == "tokens"
+        return config.protocol is self.protocol and (given or self._reads(config.input.kind))
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether a model of ``config``, as it is, was made for this task."""
-        return self.takes(config) and self.input in (None, config.input.kind)
+        return self.takes(config) and self._reads(config.input.kind)
+
+    def _reads(self, kind: str) -> bool:
+        return self.input in (None, kind) or (isinstance(self.input, tuple) and kind in self.input)
 
     def names(self, spec: str) -> bool:
         """Whether ``spec`` names data that is no file."""

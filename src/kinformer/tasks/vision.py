@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
-INPUT, HEAD = "patches", "linear_classification"
+INPUTS = ("patches", "tiles")
 
 
 def _classification(model: Any) -> Any:
@@ -41,7 +41,7 @@ class Vision(Task):
     )
     does = "predicts classes of images"
     protocol = WholeModel
-    input = INPUT
+    input = INPUTS
     gives_input = True
     figures = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
@@ -87,12 +87,15 @@ class Vision(Task):
 
         return ImageRows(plan.data, plan.settings, plan.options)
 
-    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+        from kinformer.tasks.image_features import keep_features
         from kinformer.tasks.vision_loss import Distillation, ImageClassification
 
         self.choose_objective(name)
         options = getattr(data, "options", self.Options())
         teacher = None if data is None else data.teacher
+        if data is not None:
+            data.features = keep_features(model.input, changed=bool(options.augmentations or teacher))
         return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
 
     def measure(self, subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:

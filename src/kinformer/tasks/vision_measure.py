@@ -112,17 +112,24 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, qui
 
 def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    found, same, part = labelled_part(subject, measuring)
+    number = numbers_of(subject.run, found.name, found.classes)
+    assert part.labels is not None
+    return found, same, replace(part, labels=number[np.asarray(part.labels)])
+
+
+def labelled_part(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+    """The data, whether it is the run's own, and the part to measure on, whose images have labels and the model's
+    channels."""
     run, model = subject.run, subject.model
     found = read_images(spec_of(run, measuring.data), holdout=run.data.get("holdout"), size=run.options.resize)
     same = note_other_data(run, found, measuring.data is not None)
     if not found.classes:
         raise KinformerError(f"{found.name}: its images have no labels to measure by; give others.")
-    number = numbers_of(run, found.name, found.classes)
     part = found.splits[choose(measuring.split, found.splits, "--split")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(
             f"{found.name}: its images have {part.shape[2]} channels, but {run.folder} reads "
             f"{model.config.input.channels}; give others."
         )
-    assert part.labels is not None
-    return found, same, replace(part, labels=number[np.asarray(part.labels)])
+    return found, same, part

@@ -14,6 +14,7 @@ from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.data import IGNORED, ImageData, Images
 from kinformer.data.permutation import mix, permute
 from kinformer.tasks.augmentation import Augmented, augment
+from kinformer.tasks.image_features import KeptFeatures
 from kinformer.tasks.vision_options import VisionOptions
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
@@ -42,10 +43,14 @@ class ImageBatch(NamedTuple):
 
 
 class ImageRows(DataModule):
-    """Training images in an order of their own in every epoch; the first of the validation images."""
+    """Training images in an order of their own in every epoch; the first of the validation images.
+
+    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    """
 
     metrics = ("nats", "correct")
     figures = (ACCURACY, BITS_PER_LABEL)
+    features: KeptFeatures | None = None
 
     def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:
         self.data, self.settings, self.options = data, settings, options
@@ -64,7 +69,7 @@ class ImageRows(DataModule):
         key = mix(self.settings.seed, _ORDER, place // len(self.chosen))
         index = self.chosen[permute(place % len(self.chosen), len(self.chosen), key)]
         generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
-        images, labels = tensors(self.data.train, index)
+        images, labels = self._read(self.data.train, index)
         found = Augmented(images, labels)
         if names := self.options.augmentations:
             found = augment(Augmented(images.float() / 255, labels), names, generator)
@@ -77,11 +82,16 @@ class ImageRows(DataModule):
             count = min(rows, self.held_out - first)
             share = -(-count // world)
             own = np.arange(rank * share, (rank + 1) * share)
-            images, labels = tensors(self.data.validation, first + np.minimum(own, count - 1))
+            images, labels = self._read(self.data.validation, first + np.minimum(own, count - 1))
             yield self._batch(images, labels.masked_fill(torch.from_numpy(own >= count), IGNORED))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+
+    def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
+        """What the model takes of each image, and the labels."""
+        images, labels = tensors(split, index)
+        return images if self.features is None else self.features.of(images, split.name, index), labels
 
     def _batch(
         self, images: Tensor, labels: Tensor, others: Tensor | None = None, shares: Tensor | None = None

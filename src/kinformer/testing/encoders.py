@@ -140,7 +140,7 @@ def _outcome(
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs, and the gradients of their sum weighted by feature, padding left out."""
-    leaves = {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    leaves = {f"parameter {name}": each for name, each in module.named_parameters() if each.requires_grad}
     inputs = case.inputs.clone()
     if inputs.is_floating_point():
         leaves["inputs"] = inputs.requires_grad_()
