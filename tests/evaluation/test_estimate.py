@@ -48,6 +48,7 @@ CONFIGS["linear-transformer, quadratic"] = configure(
 )
 CONFIGS["big-bird, global input"] = configure("big-bird", "tiny-etc", set={"layers": 3})
 CONFIGS |= {f"{name}, translating": configure(name, "tiny-translate") for name in ("rfa", "universal")}
+CONFIGS |= {f"universal, {name}": configure("universal", f"tiny-{name}") for name in ("encoder", "convolution")}
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
     head=ClassificationHead.Config(classes=3)
 )

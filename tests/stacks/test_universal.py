@@ -250,7 +250,6 @@ def test_checkpoints_give_equal_gradients():
         ("universal", {"stack.halting.threshold": 1.0}, "halting.threshold must lie between 0 and 1"),
         ("universal", {"stack.halting.weight": -1.0}, "halting.weight must be 0 or more"),
         ("universal", {"dim": 2, "layers.*.mixer.num_heads": 1}, "an even width of 4 or more"),
-        ("bert", {"stack": {"kind": "universal", "halting": "act"}}, "an encoder does not have"),
     ],
 )
 def test_mistakes(member, changes, told):

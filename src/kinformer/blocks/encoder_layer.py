@@ -11,7 +11,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feeding, reading
 from kinformer.core.config import Config
-from kinformer.core.encoder import EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 
@@ -28,6 +28,10 @@ class EncoderLayerConfig(Config):
 class EncoderLayer(Sublayers):
     """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
 
+    answers_some = True
+    """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixer sees it. Not
+    with a feed-forward that looks at other tokens."""
+
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
         kind = "encoder"
@@ -41,12 +45,18 @@ class EncoderLayer(Sublayers):
             return EncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__(config, config.mixer.build(dim), dim)
+        super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
+        self.answers_some = not isinstance(self.feed_forward, EncoderMixer)
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
         return (reading(self.mixer, self.mixer_residual), feeding(self.feed_forward_residual, self.feed_forward))
 
-    def forward(self, x: Tensor, text: Text) -> Tensor:
-        x = self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
-        return fed(self.feed_forward_residual, self.feed_forward, x, text.valid)
+    def forward(self, x: Tensor, text: Text, asked: Tensor | None = None) -> Tensor:
+        y = self.mixer(self.mixer_residual.enter(x), text)
+        if asked is None:
+            x = self.mixer_residual.leave(x, y)
+            return fed(self.feed_forward_residual, self.feed_forward, x, text.valid)
+        some = self.mixer_residual.leave(x[asked], y[asked])
+        some = fed(self.feed_forward_residual, self.feed_forward, some, None)
+        return x.to(some.dtype).index_put((asked,), some)

@@ -30,7 +30,7 @@ class LayerConfig(Config):
 class DecoderLayer(Sublayers):
     """``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a residual.
 
-    Its state is the tuple of its mixers' states.
+    A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.
     """
 
     answers_some = True
@@ -50,7 +50,7 @@ class DecoderLayer(Sublayers):
             return DecoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__(config, causal(config.mixer, dim), dim)
+        super().__init__(config, causal(config.mixer, dim), config.feed_forward.build_causal(dim), dim)
         self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
         self.further_residuals = nn.ModuleList(
             config.residual.build(dim, config.norm, config.dropout) for _ in config.further_mixers
@@ -58,7 +58,12 @@ class DecoderLayer(Sublayers):
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:
-        return (self.mixer, *self.further_mixers)  # type: ignore[return-value]
+        return (self.mixer, *self.further_mixers, *self._transition)  # type: ignore[arg-type]
+
+    @property
+    def _transition(self) -> tuple[CausalMixer, ...]:
+        """The feed-forward, where it is a mixer."""
+        return (self.feed_forward,) if isinstance(self.feed_forward, CausalMixer) else ()
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
         """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
@@ -70,11 +75,15 @@ class DecoderLayer(Sublayers):
         if asked is not None:
             return self._answered(chunk, state, asked)
         x, after = self._mixed(chunk, state)
-        return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid), after
+        return self._fed(x, chunk.valid), after
+
+    def _fed(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """The stream after the mixers and the feed-forward, unless that was one of them."""
+        return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
 
     def _answered(self, chunk: Chunk, state: tuple[Any, ...], asked: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """The same where ``asked``."""
-        if self.further_mixers:  # they read what the first made of every token
+        if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
             x = x[asked]
         else:
@@ -84,17 +93,19 @@ class DecoderLayer(Sublayers):
             x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
         if not len(x):
             return chunk.x, after
-        x = fed(self.feed_forward_residual, self.feed_forward, x, None)
+        x = self._fed(x, None)
         return chunk.x.to(x.dtype).index_put((asked,), x), after
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
         mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
-        return (*mixers, feeding(self.feed_forward_residual, self.feed_forward))
+        return tuple(mixers) if self._transition else (*mixers, feeding(self.feed_forward_residual, self.feed_forward))
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:
-        return (self.mixer_residual, *self.further_residuals)  # type: ignore[arg-type]
+        """Those of the mixers."""
+        own = (self.mixer_residual, *self.further_residuals)
+        return (*own, self.feed_forward_residual) if self._transition else own  # type: ignore[return-value]
 
     def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """The stream after all mixers, and their states."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.sublayers import fed, feeding
+from kinformer.blocks.sublayers import fed, feeding, tokenwise
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import Branch
 
@@ -36,7 +36,7 @@ class MacaronLayer(DecoderLayer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
-        self.first_feed_forward = config.feed_forward.build(dim)
+        self.first_feed_forward = tokenwise(config.feed_forward, dim)
         self.first_residual = config.residual.build(dim, config.norm, config.dropout)
 
     def branches(self) -> tuple[Branch, ...]:

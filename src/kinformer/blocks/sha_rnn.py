@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
-from kinformer.blocks.sublayers import mixed
+from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.parts import FeedForwardConfig
 
@@ -40,7 +40,7 @@ class ShaRnnLayer(nn.Module):
         super().__init__()
         self.mixer = config.mixer.build(dim)
         self.attention = None if config.attention is None else config.attention.build(dim)
-        self.feed_forward = config.feed_forward.build(dim)
+        self.feed_forward = tokenwise(config.feed_forward, dim)
         self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 

@@ -8,17 +8,19 @@ from torch import Tensor, nn
 
 from kinformer.blocks.residual import Residual
 from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.encoder import EncoderMixer, Text
 from kinformer.core.errors import KinformerError
+from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 
 
 class Sublayers(nn.Module):
-    """A mixer and a feed-forward. ``config`` has feed_forward, norm, residual and dropout; ``mixer`` is built."""
+    """A mixer and a feed-forward, both built; ``config`` has norm, residual and dropout."""
 
-    def __init__(self, config: Any, mixer: nn.Module, dim: int) -> None:
+    def __init__(self, config: Any, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
         super().__init__()
         self.mixer = mixer
-        self.feed_forward = config.feed_forward.build(dim)
+        self.feed_forward = feed_forward
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
         self.feed_forward_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
 
@@ -40,7 +42,20 @@ def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | 
 
 def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     y = residual.enter(x)
+    if isinstance(feed_forward, EncoderMixer):
+        return feed_forward(y, Text(valid))
     return feed_forward(y, valid) if getattr(feed_forward, "masked", False) else feed_forward(y)
+
+
+def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
+    """The feed-forward of ``config``; one that looks at other tokens is refused."""
+    feed_forward = config.build(dim)
+    if isinstance(feed_forward, EncoderMixer):
+        raise KinformerError(
+            f"the feed-forward {config.kind!r} looks at other tokens, for which this layer has no place; use the layer "
+            "'decoder' or 'encoder', or another feed-forward (mlp)."
+        )
+    return feed_forward
 
 
 def mixing(mixer: CausalMixer, residual: Residual) -> Branch:

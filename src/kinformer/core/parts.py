@@ -212,13 +212,17 @@ class FeedForwardConfig(Config):
     """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
     A module with the attribute ``masked = True`` also takes ``valid`` [...] bool or None, as what it does or counts
-    depends on which tokens are real.
+    depends on which tokens are real. One that looks at other tokens is a mixer: ``build`` gives an ``EncoderMixer``,
+    and ``build_causal``, for layers of decoders, a ``CausalMixer``.
     """
 
     slot = "feed_forward"
 
     def build(self, dim: int) -> nn.Module:
         raise NotImplementedError
+
+    def build_causal(self, dim: int) -> nn.Module:
+        return self.build(dim)
 
 
 class FeatureMap(nn.Module):

@@ -159,9 +159,10 @@ class Stack(nn.Module):
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
         return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
-    def _read(self, layer: nn.Module, x: Tensor, text: Text) -> Tensor:
-        """What an encoder's ``layer`` makes of x."""
-        return checkpoint(layer, x, text, use_reentrant=False) if self._recomputes else layer(x, text)
+    def _read(self, layer: nn.Module, x: Tensor, text: Text, asked: Tensor | None = None) -> Tensor:
+        """What an encoder's ``layer`` makes of x, at least where ``asked`` [batch, time] bool (None: everywhere)."""
+        given = (x, text, asked) if asked is not None and getattr(layer, "answers_some", False) else (x, text)
+        return checkpoint(layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
 
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""

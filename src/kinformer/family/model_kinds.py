@@ -97,6 +97,7 @@ def blocks() -> list[type[Config]]:
     """Layers, residuals, norms and feed-forwards."""
     from kinformer.blocks import feed_forward, gated, layer, macaron, norms, residual, sha_rnn
     from kinformer.memory import product_keys
+    from kinformer.mixers import separable_transition
 
     return [
         layer.DecoderLayer.Config,
@@ -110,6 +111,7 @@ def blocks() -> list[type[Config]]:
         feed_forward.MLP.Config,
         feed_forward.SwiGLU.Config,
         feed_forward.Boom.Config,
+        separable_transition.SeparableTransition,
         product_keys.ProductKeys.Config,
         norms.LayerNorm,
         norms.RMSNorm,

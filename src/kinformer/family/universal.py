@@ -4,24 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder, encoder_decoder
+from kinformer.family.assemble import Shape, decoder, encoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
     from kinformer.models.encoder_decoder import EncoderDecoder
+    from kinformer.stacks.universal import Universal
+
+
+def _stack(steps: int, halts: bool, bias: float) -> Universal.Config:
+    from kinformer.stacks.act import ACT
+    from kinformer.stacks.universal import Universal
+
+    return Universal.Config(steps=steps, halting=ACT.Config(bias=bias) if halts else None)
 
 
 def _recipe(
-    shape: Shape, steps: int, *, halts: bool = True, bias: float = 1.0, dropout: float = 0.0, learned: bool = False
+    shape: Shape,
+    steps: int,
+    *,
+    halts: bool = True,
+    bias: float = 1.0,
+    dropout: float = 0.0,
+    learned: bool = False,
+    convolution: bool = False,
 ) -> Recipe:
-    """``shape.depth`` layers, ``steps`` times."""
+    """``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable one."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.mixers.separable_transition import SeparableTransition
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.timing import Timing
-        from kinformer.stacks.act import ACT
-        from kinformer.stacks.universal import Universal
 
         config = decoder(
             shape,
@@ -30,25 +45,41 @@ def _recipe(
             position=Timing.Config(step="learned" if learned else "sinusoidal"),
             scale=True,
         )
-        halting = ACT.Config(bias=bias) if halts else None
         layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        return config.replace(layers=layers, stack=Universal.Config(steps=steps, halting=halting), dropout=dropout)
+        if convolution:
+            layers = tuple(layer.replace(feed_forward=SeparableTransition()) for layer in layers)
+        return config.replace(layers=layers, stack=_stack(steps, halts, bias), dropout=dropout)
+
+    return recipe
+
+
+def _encoding(shape: Shape, steps: int, bias: float = 1.0) -> Recipe:
+    """An encoder of ``shape.depth`` layers, ``steps`` times or until a token halts, below a masked-language-model
+    head."""
+
+    def recipe(vocab: int | None) -> Encoder.Config:
+        from kinformer.blocks.norms import LayerNorm
+        from kinformer.mixers.bidirectional import BidirectionalAttention
+        from kinformer.positions.timing import Timing
+
+        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
+        settings: dict[str, Any] = {"norm": LayerNorm(), "embedding_norm": None, "stack": _stack(steps, True, bias)}
+        config: Any = encoder(shape, vocab or 259, [mixer], Timing.Config(), **settings)
+        return config.replace(input=config.input.replace(scale=True))
 
     return recipe
 
 
 def _translating(shape: Shape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
-    """Tied layers on both sides; those of the encoder are applied ``steps`` times, those of the decoder until a token
-    halts if it ``halts``."""
+    """Tied layers on both sides, applied ``steps`` times or, if they ``halt``, as often as a token asks for."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.stacks.universal import Universal
 
         base: Any = _recipe(shape, steps, halts=halts, bias=-0.5, learned=True)(vocab or 258)
         mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
         config = encoder_decoder(base, mixer, dropout=dropout)
-        return config.replace(encoder=config.encoder.replace(stack=Universal.Config(steps=steps)))
+        return config.replace(encoder=config.encoder.replace(stack=base.stack))
 
     return recipe
 
@@ -66,7 +97,7 @@ MEMBER = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the decoder alone, as a language model, but for the translating recipes, whose encoder takes all steps",
+        "the decoder alone, as a language model, but for the recipes encoder and translate",
         "norms stand before sublayers and behind the last step, as in tensor2tensor; in the paper behind sublayers",
         "a halted token's vector is copied, as in the paper, so that its work is saved; in tensor2tensor it goes on "
         "changing where others see it (stack.halting.halted=evolving)",
@@ -79,6 +110,10 @@ MEMBER = Member(
         "small": _recipe(_shape(256, 4, 4), 2),
         "benchmark": _recipe(_shape(256, 1, 4), 4),
         "paper": _recipe(_shape(1024, 1, 16), 6, halts=False, dropout=0.3, learned=True),
+        "tiny-convolution": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True, convolution=True),
+        "convolution": _recipe(_shape(256, 4, 4), 2, convolution=True),
+        "tiny-encoder": _encoding(_shape(32, 1, 2), 3, bias=-0.5),
+        "encoder": _encoding(_shape(256, 4, 4), 2),
         "tiny-translate": _translating(_shape(32, 1, 2), 3, halts=True),
         "translate": _translating(_shape(1024, 1, 16), 6, halts=False, dropout=0.3),
         "paper-act": _recipe(_shape(1024, 1, 16), 12, dropout=0.3, learned=True),

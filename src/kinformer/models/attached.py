@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import left_align, select_valid
+from kinformer.core.contract import Chunk, left_align, select_valid
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model import Hidden
@@ -86,7 +86,11 @@ class KeyedDecoder(nn.Module):
         """What enters the last layer's feed-forward meanwhile (the last time counts where a layer is used again)."""
         seen: list[Tensor] = []
         module: Any = self.decoder.stack.units[-1]
-        handle = module.feed_forward.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+
+        def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
+            seen.append(given[0].x if isinstance(given[0], Chunk) else given[0])
+
+        handle = module.feed_forward.register_forward_pre_hook(hook)
         try:
             yield seen
         finally:

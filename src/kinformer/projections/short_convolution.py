@@ -1,6 +1,6 @@
-"""A short causal convolution over time, for each channel of q, k and v alone, and SiLU behind it.
+"""A short causal convolution over time, for each channel alone: y_t = sum_b weight_b x_(t - b).
 
-(Fu et al. 2023, H3; as Mamba, DeltaNet and Gated DeltaNet have it.)  y_t = silu(sum_b weight_b x_(t - b))
+With SiLU behind it, of q, k and v, it is that of Fu et al. 2023 (H3), as DeltaNet and Gated DeltaNet have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kinformer.core.contract import right_align
 from kinformer.projections.shifted import shifted_sum
 
 
-class ShortConvolution(nn.Module):
+class CausalConvolution(nn.Module):
     """x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
     ``weight`` [width, heads, channels], ``weight[0]`` being that of the token itself.
@@ -41,4 +41,12 @@ class ShortConvolution(nn.Module):
             tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
         if valid is not None:
             tokens = right_align(tokens, valid.sum(dim=1), time)
-        return functional.silu(mixed), tokens[:, :, time:].to(recent.dtype, copy=True)
+        return mixed, tokens[:, :, time:].to(recent.dtype, copy=True)
+
+
+class ShortConvolution(CausalConvolution):
+    """The same with SiLU behind it."""
+
+    def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+        mixed, recent = super().forward(x, recent, valid, reset)
+        return functional.silu(mixed), recent

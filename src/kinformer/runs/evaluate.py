@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.errors import KinformerError
+from kinformer.evaluation.pondering import PONDER_STEPS, Pondering, noting_steps
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
 from kinformer.tasks.table import measuring_options
-from kinformer.tasks.task import LoadedRun, Measuring, Report
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Report
 from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def _check_alike(runs: Sequence[Run]) -> None:
 def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measuring, own: Any, quiet: bool) -> Report:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     stores: dict[Path, Datastore] = {}
+    taken: dict[Path, Pondering] = {}
 
     def load(run: Any) -> LoadedRun:
         model = run.model(options.set).to(options.prepare(options.seed))
@@ -59,11 +62,29 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measurin
             model = attach_store(run, model, options)
         if (store := store_of(model)) is not None:
             stores[run.folder] = store
+        taken[run.folder] = open_counts.enter_context(noting_steps(model))
         return LoadedRun(run, model, changes, lookup_facts(model))
 
-    report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
+    with ExitStack() as open_counts:
+        report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
+    told = [_with_steps(each, taken[run.folder]) for run, each in zip(runs, report.evaluations, strict=True)]
+    report = replace(report, evaluations=told)
     for run, evaluation in zip(runs, report.evaluations, strict=True):
         if run.folder in stores:
             holdout = getattr(own, "holdout", None)
             note_stored(stores[run.folder], evaluation.data, run.data.get("holdout") if holdout is None else holdout)
     return report
+
+
+def _with_steps(evaluation: Evaluation, taken: Pondering) -> Evaluation:
+    """The same with the steps per token of a model whose tokens halt, unless its task has told them."""
+    if taken.mean is None or PONDER_STEPS.name in evaluation.figures:
+        return evaluation
+    figure = {PONDER_STEPS.name: taken.mean}
+    return replace(
+        evaluation,
+        figures={**evaluation.figures, **figure},
+        units=(*evaluation.units, PONDER_STEPS),
+        facts={**evaluation.facts, **figure},
+        text=(*evaluation.text, PONDER_STEPS.text(taken.mean)),
+    )

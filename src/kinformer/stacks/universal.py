@@ -9,13 +9,14 @@ A halted token is still absorbed by the state of every later step, since later t
 else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the product behind
 attention and the feed-forward are computed of running tokens alone, in training too. Attention itself is left out where
 no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers are run in
-full, before a feed-forward of running tokens; other layers are run in full. While a graph is captured, and where only
-shapes are known, all tokens take all steps, with equal results: costs are estimated as if no token halted early.
+full, before a feed-forward of running tokens, and so are an encoder's; other layers are run in full. An encoder leaves
+out a step that no token takes. While a graph is captured, and where only shapes are known, all tokens take all steps,
+with equal results: costs are estimated as if no token halted early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import Chunk, state_dtype
+from kinformer.core.encoder import Text
 from kinformer.core.errors import KinformerError
 from kinformer.core.host import has_data
+from kinformer.core.side_cost import SideCost
 from kinformer.core.stack import BeforeUse, Progress, Stack, StackConfig
 from kinformer.stacks.act import HaltingConfig
+
+Use = Callable[[int, Tensor, Tensor | None], Tensor]
+"""(number of the use, x [batch, time, dim], which tokens are asked for [batch, time], None for all) -> y."""
 
 
 class PonderState(NamedTuple):
@@ -70,12 +76,8 @@ class Universal(Stack):
         super().__init__(config, layers)
         self.group = len(self.layers)
         if config.halting is not None:
-            if not all(hasattr(layer, "initial_state") for layer in self.layers):
-                raise KinformerError(
-                    "stack.halting counts its costs in a state, which an encoder does not have; leave it out "
-                    "(stack.halting=null), for a fixed number of steps."
-                )
             self.halting = config.halting.build(dim)
+            self.pondered = SideCost(PonderState.aux_name)
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
         layers = super().initial_state(batch, **options)
@@ -92,22 +94,51 @@ class Universal(Stack):
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
         if self.halting is None:
             return super().absorb(chunk, state, before, taps)
-        x, after, tapped = chunk.x, [], []
-        progress = self.halting.begin(x, chunk.valid)
+        after: list[Any] = []
+
+        def use(number: int, x: Tensor, asked: Tensor | None) -> Tensor:
+            y, own = self._used(number, chunk._replace(x=x), state[number].layer, asked)
+            after.append(state[number]._replace(layer=own))
+            return y
+
+        x, tapped, costs = self._halted(chunk.x, chunk.valid, use, before, taps)
+        for step, cost in enumerate(costs):
+            first = after[step * self.group]
+            after[step * self.group] = first._replace(aux=first.aux + cost)
+        return x, tuple(after), tapped
+
+    def read(
+        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self.halting is None:
+            return super().read(x, text, before, taps)
+
+        def use(number: int, x: Tensor, asked: Tensor | None) -> Tensor:
+            if asked is not None and not asked.any():
+                return x
+            return self._read(self.layers[self.order[number]], x, text, asked)
+
+        x, tapped, costs = self._halted(x, text.valid, use, before, taps)
+        self.pondered(torch.stack(costs).sum(0))
+        return x, tapped
+
+    def _halted(
+        self, x: Tensor, valid: Tensor | None, use: Use, before: BeforeUse, taps: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
+        """What all tokens give, what the uses in ``taps`` gave, and the price [batch] of every step."""
+        tapped, costs = [], []
+        progress = self.halting.begin(x, valid)
         for step in range(self.config.steps):
             asked, read = self._asked(progress), x
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                y, own = self._used(number, chunk._replace(x=entered), state[number].layer, asked)
-                x = torch.where(self._kept(progress), y, x)
-                after.append(state[number]._replace(layer=own))
+                x = torch.where(self._kept(progress), use(number, entered, asked), x)
                 if number in taps:
                     tapped.append(x)
             progress, cost = self.halting(progress, read, x)
-            first = after[step * self.group]
-            after[step * self.group] = first._replace(aux=first.aux + self._halting.weight * cost)
-        return progress.out.to(x.dtype), tuple(after), tuple(tapped)
+            costs.append(self._halting.weight * cost)
+        return progress.out.to(x.dtype), tuple(tapped), costs
 
     @property
     def _halting(self) -> HaltingConfig:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.model import modules_of
 from kinformer.core.penalised import Penalised
+from kinformer.core.side_cost import SideCost, gathering
 from kinformer.training.batch import device_of
 from kinformer.training.precision import autocast
 
@@ -31,14 +32,14 @@ class Objective(Protocol):
 class Step(nn.Module):
     """A model and its objective as one module, so that whatever an objective asks of the model is seen by the engine.
 
-    The side costs in the state (sums over positions, one per row) are added to the loss as a mean over positions; in
-    training also the penalties of parts that have one (see ``core.penalised``).
+    Side costs (sums over positions, one per row) in the state, and those of readings (``core.side_cost``), are added to
+    the loss as a mean over positions; in training also the penalties of parts that have one (see ``core.penalised``).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
-        self.penalised = modules_of(model, Penalised)
+        self.penalised, self.told = modules_of(model, Penalised), modules_of(model, SideCost)
 
     @property
     def extras(self) -> nn.Module:
@@ -46,14 +47,13 @@ class Step(nn.Module):
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
     def forward(self, batch: Any, state: Any, progress: float) -> Outcome:
-        with autocast(device_of(batch), self.precision):
+        with autocast(device_of(batch), self.precision), gathering(self.told) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
         for module in self.penalised if self.training else ():
             loss = loss + module.penalty()
-        if state is None:
-            return loss, metrics, None
-        costs, state = states.pop_aux(state)
-        for name, cost in costs.items():
-            loss = loss + cost.float().sum() / batch.size
-            metrics = metrics | {name: cost.detach().sum()}
+        absorbed, state = ({}, None) if state is None else states.pop_aux(state)
+        for costs in (read, absorbed):
+            for name, cost in costs.items():
+                loss = loss + cost.float().sum() / batch.size
+                metrics = metrics | {name: metrics.get(name, 0) + cost.detach().sum()}
         return loss, metrics, state
