@@ -36,6 +36,8 @@ def test_what_went_wrong_is_said():
     told = summary(comparison(entrant("a", [2.0], moved="the best is still at an end."), failed))
     assert "b is out. training with seed 0: no memory" in told
     assert "Learning rate of a: the best is still at an end." in told
+    both = summary(comparison(*(entrant(name, [2.0], moved="it moved.") for name in "ab")))
+    assert [each for each in both if "moved" in each] == ["Learning rates of a, b: it moved."]
     assert summary(comparison(failed)) == ["No member could be trained; the reasons stand below."]
 
 

@@ -56,6 +56,11 @@ def colour(index: int) -> str:
     return f"var(--s{index % COLOURS})"
 
 
+def shape_of(index: int) -> str:
+    """An entrant's marker; one that shares its colour with another has another."""
+    return MARKERS[(index + index // COLOURS) % len(MARKERS)]
+
+
 def svg(chart: Chart) -> str:
     """The chart as an SVG element to stand in HTML. Its colours are CSS variables (``--s0`` and on, ``--ink``,
     ``--muted``, ``--line``); every point carries ``data-tip`` and ``data-series``."""
@@ -67,7 +72,7 @@ def svg(chart: Chart) -> str:
                 [point[0] for point in each.points],
                 [point[1] for point in each.points],
                 color=_placeholder(each.index),
-                marker=MARKERS[each.index % len(MARKERS)],
+                marker=shape_of(each.index),
                 markersize=5 if chart.joined else 9,
                 linewidth=1.6,
                 clip_on=False,
@@ -176,5 +181,5 @@ def marker(index: int) -> str:
         "X": '<path d="m3 5 2-2 3 3 3-3 2 2-3 3 3 3-2 2-3-3-3 3-2-2 3-3z"/>',
         "p": '<path d="m8 2 6 4.5-2.3 7H4.3L2 6.5z"/>',
     }
-    shape = shapes[MARKERS[index % len(MARKERS)]]
+    shape = shapes[shape_of(index)]
     return f'<svg class="key" viewBox="0 0 16 16" aria-hidden="true" style="fill: {colour(index)}">{shape}</svg>'

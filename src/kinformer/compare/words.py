@@ -211,16 +211,25 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
     for each in comparison.entrants:
         if each.error:
             yield f"{each.name} is out. {each.error}"
-        if each.moved:
-            yield f"Learning rate of {each.name}: {each.moved}"
         for need in (each.facts or {}).get("needs", ()) if each.runs else ():
             yield f"{each.name} is trained with {need}, without which it is not itself; that differs from the others."
         failed = [badge["name"] for badge in each.badges if badge["holds"] is False]
         if failed:
             yield f"{each.name} breaks laws of the battery: {_list(failed)}."
+    yield from _moved(comparison)
     machines = {str(each.machine.get("processor")) for each in comparison.entrants if each.machine}
     if len(machines) > 1:
         yield "The members were measured on unlike machines, so times and memory do not compare between those."
+
+
+def _moved(comparison: Comparison) -> Iterator[str]:
+    """Sweeps that went on beyond their ends, those of which the same is to be told together."""
+    names: dict[str, list[str]] = {}
+    for each in comparison.entrants:
+        if each.moved:
+            names.setdefault(each.moved, []).append(each.name)
+    for told, some in names.items():
+        yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {told}"
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
