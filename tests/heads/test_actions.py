@@ -5,6 +5,7 @@ import torch
 
 from kinformer.core.errors import KinformerError
 from kinformer.heads.actions import HIGHEST_LOG_STD, LOWEST_LOG_STD, ContinuousActions, DiscreteActions
+from kinformer.heads.policy import PolicyAndValue
 from kinformer.inputs.steps import Steps
 
 INPUT = Steps.Config(state_dim=1, action_dim=2).build(8)
@@ -29,6 +30,14 @@ def test_a_gaussian_has_a_mean_in_the_box_and_a_bounded_spread():
     y = head(ContinuousActions.Config(action_dim=2, gaussian=True))(100 * torch.randn(4, 50, 8), INPUT)
     assert y.shape == (4, 50, 4) and y[..., :2].abs().max() <= 1
     assert LOWEST_LOG_STD <= y[..., 2:].min() < y[..., 2:].max() <= HIGHEST_LOG_STD
+
+
+def test_a_policy_with_a_value_behind_it():
+    both = head(PolicyAndValue.Config(policy=ContinuousActions.Config(action_dim=2, gaussian=True)))
+    x = torch.randn(4, 5, 8)
+    y = both(x, INPUT)
+    assert y.shape == (4, 5, 5) and torch.equal(y[..., :4], both.policy(x, INPUT))
+    assert torch.equal(y[..., 4:], both.value(x))
 
 
 @pytest.mark.parametrize(

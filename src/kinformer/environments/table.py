@@ -28,4 +28,6 @@ def make(name: str, count: int = 1, render: bool = False) -> Environment:
         return OWN[own](count)
     if own != TMaze.name or not length.isdecimal():
         raise KinformerError(f"--env {name}: only the T-maze has a length; write as in {TMaze.name}:30.")
-    return TMaze(count, int(length))
+    environment = TMaze(count, int(length))
+    environment.name = name
+    return environment
