@@ -5,6 +5,7 @@ import torch
 
 from kinformer.core.errors import KinformerError
 from kinformer.heads.actions import HIGHEST_LOG_STD, LOWEST_LOG_STD, ContinuousActions, DiscreteActions
+from kinformer.heads.classification import ClassificationHead
 from kinformer.heads.policy import PolicyAndValue
 from kinformer.inputs.steps import Steps
 
@@ -47,6 +48,10 @@ def test_a_policy_with_a_value_behind_it():
         (lambda: ContinuousActions.Config(action_dim=0), "action_dim must be 1 or more"),
         (lambda: ContinuousActions.Config(action_dim=2, low=(0.0, 0.0)), "low and high have 2 and 0 numbers"),
         (lambda: ContinuousActions.Config(action_dim=1, low=(1.0,), high=(1.0,)), "must lie below high"),
+        (
+            lambda: PolicyAndValue.Config(policy=ClassificationHead.Config(classes=2)),
+            "policy is the head 'classification', which reads a whole sequence",
+        ),
     ],
 )
 def test_configs_that_make_no_head(make, told):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.heads.actions import DiscreteActions
@@ -20,6 +21,13 @@ class PolicyAndValue(nn.Module):
     class Config(HeadConfig):
         kind = "policy_and_value"
         policy: HeadConfig = DiscreteActions.Config(actions=2)
+
+        def __post_init__(self) -> None:
+            if not self.policy.per_position:
+                raise KinformerError(
+                    f"policy is the head {self.policy.kind!r}, which reads a whole sequence at once; give a head of "
+                    "actions, discrete_actions or continuous_actions."
+                )
 
         def check(self, dim: int, input: Input) -> None:
             self.policy.check(dim, input)
