@@ -31,6 +31,7 @@ from kinformer.heads.pooling import PooledHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
 from kinformer.inputs.frames import Frames
 from kinformer.inputs.lookup import Lookup
+from kinformer.inputs.observations import Observations
 from kinformer.inputs.patches import Patches
 from kinformer.inputs.steps import Steps
 from kinformer.inputs.tiles import Tiles
@@ -105,6 +106,7 @@ OWN = {
     ("input", "steps"): {"state_dim": 3, "action_dim": 2, "timesteps": 4},
     ("head", "continuous_actions"): {"action_dim": 2},
     ("head", "discrete_actions"): {"actions": 3},
+    ("input", "observations"): {"observation_dim": 3},
     ("pattern", "random_blocks"): {"count": 1},
     ("global_input", "sentences"): {"length": 4},
     ("global_input", "extra"): {"count": 3},
@@ -346,7 +348,7 @@ def entered(config: Config) -> tuple:
         if isinstance(input, Patches | Tiles):
             images = numbers(2, input.config.channels, 7, 9)
             return [input(images, torch.arange(input.length(images)).expand(2, -1))]
-        if isinstance(input, Frames):
+        if isinstance(input, Frames | Observations):
             return [input(numbers(*input.example(2, 5).shape), torch.arange(5).expand(2, -1))]
         times = (2, TIME, input.values_per_position)
         values = (torch.arange(2 * TIME).view(2, TIME, 1).expand(times) * torch.arange(1, times[2] + 1)) % VOCAB

@@ -5,6 +5,8 @@ import torch
 
 from kinformer.core.errors import KinformerError
 from kinformer.heads.actions import HIGHEST_LOG_STD, LOWEST_LOG_STD, ContinuousActions, DiscreteActions
+from kinformer.heads.classification import ClassificationHead
+from kinformer.heads.policy import PolicyAndValue
 from kinformer.inputs.steps import Steps
 
 INPUT = Steps.Config(state_dim=1, action_dim=2).build(8)
@@ -31,6 +33,14 @@ def test_a_gaussian_has_a_mean_in_the_box_and_a_bounded_spread():
     assert LOWEST_LOG_STD <= y[..., 2:].min() < y[..., 2:].max() <= HIGHEST_LOG_STD
 
 
+def test_a_policy_with_a_value_behind_it():
+    both = head(PolicyAndValue.Config(policy=ContinuousActions.Config(action_dim=2, gaussian=True)))
+    x = torch.randn(4, 5, 8)
+    y = both(x, INPUT)
+    assert y.shape == (4, 5, 5) and torch.equal(y[..., :4], both.policy(x, INPUT))
+    assert torch.equal(y[..., 4:], both.value(x))
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -38,6 +48,10 @@ def test_a_gaussian_has_a_mean_in_the_box_and_a_bounded_spread():
         (lambda: ContinuousActions.Config(action_dim=0), "action_dim must be 1 or more"),
         (lambda: ContinuousActions.Config(action_dim=2, low=(0.0, 0.0)), "low and high have 2 and 0 numbers"),
         (lambda: ContinuousActions.Config(action_dim=1, low=(1.0,), high=(1.0,)), "must lie below high"),
+        (
+            lambda: PolicyAndValue.Config(policy=ClassificationHead.Config(classes=2)),
+            "policy is the head 'classification', which reads a whole sequence",
+        ),
     ],
 )
 def test_configs_that_make_no_head(make, told):

@@ -14,7 +14,8 @@ from kinformer.core.errors import KinformerError
 from kinformer.data.made_trajectories import random_walks
 from kinformer.environments.environment import Box, Discrete
 from kinformer.inputs.steps import ACTION, RETURN, STATE
-from kinformer.tasks.trajectory_acting import Agent, Drawing, rollouts
+from kinformer.tasks.acting import Drawing, rollouts
+from kinformer.tasks.trajectory_acting import TrajectoryAgent
 from kinformer.tasks.trajectory_data import open_data
 from kinformer.tasks.trajectory_measure import facts_correlation
 from kinformer.tasks.trajectory_options import TrajectoryOptions, targets_of
@@ -125,7 +126,7 @@ def said_of(model, context, found, episode):
     """What an agent says at every step of an episode in which the data's actions are taken."""
     steps = np.arange(found.starts[episode], found.starts[episode + 1])
     replay = Replay(Discrete(4), found.actions[steps], [])
-    agent = Agent(model, replay, context)
+    agent = TrajectoryAgent(model, replay, context)
     agent.begin(np.array([0]))
     for step in steps:
         agent.act(found.observations[step][None], found.returns_to_go[step][None])

@@ -4,6 +4,7 @@ A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedS
 first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute
 ``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots.
 The class attribute ``outlives_reset`` says of a ``NamedTuple`` that a new sequence begins with it (a source).
+The class attribute ``derived`` names leaves that a mixer makes again of the others where they have no slots.
 A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
 """
 
@@ -158,6 +159,23 @@ def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype 
         return leaf.to(device=device, dtype=dtype if dtype and leaf.is_floating_point() else None)
 
     return map_tensors(move, state)
+
+
+def renewed(state: Any) -> Any:
+    """The state as it outlives a change of the weights: without what was ``derived`` by the old ones, and without slots
+    that no row has filled."""
+    if isinstance(state, (Tensor, ReservedState)):
+        return state
+    slots, derived = (getattr(state, name, ()) for name in ("slots", "derived"))
+    filled = int(state.seen.max()) if slots and hasattr(state, "seen") else None
+    items = []
+    for name, item in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
+        if name in slots:
+            kept = 0 if name in derived else item.shape[2] if filled is None else filled
+            items.append(item[:, :, max(0, item.shape[2] - kept) :].clone())
+        else:
+            items.append(renewed(item))
+    return _rebuild(state, items)
 
 
 def nbytes(state: Any) -> int:

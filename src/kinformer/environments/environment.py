@@ -116,3 +116,9 @@ class Environment:
     def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rewards and terminated [rows], having changed the rows that are ``running``."""
         raise NotImplementedError
+
+
+def require_length(name: str, length: int) -> None:
+    """Refuse an environment without a step between its beginning and its end."""
+    if length < 1:
+        raise KinformerError(f"--env {name}:{length}: is {length} steps long, but must be 1 or more.")

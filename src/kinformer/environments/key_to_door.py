@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from kinformer.environments.drawing import AGENT, DOOR, KEY, LINE, PIXELS, fill, grid
 from kinformer.environments.environment import Discrete, Environment
 
 SIZE, ROOM_STEPS, ROOMS = 5, 8, 3
 PLACES = np.array([[2, 4], [2, 2], [2, 0]])
 """Row and column of the key, of nothing, and of the door."""
 MOVES = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
-PIXELS = 24
-PAPER, LINE, AGENT, KEY, DOOR = (255, 255, 255), (225, 228, 230), (0, 114, 178), (230, 159, 0), (0, 158, 115)
 
 
 class KeyToDoor(Environment):
@@ -71,18 +70,13 @@ class KeyToDoor(Environment):
 
     def render(self) -> np.ndarray:
         """The three rooms side by side, the present one with the agent in it."""
-        picture = np.full((SIZE * PIXELS, (ROOMS * (SIZE + 1) - 1) * PIXELS, 3), PAPER, np.uint8)
+        picture = grid(SIZE, ROOMS * (SIZE + 1) - 1)
         for room in range(ROOMS):
             left = room * (SIZE + 1) * PIXELS
-            grid = picture[:, left : left + SIZE * PIXELS]
-            grid[::PIXELS], grid[:, ::PIXELS] = LINE, LINE
+            cells = picture[:, left : left + SIZE * PIXELS]
+            cells[::PIXELS], cells[:, ::PIXELS] = LINE, LINE
             if (room == 0 and not self.has_key[0]) or room == ROOMS - 1:
-                _fill(grid, PLACES[room], KEY if room == 0 else DOOR)
+                fill(cells, PLACES[room], KEY if room == 0 else DOOR)
             if room == self.room[0]:
-                _fill(grid, self.agent[0], AGENT, margin=5)
+                fill(cells, self.agent[0], AGENT, margin=5)
         return picture
-
-
-def _fill(grid: np.ndarray, cell: np.ndarray, colour: tuple[int, int, int], margin: int = 2) -> None:
-    top, left = cell * PIXELS
-    grid[top + margin : top + PIXELS - margin + 1, left + margin : left + PIXELS - margin + 1] = colour

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from kinformer.core.errors import KinformerError
 from kinformer.environments.environment import Environment
 from kinformer.environments.gymnasium import Gymnasium
 from kinformer.environments.key_to_door import KeyToDoor
+from kinformer.environments.masked_cartpole import MaskedCartPole
+from kinformer.environments.poc_memory import PocMemory
 from kinformer.environments.shortest_path import ShortestPath
+from kinformer.environments.t_maze import TMaze
 
-OWN: dict[str, type[Environment]] = {each.name: each for each in (KeyToDoor, ShortestPath)}
+OWN: dict[str, type[Environment]] = {
+    each.name: each for each in (KeyToDoor, ShortestPath, TMaze, PocMemory, MaskedCartPole)
+}
 
 
 def make(name: str, count: int = 1, render: bool = False) -> Environment:
-    """``count`` rows of the environment ``name``; ``render``: pictures are going to be asked for."""
-    return OWN[name](count) if name in OWN else Gymnasium(name, count, render)
+    """``count`` rows of the environment ``name``; ``render``: pictures are going to be asked for.
+
+    ``t-maze:30`` is a T-maze whose corridor is 30 steps long.
+    """
+    own, colon, length = name.partition(":")
+    if own not in OWN:
+        return Gymnasium(name, count, render)
+    if not colon:
+        return OWN[own](count)
+    if own != TMaze.name or not length.isdecimal():
+        raise KinformerError(f"--env {name}: only the T-maze has a length; write as in {TMaze.name}:30.")
+    environment = TMaze(count, int(length))
+    environment.name = name
+    return environment

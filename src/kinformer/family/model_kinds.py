@@ -7,10 +7,10 @@ from kinformer.core.config import Config
 
 def models() -> list[type[Config]]:
     """Models, what they read, how their layers are applied, and heads."""
-    from kinformer.heads import actions, adaptive, ctc, language, logistics, spalm
+    from kinformer.heads import actions, adaptive, ctc, language, logistics, policy, spalm
     from kinformer.heads import modulus as modulus_head
     from kinformer.inputs import adaptive as adaptive_embedding
-    from kinformer.inputs import frames, lookup, patches, pixels, steps, tiles, tokens
+    from kinformer.inputs import frames, lookup, observations, patches, pixels, steps, tiles, tokens
     from kinformer.models import decoder, encoder_decoder
     from kinformer.stacks import act, confidence, exits, learned_exits, reversible, sequential, stages, universal
 
@@ -20,6 +20,7 @@ def models() -> list[type[Config]]:
         tokens.Tokens.Config,
         pixels.Pixels.Config,
         steps.Steps.Config,
+        observations.Observations.Config,
         patches.Patches.Config,
         tiles.Tiles.Config,
         frames.Frames.Config,
@@ -44,6 +45,7 @@ def models() -> list[type[Config]]:
         spalm.SpalmHead.Config,
         actions.DiscreteActions.Config,
         actions.ContinuousActions.Config,
+        policy.PolicyAndValue.Config,
     ]
 
 

@@ -56,6 +56,7 @@ class CompressiveState(NamedTuple):
     seen: Tensor
 
     slots = ("hidden_states", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
+    derived = ("k", "v", "compressed_k", "compressed_v")  # type: ignore[misc]
     aux_name = "compression"  # type: ignore[misc]
 
 
@@ -206,7 +207,9 @@ class Compressive(CausalMixer):
         if torch.is_grad_enabled():
             before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
             before_k, before_v = self._keys_values(before, call.norm)
-            state = state._replace(**{name: getattr(state, name)[:, :, :0].detach() for name in _PROJECTED})
+            state = state._replace(
+                **{name: getattr(state, name)[:, :, :0].detach() for name in CompressiveState.derived}
+            )
         else:
             state = self._projected(state, k, call.norm)
             before_k = torch.cat([state.compressed_k, state.k[:, :, recent]], dim=2)
@@ -279,7 +282,7 @@ class Compressive(CausalMixer):
         if state.compressed_k.shape[2] < state.compressed.shape[2]:
             k, v = self._keys_values(state.compressed, norm)
             state = state._replace(compressed_k=k, compressed_v=v)
-        return state._replace(**{name: getattr(state, name).to(like.dtype) for name in _PROJECTED})
+        return state._replace(**{name: getattr(state, name).to(like.dtype) for name in CompressiveState.derived})
 
     def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
@@ -294,4 +297,3 @@ class Compressive(CausalMixer):
 
 
 _COMPRESSED = ("compressed", "compressed_k", "compressed_v")
-_PROJECTED = ("k", "v", "compressed_k", "compressed_v")

@@ -129,6 +129,7 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
 def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
     given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
+    given["devices"] = None if options.devices == 1 else options.devices
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
     if options.text_field is not None and (task.default_data is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(

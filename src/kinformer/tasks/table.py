@@ -13,6 +13,7 @@ from kinformer.core.model import PROTOCOLS
 from kinformer.tasks import (
     algorithm,
     classify,
+    control,
     dino,
     image,
     listops,
@@ -29,7 +30,21 @@ from kinformer.tasks.task import Task
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
-PAGES = (next_token, recall, algorithm, image, trajectories, mlm, classify, listops, speech, vision, dino, translate)
+PAGES = (
+    next_token,
+    recall,
+    algorithm,
+    image,
+    trajectories,
+    control,
+    mlm,
+    classify,
+    listops,
+    speech,
+    vision,
+    dino,
+    translate,
+)
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
 
 OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from kinformer.environments.environment import Discrete
-from kinformer.tasks.trajectory_acting import Drawing
+from kinformer.tasks.acting import Drawing
 from kinformer.tasks.trajectory_data import TrajectoryData
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from math import isfinite, log, sqrt
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.environments.table import make
 from kinformer.evaluation.bits import streamable
+from kinformer.tasks.acting import MEASURED_SEEDS, Drawing, cells, rollouts, summary
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.tasks.text import note_other_data
-from kinformer.tasks.trajectory_acting import Agent, Drawing, Rollouts, rollouts
+from kinformer.tasks.trajectory_acting import TrajectoryAgent
 from kinformer.tasks.trajectory_clone import Clone
 from kinformer.tasks.trajectory_data import TrajectoryData, check_environment, data_of
 from kinformer.tasks.trajectory_options import PER_STEP, Acting, TrajectoryMeasuring, targets_of
@@ -28,9 +29,6 @@ from kinformer.training.batch import map_fields
 
 SPLITS = ("train", "validation", "test")
 RANK_CORRELATION = Figure("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
-NORMAL_95 = 1.96
-MEASURED_SEEDS = 1 << 20
-"""Episodes are begun by seeds from here on."""
 
 
 def return_at(target: float | None) -> Figure:
@@ -111,7 +109,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple
     return {unit.name: sums[name] * factor / sums["predicted"] for unit, name, factor in known if name in sums}, units
 
 
-def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> Agent:
+def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> TrajectoryAgent:
     """The run as a policy, remembering as ``own`` says or as it was trained."""
     drawing = Drawing(data.actions, own.action_temperature, seed)
     steps = max(1, subject.run.training["length"] // PER_STEP)
@@ -119,7 +117,7 @@ def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -
         context = None if own.context_steps == "carried" else int(own.context_steps)
     else:
         context = None if streamable(subject.model) or steps >= data.found.lengths.max() else steps
-    return Agent(subject.model, drawing, context)
+    return TrajectoryAgent(subject.model, drawing, context)
 
 
 def _acted(
@@ -147,22 +145,6 @@ def _acted(
     return rows, clone
 
 
-def summary(found: Rollouts) -> dict[str, Any]:
-    """Mean return, half the width of its 95 % confidence interval, and more, as JSON."""
-    count = len(found.returns)
-    spread = float(found.returns.std(ddof=1)) if count > 1 else 0.0
-    facts = {
-        "episodes": count, "mean": float(found.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
-        "std": spread, "steps": float(found.lengths.mean()),
-    }  # fmt: skip
-    if np.isfinite(found.optimal).all():
-        facts |= {
-            "optimal": float(found.optimal.mean()),
-            "optimal_share": float((found.returns >= found.optimal).mean()),
-        }
-    return facts
-
-
 def facts_correlation(rows: Sequence[Mapping[str, Any]]) -> float:
     """Spearman's, of mean returns and targets; 0 where all returns are alike."""
     targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
@@ -185,9 +167,9 @@ def _told(
     episodes: int,
 ) -> list[str | Table]:
     optimal = "optimal_share" in rows[0]
-    lines = [[_shown(row["target"]), *_line(row, optimal), f"{row['steps_per_second']:,.0f}"] for row in rows]
+    lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
     if clone is not None:
-        lines.append(["cloned behaviour", *_line(clone, optimal), ""])
+        lines.append(["cloned behaviour", *cells(clone), ""])
     lines.append(["data, best", f"{of_data['data_best']:.2f}", "", "", *([""] * optimal), ""])
     lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
@@ -202,8 +184,3 @@ def _told(
 
 def _shown(target: float | None) -> str:
     return "optimal" if target is None else f"{target:g}"
-
-
-def _line(row: Mapping[str, Any], optimal: bool) -> list[str]:
-    shown = [f"{row['mean']:.2f}", f"± {row['confidence']:.2f}", f"{row['steps']:.1f}"]
-    return [*shown, f"{row['optimal_share']:.1%}"] if optimal else shown

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from kinformer.core.errors import KinformerError, require
+from kinformer.tasks.acting_options import Acting, Episodes, Rendering
 
 INPUT = "steps"
 PER_STEP = 3
@@ -18,8 +19,9 @@ class TrajectoryOptions:
     """Of trajectories."""
 
     env: str | None = None
-    """The environment that the data is of, one of gymnasium's (extra rl) or of the library's own: actions are checked
-    against it, and the agent is measured in it. Of made data it is that where they walk."""
+    """One of gymnasium's environments (extra rl) or of the library's own, such as t-maze. For trajectories that which
+    the data is of: actions are checked against it, and the agent is measured in it; of made data it is that where they
+    walk. For control that which is acted in (t-maze if not given)."""
     trajectories: int = 1000
     """How many random walks are made, for key-to-door and shortest-path."""
     walk_seed: int = 0
@@ -38,34 +40,22 @@ class TrajectoryOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acting:
-    """How an agent acts."""
+class TrajectoryActing(Acting):
+    """How an agent acts that is asked for a return."""
 
-    env: str | None = None
-    """The environment to act in; the run's own if not given."""
     target: str | None = None
     """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
     If not given, the best return of the training data."""
-    context_steps: str | None = None
-    """How the agent remembers: "carried" absorbs one step at a time into the state, K reads the last K steps again at
-    every step. If not given, carried where rows of training held whole episodes or the state is bounded, else as many
-    steps as they held."""
-    action_temperature: float = 1.0
-    """1 draws actions as the model predicts them, 0 takes the most probable."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         targets_of(self.target or "0")
-        require("--action-temperature", self.action_temperature, 0)
-        if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
-            raise KinformerError(f"--context-steps {self.context_steps}: is neither a number of steps nor 'carried'.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryMeasuring(Acting):
+class TrajectoryMeasuring(Episodes, TrajectoryActing):
     """Of trajectories."""
 
-    episodes: int = 100
-    """How many episodes are acted for every return that is asked for."""
     cloning_steps: int = 2000
     """Steps of training for the policy that clones the behaviour in the data and stands beside; 0 leaves it out."""
     picture: str | None = None
@@ -73,20 +63,12 @@ class TrajectoryMeasuring(Acting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("--episodes", self.episodes, 1)
         require("--cloning-steps", self.cloning_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryGenerating(Acting):
+class TrajectoryGenerating(Rendering, TrajectoryActing):
     """Of trajectories: one episode is played, and told step by step."""
-
-    render: str | None = None
-    """Draw the episode as a GIF of this name."""
-
-
-def _is_count(text: str | None) -> bool:
-    return text is not None and text.isdecimal() and int(text) > 0
 
 
 def targets_of(text: str) -> tuple[float | None, ...]:

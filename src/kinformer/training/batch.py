@@ -1,5 +1,6 @@
-"""What is common to all batches: a task's own NamedTuple of tensors [rows, ...] or None, a row for each example, whose
-``size`` is how many positions it holds (tokens, frames), padding included: what speed is counted in."""
+"""What is common to all batches: a task's own NamedTuple of tensors [rows, ...], states or None, a row for each
+example, whose ``size`` is how many positions it holds (tokens, frames), padding included: what speed is counted in. The
+first field that is there is a tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kinformer.core import state as states
+
 B = TypeVar("B")
 
 
 def map_fields(batch: B, change: Callable[[Tensor], Tensor]) -> B:
     """``change`` of every tensor."""
     fields: Any = batch
-    return type(fields)(*(None if field is None else change(field) for field in fields))
+    return type(fields)(*(None if field is None else states.map_tensors(change, field) for field in fields))
 
 
 def rows_of(batch: Any) -> int:

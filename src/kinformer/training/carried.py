@@ -48,7 +48,7 @@ class Carried:
         rows: dict[str, list[Tensor]] = {}
         for name in sorted(tensors):
             rows.setdefault(name.split(".")[0], []).append(tensors[name])
-        kept = [_rebuild(template, leaves) for leaves in rows.values()]
+        kept = [rebuilt(template, leaves) for leaves in rows.values()]
         wanted = group.world * len(self.states)
         if len(kept) != wanted:
             kept = _deal(states.join_rows(kept), wanted)
@@ -57,7 +57,8 @@ class Carried:
         self.states = [states.fork(states.to(state, device=group.device)) for state in own]
 
 
-def _rebuild(template: Any, leaves: list[Tensor]) -> Any:
+def rebuilt(template: Any, leaves: list[Tensor]) -> Any:
+    """A state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
     if len(leaves) != len(list(states.tensors(template))):
         raise KinformerError(
             f"the checkpoint's carried state has {len(leaves)} tensors but this model's has "

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import Figure
 
 
 class DataModule:
-    """What a trainer asks of a task's data. Rows are a function of the step's number alone, so nothing is to be kept.
+    """What a trainer asks of a task's data. Rows are a function of the step's number alone, so that nothing is to be
+    kept, unless the model itself makes them: see :meth:`begin` and :meth:`kept`.
 
     ``metrics``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``figures``: what is made of their means, the first of which decides which weights are the best.
@@ -29,6 +31,14 @@ class DataModule:
     def validations(self) -> int:
         """Batches of a validation."""
         raise NotImplementedError
+
+    def begin(self, model: Any, kept: Mapping[str, Tensor]) -> None:
+        """Before the first step: the ``model`` that learns from the rows, for those who ask it for them, and what
+        :meth:`kept` gave when the run that goes on was stopped (of a new one nothing)."""
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the next rows depend on besides the step's number and the weights, for a checkpoint."""
+        return {}
 
     def batch(self, step: int, rank: int, world: int) -> Any:
         """The rows of process ``rank`` of ``world``, on the CPU."""

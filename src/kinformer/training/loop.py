@@ -73,6 +73,7 @@ class Trainer:
             if states := saved.files.get("carried"):
                 with reading(self._place(saved), "holds states of another model", "use its own run folder"):
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
+        data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
             _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
@@ -241,6 +242,8 @@ class Trainer:
             files["objective"] = gather(extras.items(), self.group.first)
         if carried := self.update.carried.tensors(self.group):
             files["carried"] = carried
+        if rows := self.data.kept():
+            files["rows"] = rows
         numbers = vars(self.course) | {"seconds": self.seconds}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()

@@ -1,0 +1,253 @@
+"""The task control: rollouts that go on, what is learnt from them, and runs from both sides."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import kinformer
+from kinformer.core import state as states
+from kinformer.core.config import override
+from kinformer.core.errors import KinformerError
+from kinformer.environments.environment import Box, Discrete
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.tasks.control_data import fitted, open_environment
+from kinformer.tasks.control_options import ControlOptions
+from kinformer.tasks.control_rollout import Actor, Step, advantages_of
+from kinformer.tasks.control_rows import ControlRows, PolicyLoss
+from kinformer.tasks.policies import entropy, log_density
+from kinformer.training.settings import Settings
+
+SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "epochs": 2}
+SMALL |= {"env": "t-maze:2", "threads": 1, "device": "cpu", "quiet": True, "validate_every": 0}
+
+
+def data(env="t-maze:2", **options):
+    return open_environment(ControlOptions(env=env, **{"environments": 4} | options))
+
+
+def model_of(member, found, **changes):
+    config = configure(member, "tiny")
+    config = override(override(config, fitted(config, found), kinds()), changes, kinds())
+    torch.manual_seed(0)
+    return config.build()
+
+
+def rows_of(member="linear-transformer", env="t-maze:2", length=6, changes=(), **options):
+    found = data(env, **options)
+    rows = ControlRows(found, Settings(length=length, batch_size=2, steps=1))
+    rows.begin(model_of(member, found, **dict(changes)), {})
+    return rows
+
+
+@pytest.mark.parametrize("member", ["gpt", "gtrxl", "transformer-xl", "linear-transformer", "compressive", "sha-rnn"])
+def test_what_acted_is_what_learns(member):
+    """From the stored state, with resets in mid-chunk, the rows' densities are those at which the actions were drawn,
+    also after the weights have changed: no row of memory is projected by older ones."""
+    rows = rows_of(member, length=7)
+    for seed in range(3):
+        batch = rows.actor.rollout(rows.model)
+        assert batch.begun[:, 1:].any() and (seed == 0) == bool(batch.begun[:, 0].all())
+        with torch.no_grad():
+            said, after = rows.model(batch.observations, batch.state, reset=batch.begun)
+        found = log_density(said[..., :-1], batch.actions, rows.data.actions)
+        assert torch.allclose(found, batch.log_densities, atol=1e-5)
+        assert states.difference(after, rows.actor.state) < 1e-4
+        torch.manual_seed(seed)
+        for parameter in rows.model.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    slots = [leaf.shape[2] for leaf in states.tensors(batch.state) if leaf.dim() == 4]
+    assert all(count <= 24 for count in slots), "what no row can see is let go of"
+
+
+def test_advantages_are_sums_of_discounted_surprises():
+    draw = np.random.default_rng(0)
+    rewards, values, last = draw.normal(size=(5, 3)), draw.normal(size=(5, 3)), draw.normal(size=3)
+    ended = np.zeros((5, 3), bool)
+    ended[2, 1] = True
+    steps = Step(*[values] * 4, values, rewards, ended)
+    found = advantages_of(steps, last, 0.9, 0.8)
+    following = np.concatenate([values[1:], last[None]])
+    surprise = rewards + 0.9 * np.where(ended, 0, following) - values
+    for step in range(5):
+        for row in range(3):
+            until = 3 if row == 1 and step < 3 else 5
+            want = sum((0.9 * 0.8) ** (later - step) * surprise[later, row] for later in range(step, until))
+            assert found[step, row] == pytest.approx(want)
+    whole = advantages_of(steps, last, 1.0, 1.0)[0, 0] + values[0, 0]
+    assert whole == pytest.approx(rewards[:, 0].sum() + last[0])
+
+
+def test_an_episode_that_is_cut_off_is_worth_what_was_expected():
+    found = data("t-maze:1", environments=1, discount=0.5)
+
+    class Waiting:
+        """Turns into the wall for ever, and expects 8."""
+
+        training = False
+
+        def parameters(self):
+            return iter([torch.zeros(1)])
+
+        def initial_state(self, count):
+            return (torch.zeros(count),)
+
+        def __call__(self, values, state, reset=None):
+            return torch.tensor([[[0.0, 60.0, 0.0, 8.0]]]), state
+
+        def eval(self):
+            pass
+
+        train = eval
+
+    actor = Actor(found, found.most_steps, 0)
+    actor.state = (torch.zeros(1),)
+    steps = [actor._step(Waiting()) for _ in range(found.most_steps)]
+    assert [float(step.rewards[0]) for step in steps] == pytest.approx([-0.1] * 5 + [-0.1 + 0.5 * 8])
+    assert steps[-1].ended[0] and actor.recent[-1] == pytest.approx(-0.6) and actor.environment.steps[0] == 0
+
+
+def test_rollouts_are_learnt_from_in_parts():
+    rows = rows_of(kl_stop=0.0, epochs=2)
+    found = [rows.batch(step, 0, 1) for step in range(5)]
+    assert [rows.actor.steps, found[0].size] == [48, 12]
+    first = torch.cat([each.observations for each in found[:2]]).sum(0)
+    assert torch.equal(first, torch.cat([each.observations for each in found[2:4]]).sum(0))
+    assert not torch.equal(found[0].observations, found[2].observations)
+    rows.note(5.0)
+    rows.batch(5, 0, 1)
+    assert rows.actor.steps == 48
+    stopping = rows_of(kl_stop=0.02)
+    stopping.batch(0, 0, 1)
+    stopping.note(0.03)
+    stopping.batch(1, 0, 1)
+    assert stopping.actor.steps == 48 and stopping.moved == 0
+
+
+def test_the_objective_stops_pushing_what_has_moved_far():
+    rows = rows_of(value_weight=0.0, entropy_weight=0.0)
+    batch = rows.batch(0, 0, 1)
+
+    def gradient(moved, advantage):
+        rows.model.zero_grad()
+        pushed = batch._replace(
+            log_densities=batch.log_densities - moved, advantages=torch.full_like(batch.advantages, advantage)
+        )
+        loss, metrics, _ = PolicyLoss(rows)(rows.model, pushed, None, 0.0)
+        loss.backward()
+        assert float(metrics["clipped"] / metrics["predicted"]) == float(abs(moved) > 0.2)
+        return sum(
+            float(parameter.grad.abs().sum()) for parameter in rows.model.parameters() if parameter.grad is not None
+        )
+
+    assert gradient(0.0, 1.0) > 0 and gradient(0.0, -1.0) > 0
+    assert gradient(0.5, 1.0) == 0 and gradient(-0.5, -1.0) == 0
+    assert gradient(0.5, -1.0) > 0 and gradient(-0.5, 1.0) > 0
+    assert rows.moved == pytest.approx(np.exp(0.5) - 1 - 0.5, rel=1e-3)
+
+
+def test_densities_and_entropies_are_those_of_torch():
+    torch.manual_seed(0)
+    said, drawn = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
+    theirs = torch.distributions.Categorical(logits=said)
+    assert torch.allclose(log_density(said, drawn, Discrete(5)), theirs.log_prob(drawn))
+    assert torch.allclose(entropy(said, Discrete(5)), theirs.entropy())
+    box, drawn = Box((-1.0, -1.0), (1.0, 1.0)), torch.randn(3, 4, 2)
+    theirs = torch.distributions.Independent(torch.distributions.Normal(said[..., :2], said[..., 2:4].exp()), 1)
+    assert torch.allclose(log_density(said[..., :4], drawn, box), theirs.log_prob(drawn), atol=1e-5)
+    assert torch.allclose(entropy(said[..., :4], box), theirs.entropy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("member", "env"), [("gtrxl", "t-maze:2"), ("linear-transformer", "CartPole-v1")])
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, member, env):
+    if env == "CartPole-v1":
+        pytest.importorskip("gymnasium")
+    options = SMALL | {"env": env, "kl_stop": 0.0}
+    kinformer.train(member, out=tmp_path / "whole", **options, steps=7)
+    kinformer.train(member, out=tmp_path / "cut", **options, steps=7, checkpoint_every=1, keep=9)
+    for newer in sorted((tmp_path / "cut" / "checkpoints").iterdir())[3:]:  # in the midst of a rollout
+        for file in newer.iterdir():
+            file.unlink()
+        newer.rmdir()
+    small = {name: SMALL[name] for name in ("threads", "device", "quiet")}
+    kinformer.train(member, out=tmp_path / "cut", resume=True, **small)
+    one, other = (kinformer.load(tmp_path / name).state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_from_the_command_line(cli, tmp_path):
+    from PIL import Image
+
+    def run(*arguments):
+        code, told, err = cli(*arguments)
+        assert code == 0, err
+        return told, err
+
+    out, picture = tmp_path / "run", tmp_path / "episode.gif"
+    flags = ["--recipe", "tiny", "--length", 6, "--batch-size", 2, "--environments", 4, "--steps", 3, "--threads", 1]
+    told = json.loads(
+        run("train", "gtrxl", "--task", "control", "--env", "t-maze:2", *flags, "--out", out, "--json")[0]
+    )
+    assert told["steps"] == 3 and -1.5 < told["validation_mean_return"] <= 1
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.keys() >= {"entropy", "divergence", "environment_steps"} for line in lines)
+    shown = run("evaluate", out, "--episodes", 5, "--context-steps", 2)[0]
+    assert "the last 2 steps read again at each" in shown and "random actions" in shown
+    found = json.loads(run("evaluate", out, "--episodes", 5, "--env", "t-maze:4", "--json")[0])
+    assert found["env"] == "t-maze:4" and found["context_steps"] == "carried" and found["episodes"] == 5
+    assert found["random"]["steps"] > 4 and 0 <= found["optimal_share"] <= 1
+    shown, err = run("generate", out, "--seed", 3, "--render", picture)
+    assert shown.startswith(("   0  state 0 of 4  action", "   0  state 1 of 4  action"))
+    assert "return" in err and "wrote" in err
+    with Image.open(picture) as drawn:
+        assert 1 < drawn.n_frames <= len(shown.splitlines()) + 1  # frames that are alike are one
+
+
+def test_continuous_actions(tmp_path):
+    pytest.importorskip("gymnasium")
+    run = kinformer.train("gpt", out=tmp_path / "run", steps=2, **SMALL | {"env": "Pendulum-v1", "length": 3})
+    policy = run.config.head.policy
+    assert (policy.kind, policy.gaussian, policy.low, policy.high) == ("continuous_actions", True, (-2.0,), (2.0,))
+    found = kinformer.evaluate(tmp_path / "run", episodes=2, context_steps="8")
+    assert found.figures["mean_return"] < 0 and found.baselines["random"] < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"env": "Nowhere-v1"}, "--env Nowhere-v1: gymnasium cannot make it"),
+        ({"environments": 3}, "--environments 3: is no multiple of --batch-size 2"),
+        ({"epochs": 0}, "--epochs is 0 but must be 1 or more"),
+        ({"discount": 1.5}, "--discount is 1.5 but must lie between 0 and 1"),
+        ({"entropy_weight": -1.0}, "--entropy-weight is -1 but must be 0 or more"),
+        ({"data": "walks.npz"}, "--data walks.npz: control learns from what it does"),
+        ({"devices": 2}, "--devices: control acts in one process"),
+        ({"set": {"input.observation_dim": 9}}, "has 9 observations and 3 actions, but t-maze:2 has 4 and 3"),
+        ({"set": {"head": {"kind": "discrete_actions", "actions": 3}}}, "control needs policy_and_value"),
+        (
+            {"set": {"position": {"kind": "learned", "max_length": 5}}},
+            "up to 9 steps, but this model's positions end at 5",
+        ),
+        ({"trajectories": 9}, "--trajectories 9: is for the task trajectories, not for control"),
+    ],
+)
+def test_mistakes(tmp_path, options, told):
+    if "Nowhere" in told:
+        pytest.importorskip("gymnasium")
+    with pytest.raises(KinformerError, match=told):
+        kinformer.train("gpt", out=tmp_path / "run", steps=1, **SMALL | options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistakes_of_acting(tmp_path):
+    kinformer.train("gpt", out=tmp_path / "run", steps=1, **SMALL)
+    for options, told in (
+        ({"env": "poc-memory"}, "--env poc-memory: has observations of 3 numbers and 2 discrete actions, unlike"),
+        ({"context_steps": "999"}, "--context-steps 999: this model's positions end at 128"),
+        ({"data": "x"}, "--data x: control acts in new episodes"),
+        ({"target": "1"}, "--target: is for models of the trajectories"),
+    ):
+        with pytest.raises(KinformerError, match=told):
+            kinformer.evaluate(tmp_path / "run", **options)
