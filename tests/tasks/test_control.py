@@ -207,7 +207,13 @@ def test_from_the_command_line(cli, tmp_path):
 
 def test_continuous_actions(tmp_path):
     pytest.importorskip("gymnasium")
-    run = kinformer.train("gpt", out=tmp_path / "run", steps=2, **SMALL | {"env": "Pendulum-v1", "length": 3})
+    run = kinformer.train(
+        "gpt",
+        out=tmp_path / "run",
+        steps=2,
+        **SMALL | {"env": "Pendulum-v1", "length": 3},
+        set={"position.max_length": 201},
+    )
     policy = run.config.head.policy
     assert (policy.kind, policy.gaussian, policy.low, policy.high) == ("continuous_actions", True, (-2.0,), (2.0,))
     found = kinformer.evaluate(tmp_path / "run", episodes=2, context_steps="8")

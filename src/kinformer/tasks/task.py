@@ -185,8 +185,7 @@ class Task:
     running text of which a row may be any part. ``prompted``: whether generating continues a prompt; ``temperature``:
     at which one, if none is given; ``reads_lines``: each line of a prompt is one by itself, read as it comes, from
     standard input where none is given. ``refused``: general options that mean nothing to it, with the reason.
-    ``settings``: those of training that are other than usual where nothing is given. ``does`` says in two words what
-    its models do.
+    ``settings``: those of training, where none are given. ``does``: in two words what its models do.
     """
 
     name: ClassVar[str]
