@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--env", default=ENV)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=600, help="updates")
+    parser.add_argument("--steps", type=int, default=300, help="updates")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="that are acted")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     options = prepare(parser)

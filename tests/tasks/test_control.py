@@ -46,10 +46,10 @@ def rows_of(member="linear-transformer", env="t-maze:2", length=6, changes=(), *
 def test_what_acted_is_what_learns(member):
     """From the stored state, with resets in mid-chunk, the rows' densities are those at which the actions were drawn,
     also after the weights have changed: no row of memory is projected by older ones."""
-    rows = rows_of(member, length=7)
+    rows = rows_of(member, length=11)  # no episode has so many steps
     for seed in range(3):
         batch = rows.actor.rollout(rows.model)
-        assert batch.begun[:, 1:].any() and (seed == 0) == bool(batch.begun[:, 0].all())
+        assert batch.begun[:, 1:].any(1).all()
         with torch.no_grad():
             said, after = rows.model(batch.observations, batch.state, reset=batch.begun)
         found = log_density(said[..., :-1], batch.actions, rows.data.actions)
@@ -208,13 +208,10 @@ def test_from_the_command_line(cli, tmp_path):
 def test_continuous_actions(tmp_path):
     pytest.importorskip("gymnasium")
     run = kinformer.train(
-        "gpt",
-        out=tmp_path / "run",
-        steps=2,
-        **SMALL | {"env": "Pendulum-v1", "length": 3},
-        set={"position.max_length": 201},
+        "linear-transformer", out=tmp_path / "run", steps=2, **SMALL | {"env": "Pendulum-v1", "length": 3}
     )
     policy = run.config.head.policy
+    assert run.config.initialisation.scheme == "framework"
     assert (policy.kind, policy.gaussian, policy.low, policy.high) == ("continuous_actions", True, (-2.0,), (2.0,))
     found = kinformer.evaluate(tmp_path / "run", episodes=2, context_steps="8")
     assert found.figures["mean_return"] < 0 and found.baselines["random"] < 0

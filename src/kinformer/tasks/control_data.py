@@ -13,6 +13,7 @@ from kinformer.tasks.control_options import DEFAULT_ENV, ControlOptions
 from kinformer.tasks.task import TrainingPlan
 
 INPUT, HEAD = "observations", "policy_and_value"
+BEGINNING = {"initialisation.scheme": "framework"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +53,12 @@ def open_environment(options: ControlOptions) -> ControlData:
 
 
 def fitted(config: Any, data: ControlData | None) -> dict[str, Any]:
-    """Overrides of a causal member's config: its input and its head."""
+    """Overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those of
+    N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
     if data is None:
         if config.input.kind == INPUT:
             return {}
-        return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}}
+        return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
     space = data.actions
     policy: dict[str, Any] = {"kind": "discrete_actions", "actions": space.dim}
     if isinstance(space, Box):
@@ -65,6 +67,7 @@ def fitted(config: Any, data: ControlData | None) -> dict[str, Any]:
     return {
         "input": {"kind": INPUT, "observation_dim": data.observation_dim},
         "head": {"kind": HEAD, "policy": policy},
+        **BEGINNING,
     }
 
 
