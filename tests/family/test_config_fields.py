@@ -88,6 +88,7 @@ OWN = {
     ("exit_rule", "geometric"): {"thresholds": (0.6,)},
     ("stack", "exits"): {"rule": Saturation.Config(thresholds=(0.6,))},
     ("span", "soft_span"): {"max_span": 12, "ramp": 3, "initial": 0.25, "multiple": 5},
+    ("span", "dynamic_span"): {"max_span": 12, "ramp": 3, "initial": 0.25, "multiple": 5},
     ("projection", "convolved"): {"width": 3},
     ("embedding", "adaptive"): {"width": None},
     ("head", "adaptive"): {"width": None},

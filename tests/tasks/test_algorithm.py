@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 import kinformer
 from kinformer.core.errors import KinformerError
-from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData
+from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
+from kinformer.evaluation.depths import noting_depths
+from kinformer.evaluation.exiting import noting_exits
+from kinformer.tasks.algorithm_depth import ByDifficulty
 from kinformer.tasks.algorithm_rows import AlgorithmLoss, solved
 from kinformer.tasks.made_rows import AskedBatch, answers
 from tests.members import CAUSAL
@@ -95,10 +99,49 @@ def test_from_the_command_line(run_cli, tmp_path):
     assert [each["trained"] for each in measured["by_digits"]] == [True, True, True, False, False]
     assert [each["tokens"] for each in measured["by_digits"]] == [12, 18, 30, 54, 102]
     assert 1 <= measured["ponder_steps"] <= 3
+    places = measured["by_digits"][2]["by_place"]
+    assert [row["place"] for row in places] == [0, 1, 2, 3, 4] and all(row["tokens"] == 6 for row in places)
+    assert all(1 <= row["ponder_steps"] <= 3 for row in places) and "by_carry" not in measured["by_digits"][2]
     assert measured["sequence_accuracy_at_8"] == measured["by_digits"][3]["sequence_accuracy"]
-    assert "steps per token" in run_cli("evaluate", out, "--at-digits", "3", "--problems", 3)
+    assert "place in the answer" in run_cli("evaluate", out, "--at-digits", "3", "--problems", 3)
     answer = json.loads(run_cli("generate", out, "--prompt", "407=", "--json"))
     assert answer["prompt_tokens"] == 4 and set(answer["samples"][0]["text"]) <= set(SYMBOLS)
+
+
+def test_carries_are_followed_through_nines():
+    """185 + 815, and 950 + 159, the lowest digit first: 581+518=0001. and 059+951=9011."""
+    tokens = np.array([[SYMBOLS.index(each) for each in row] for row in ("581+518=0001", "059+951=9011")])
+    assert carried(tokens, 3).tolist() == [[0, 1, 2, 3, 0], [0, 0, 1, 1, 0]]
+
+
+def test_how_deep_tokens_go_is_told_by_their_difficulty():
+    """By the halting of two rows whose tokens take as many steps as this test says."""
+    data = AlgorithmData(algorithm="addition", least=3, most=3)
+    batch = AskedBatch.of(data.rows("test", 0, 50, digits=3))
+    model = kinformer.build("universal", recipe="tiny", vocab_size=len(SYMBOLS))
+    with noting_depths(model) as depths, torch.no_grad():
+        by = ByDifficulty("addition", 3, depths)
+        right = answers(model, batch).right
+        assert torch.equal(depths.last > 0, batch.valid)
+        arrived = torch.from_numpy(carried(batch.tokens.numpy(), 3))
+        place = (batch.asked.cumsum(1) - 1).clamp_min(0)
+        depths.last = torch.where(batch.valid, 1 + arrived.gather(1, place), 0)
+        by.note(batch, right)
+    carries = by.facts["by_carry"]
+    assert [row["ponder_steps"] for row in carries] == [1 + row["carry"] for row in carries] and len(carries) > 2
+    assert sum(row["tokens"] for row in carries) == sum(row["tokens"] for row in by.facts["by_place"]) == len(right)
+    assert sum(row["accuracy"] * row["tokens"] for row in carries) == pytest.approx(int(right.sum()))
+
+
+def test_layers_of_tokens_that_leave_early():
+    model = kinformer.build("calm", recipe="tiny", vocab_size=len(SYMBOLS), set={"stack.rule.thresholds": [0.05]})
+    model, batch = model.eval(), AskedBatch.of(AlgorithmData(most=4).rows("test", 0, 9))
+    with noting_depths(model) as depths, noting_exits(model) as exits, torch.no_grad():
+        answers(model, batch)
+    assert float(depths.last[batch.valid].double().mean()) == pytest.approx(exits.found.layers_per_token)
+    assert not depths.last[~batch.valid].any() and depths.figure.name == "layers_per_token"
+    with noting_depths(kinformer.build("gpt", recipe="tiny")) as depths:
+        assert depths is None
 
 
 def test_positions_that_end_are_left_out(tmp_path):

@@ -55,10 +55,38 @@ class Span(nn.Module):
         return relative._replace(lowest=1, **tables)
 
 
+class TokenSpan(nn.Module):
+    """A span that each token has of its own; ``windows`` and ``pattern`` are of the longest that there can be."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def pattern(self) -> Pattern:
+        raise NotImplementedError
+
+    def of(self, x: Tensor) -> Tensor:
+        """Spans [batch, heads, time] in tokens, for what the mixer reads, x [batch, time, dim]."""
+        raise NotImplementedError
+
+    def reach(self, z: float) -> int:
+        """How many tokens back a query of the span ``z`` looks at most."""
+        raise NotImplementedError
+
+    def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
+        """The logarithm of the soft mask of spans z at a ``distance`` (they broadcast), -inf where it is 0."""
+        raise NotImplementedError
+
+    def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
+        """The price [batch] of the spans z of a chunk, a sum over valid tokens."""
+        raise NotImplementedError
+
+
 class SpanConfig(Config):
     slot = "span"
 
-    def build(self, num_heads: int, cut: Cut) -> Span:
+    def build(self, dim: int, num_heads: int, cut: Cut) -> Span | TokenSpan:
         """``cut(windows)`` is the mixer's pattern where heads see so far."""
         raise NotImplementedError
 

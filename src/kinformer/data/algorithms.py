@@ -56,6 +56,17 @@ def _sum(digits: np.ndarray) -> np.ndarray:
     return answer
 
 
+def carried(tokens: np.ndarray, digits: int) -> np.ndarray:
+    """How many places the carry has come that arrives at each place of an answer, 0 where none does: int64 [rows,
+    digits + 2], of the additions ``tokens`` [rows, width] of numbers of so many ``digits``."""
+    totals = tokens[:, :digits] + tokens[:, digits + 1 : 2 * digits + 1]
+    come = np.zeros((len(tokens), digits + 2), np.int64)
+    for place in range(digits):
+        passed = (totals[:, place] == 9) & (come[:, place] > 0)
+        come[:, place + 1] = np.where(totals[:, place] > 9, 1, np.where(passed, come[:, place] + 1, 0))
+    return come
+
+
 ALGORITHMS = {
     "copy": _Algorithm(10, lambda digits: digits[:, 0]),
     "reverse": _Algorithm(10, lambda digits: digits[:, 0, ::-1]),

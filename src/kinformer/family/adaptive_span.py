@@ -40,6 +40,19 @@ def _small(vocab: int | None) -> Decoder.Config:
     return decoder(Shape(256, 4, 4), vocab or 256, mixer=_mixer(4, SoftSpan.Config(max_span=1024)))
 
 
+def _tiny_dynamic(vocab: int | None) -> Decoder.Config:
+    from kinformer.scores.dynamic_span import DynamicSpan
+
+    span = DynamicSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4)
+    return decoder(Shape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
+
+
+def _dynamic(vocab: int | None) -> Decoder.Config:
+    from kinformer.scores.dynamic_span import DynamicSpan
+
+    return decoder(Shape(256, 4, 4), vocab or 256, mixer=_mixer(4, DynamicSpan.Config(max_span=1024)))
+
+
 def _paper(shape: Shape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
@@ -71,7 +84,7 @@ MEMBER = Member(
         "each head is cut off at its own span (the authors: at the largest of a layer), and nothing is added to the "
         "normaliser (the authors: 1e-8)",
         "pre-norm with GELU, but the recipes paper and paper-large, which are post-norm with ReLU as published",
-        "spans are the layers' own: there is no dynamic span, which depends on the token",
+        "the dynamic span, which depends on the token, is a recipe of its own (dynamic)",
         "no dropout unless asked for",
     ),
     exact_limit="spans of max_span: exact attention to the last max_span tokens, with a vector for every distance",
@@ -84,6 +97,8 @@ MEMBER = Member(
         "tiny": _tiny,
         "small": _small,
         "benchmark": _small,
+        "tiny-dynamic": _tiny_dynamic,
+        "dynamic": _dynamic,
         "paper": _paper(Shape(512, 12, 8, hidden_dim=2048, residual="post", activation="relu")),
         "paper-large": _paper(Shape(768, 24, 8, hidden_dim=4096, residual="post", activation="relu")),
     },

@@ -88,7 +88,7 @@ def _other_parts() -> list[type[Config]]:
         unit,
     )
     from kinformer.projections import complex, convolved, grouped, multi_head, normalised
-    from kinformer.scores import additive, bilinear, dot, modulus, scaled_dot, soft_span
+    from kinformer.scores import additive, bilinear, dot, dynamic_span, modulus, scaled_dot, soft_span
 
     return [
         scaled_dot.ScaledDot.Config,
@@ -97,6 +97,7 @@ def _other_parts() -> list[type[Config]]:
         additive.Additive.Config,
         modulus.Modulus.Config,
         soft_span.SoftSpan.Config,
+        dynamic_span.DynamicSpan.Config,
         multi_head.MultiHead.Config,
         grouped.Grouped.Config,
         normalised.Normalised.Config,

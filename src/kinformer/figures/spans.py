@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.span import Span
+from kinformer.core.span import Span, TokenSpan
 from kinformer.evaluation.panels import HeatPanel
 
 if TYPE_CHECKING:
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 def span_panel(model: nn.Module, title: str) -> HeatPanel:
     """Tokens, [layers, heads], of the layers of ``model`` that learn their spans, in order."""
     spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
+    if any(isinstance(module, TokenSpan) for module in model.modules()):
+        raise KinformerError(
+            f"--spans: the spans of {title} follow from its tokens, so that no table says them; draw a run whose heads "
+            "have spans of their own (span=soft_span)."
+        )
     if not spans:
         raise KinformerError(
             f"--spans: {title} learns no spans; train one that does, as adaptive-span or with "

@@ -5,13 +5,14 @@
 (Vaswani et al. 2017, equation 1). The state holds the keys and values that a later query can still see, right-aligned:
 a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid.
 With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
+Where each token has spans of its own, their cost adds up in the state.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from kinformer.core.contract import (
     newest,
     positions_of,
     select_valid,
+    state_dtype,
 )
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import (
@@ -40,8 +42,8 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
-from kinformer.core.span import SpanConfig
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.core.span import SpanConfig, TokenSpan
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, spans
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
@@ -59,7 +61,19 @@ class ContextState(NamedTuple):
     slots = ("recent",)  # type: ignore[misc]
 
 
-State = KeysValues | ReservedKeysValues | ContextState
+Slots = KeysValues | ReservedKeysValues | ContextState
+
+
+class SpanState(NamedTuple):
+    """The state ``attention`` where each token has spans of its own, and ``aux`` [batch], what they cost."""
+
+    attention: Slots
+    aux: Tensor
+
+    aux_name = "span"  # type: ignore[misc]
+
+
+State = Slots | SpanState
 
 
 class SoftmaxAttention(CausalMixer):
@@ -101,7 +115,7 @@ class SoftmaxAttention(CausalMixer):
             )
         check_heads(config.pattern, self.whole_pattern, config.num_heads)
         cut = partial(spanned, self.whole_pattern)
-        self.span = None if config.span is None else config.span.build(config.num_heads, cut)
+        self.span = None if config.span is None else config.span.build(dim, config.num_heads, cut)
         check_score(config.score, self.score, self.position)
         self.dim, self.head_dim, self.dropout, self.impl = dim, head_dim, config.dropout, config.impl
         check_impl(config.impl, self._needs(), "softmax")
@@ -117,6 +131,8 @@ class SoftmaxAttention(CausalMixer):
 
     def _needs(self) -> Needs:
         needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout)
+        if isinstance(self.span, TokenSpan):
+            return needs._replace(pairs=True)
         return needs if self.span is None else needs._replace(tables=(*needs.tables, "bias"))
 
     @property
@@ -126,36 +142,48 @@ class SoftmaxAttention(CausalMixer):
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> KeysValues | ContextState:
+    ) -> State:
         like: Tensor = self.out.weight  # type: ignore[assignment]
         device = device or like.device
         dtype = dtype or activation_dtype(like)
         empty = torch.zeros(batch, self.projection.num_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        state = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
-        if not self.projection.context:
-            return state
-        return ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
+        state: Any = KeysValues(empty, empty, seen)  # type: ignore[call-arg]
+        if self.projection.context:
+            state = ContextState(state, empty.new_zeros(batch, self.projected_heads, 0, self.head_dim))  # type: ignore[call-arg]
+        if isinstance(self.span, TokenSpan):
+            state = SpanState(state, torch.zeros(batch, device=device, dtype=state_dtype(dtype)))  # type: ignore[call-arg]
+        return state
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         past = length if self.pattern.horizon is None else min(length, self.pattern.horizon)
         slots = 2 * self.projection.num_kv_heads * past + self.projected_heads * min(length, self.projection.context)
-        return slots * self.head_dim * dtype.itemsize + 8
+        aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
+        return slots * self.head_dim * dtype.itemsize + 8 + aux
 
     def forward(self, chunk: Chunk, state: State, asked: Tensor | None = None) -> tuple[Tensor, State]:
+        if not isinstance(state, SpanState):
+            return self._step(chunk, state, asked)
+        assert isinstance(self.span, TokenSpan)
+        z = self.span.of(select_valid(chunk.x, chunk.valid))
+        y, after = self._step(chunk, state.attention, asked, z)
+        return y, SpanState(after, state.aux + self.span.cost(z, chunk.valid).to(state.aux.dtype))  # type: ignore[call-arg]
+
+    def _step(self, chunk: Chunk, state: Slots, asked: Tensor | None, z: Tensor | None = None) -> tuple[Tensor, Slots]:
+        """``z`` [batch, heads, time]: the spans of the tokens, where each has its own."""
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
         if isinstance(attention, KeysValues):
-            y, attention, recent = self._absorb(chunk, attention, recent, asked)
+            y, attention, recent = self._absorb(chunk, attention, recent, asked, z)
         elif chunk.valid is None and chunk.reset is None:
-            y, attention, recent = self._extend(chunk, attention, recent, asked)
+            y, attention, recent = self._extend(chunk, attention, recent, asked, z)
         else:
             room = attention.room
-            y, value, recent = self._absorb(chunk, attention.release(), recent, asked)
+            y, value, recent = self._absorb(chunk, attention.release(), recent, asked, z)
             attention = value.reserve(room)
         return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
 
     def _absorb(
-        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, asked: Tensor | None
+        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, asked: Tensor | None, z: Tensor | None
     ) -> tuple[Tensor, KeysValues, Tensor | None]:
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
@@ -163,17 +191,17 @@ class SoftmaxAttention(CausalMixer):
         past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend(q, k, v, positions, not past and chunk.reset is None, asked)
+        y = self._attend((q, k, v), positions, not past and chunk.reset is None, asked, z)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
         return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
 
     def _extend(
-        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None, asked: Tensor | None
+        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None, asked: Tensor | None, z: Tensor | None
     ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
         positions = state.positions(chunk)
         q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, asked)
         k, v, state, full = state.append(k, v, self.pattern.horizon)
-        return self._attend(q, k, v, positions, full, asked), state, recent
+        return self._attend((q, k, v), positions, full, asked, z), state, recent
 
     def _project(
         self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, asked: Tensor | None
@@ -195,15 +223,27 @@ class SoftmaxAttention(CausalMixer):
         return q, k, self.position.values(v), recent
 
     def _attend(
-        self, q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, whole: bool, asked: Tensor | None = None
+        self,
+        qkv: tuple[Tensor | None, Tensor, Tensor],
+        positions: Tensor,
+        whole: bool,
+        asked: Tensor | None,
+        z: Tensor | None,
     ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
+        q, k, v = qkv
         if q is None:
             return v.new_zeros(*positions.shape, self.dim)
         dropout = Dropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
-        heads = merge_heads(attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl).out)
+        q = self.score.queries(q)
+        if isinstance(self.span, TokenSpan):
+            assert z is not None
+            y = spans.attend(q, k, v, z, self.span, visibility, scoring, self.impl)
+        else:
+            y = attention(q, k, v, visibility, scoring, impl=self.impl).out
+        heads = merge_heads(y)
         if asked is None:
             return self.out(heads)
         y = self.out(heads[asked])
@@ -213,4 +253,6 @@ class SoftmaxAttention(CausalMixer):
         if self.span is None:
             return self.position.relative(0, farthest)
         farthest = min(farthest, max(self.span.windows))
+        if isinstance(self.span, TokenSpan):
+            return self.position.relative(1, farthest) if farthest > 0 else None
         return self.span.joined(self.position.relative(1, farthest), farthest)

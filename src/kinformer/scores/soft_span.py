@@ -44,7 +44,7 @@ class SoftSpan(Span, Penalised):
             if not 0 <= self.penalty < math.inf:
                 raise KinformerError(f"penalty must be 0 or more, but is {self.penalty:g}.")
 
-        def build(self, num_heads: int, cut: Cut) -> SoftSpan:
+        def build(self, dim: int, num_heads: int, cut: Cut) -> SoftSpan:
             return SoftSpan(self, num_heads, cut)
 
     def __init__(self, config: Config, num_heads: int, cut: Cut) -> None:
@@ -52,7 +52,7 @@ class SoftSpan(Span, Penalised):
         self.config, self.cut = config, cut
         self.span = nn.Parameter(torch.full((num_heads,), float(config.initial)))
         beginning = self._tokens(torch.tensor([config.initial], device="cpu"))  # rounded as the weights are
-        self._windows = (self._window(beginning.item()),) * num_heads
+        self._windows = (window(config, beginning.item()),) * num_heads
         self._pattern = cut(self._windows)
         self._stamp: tuple[object, ...] | None = None
 
@@ -71,10 +71,7 @@ class SoftSpan(Span, Penalised):
 
     def bias(self, farthest: int) -> Tensor:
         z = self._tokens(self.span)[:, None]
-        x = torch.arange(farthest, device=z.device)
-        mask = ((self.config.ramp + z - x) / self.config.ramp).clamp(0, 1)
-        hidden = mask <= 0
-        return mask.masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)
+        return log_mask(z, torch.arange(farthest, device=z.device), self.config.ramp)
 
     def penalty(self) -> Tensor:
         return self.config.penalty * self._tokens(whole_parameter(self.span)).mean()
@@ -101,12 +98,20 @@ class SoftSpan(Span, Penalised):
             self._trim(self.span)
 
     def _trim(self, span: Tensor) -> None:
-        windows = tuple(map(self._window, host(self._tokens(span))))
+        windows = tuple(window(self.config, z) for z in host(self._tokens(span)))
         if windows != self._windows:
             self._windows, self._pattern = windows, self.cut(windows)
         self._stamp = stamp_of(self.span)
 
-    def _window(self, z: float) -> int:
-        config = self.config
-        size = min(config.max_span, math.ceil(z) + config.ramp)
-        return config.max_span - (config.max_span - size) // config.multiple * config.multiple
+
+def log_mask(z: Tensor, x: Tensor, ramp: int) -> Tensor:
+    """log m(x) of spans z, -inf where the mask is 0."""
+    mask = ((ramp + z - x) / ramp).clamp(0, 1)
+    hidden = mask <= 0
+    return mask.masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)
+
+
+def window(config: SoftSpan.Config, z: float) -> int:
+    """How many tokens back a head of the span z sees, rounded up as the authors do."""
+    size = min(config.max_span, math.ceil(z) + config.ramp)
+    return config.max_span - (config.max_span - size) // config.multiple * config.multiple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite, log
 from typing import Any
 
@@ -15,7 +15,10 @@ from kinformer.core.figure import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, S
 from kinformer.core.model import device_of
 from kinformer.core.progress import note, progressing
 from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData
-from kinformer.evaluation.pondering import PONDER_STEPS, noting_steps
+from kinformer.evaluation.depths import noting_depths
+from kinformer.evaluation.exiting import LAYERS_PER_TOKEN
+from kinformer.evaluation.pondering import PONDER_STEPS
+from kinformer.tasks.algorithm_depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm_rows import solved
 from kinformer.tasks.made_rows import AskedBatch, answers
 from kinformer.tasks.next_token_generate import MOST_NEW, Generated, Sample
@@ -54,9 +57,10 @@ def evaluate(
     for each in found:
         units.append(sequence_accuracy_at(each["digits"]))
         figures[units[-1].name] = each["sequence_accuracy"]
-    if found[0]["ponder_steps"] is not None:
-        units.append(PONDER_STEPS)
-        figures[PONDER_STEPS.name] = sum(each["ponder_steps"] for each in main) / len(main)
+    depth = next((each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in found[0]), None)
+    if depth is not None:
+        units.append(depth)
+        figures[depth.name] = sum(each[depth.name] for each in main) / len(main)
     identity = data.identity | {"split": split}
     facts = {
         "run": str(run.folder), "member": run.member, "task": "algorithm", "algorithm": data.algorithm,
@@ -71,32 +75,53 @@ def evaluate(
         baselines={"most_frequent_token": guessing},
         data=identity,
         facts=facts | {"most_frequent_token": guessing},
-        text=_text(subject, data, split, figures, total, found),
+        text=_text(subject, data, split, figures, total, found, depth),
     )
 
 
 def _text(
-    subject: LoadedRun, data: AlgorithmData, split: str, figures: dict, total: dict, found: list[dict[str, Any]]
+    subject: LoadedRun,
+    data: AlgorithmData,
+    split: str,
+    figures: dict,
+    total: dict,
+    found: list[dict[str, Any]],
+    depth: Figure | None,
 ) -> tuple[str | Table, ...]:
     run, _, changes, _ = subject
     names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
-    steps = ("steps per token",) if PONDER_STEPS.name in figures else ()
+    steps = [] if depth is None else [depth]
     lines = [
         [
             each["digits"], "yes" if each["trained"] else "no", each["problems"], f"{each['sequence_accuracy']:.1%}",
-            f"{each['accuracy']:.1%}", f"{each['guessing']:.1%}", *(f"{each['ponder_steps']:.2f}" for _ in steps),
+            f"{each['accuracy']:.1%}", f"{each['guessing']:.1%}", *(f"{each[own.name]:.2f}" for own in steps),
         ]
         for each in found
     ]  # fmt: skip
-    ponder = f", {PONDER_STEPS.text(figures[PONDER_STEPS.name])}" if steps else ""
+    ponder = "" if depth is None else f", {depth.text(figures[depth.name])}"
     return (
         f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} "
         f"digits, {split} split",
         f"{figures[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
         f"{figures[ACCURACY.name]:.1%} of their tokens right, {figures[BITS_PER_LABEL.name]:.4f} bits per "
         f"token{ponder}\n",
-        Table((*names, *steps), lines, [0, *range(2, len(names) + len(steps))]),
+        Table((*names, *(own.unit for own in steps)), lines, [0, *range(2, len(names) + len(steps))]),
+        *(() if depth is None else _by_difficulty(found, depth)),
     )
+
+
+def _by_difficulty(found: list[dict[str, Any]], depth: Figure) -> Iterator[str | Table]:
+    """Tables of answers' tokens by their difficulty, of the longest problems in training's range."""
+    longest = ([each for each in found if each["trained"]] or found)[-1]
+    for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
+        if f"by_{name}" not in longest:
+            continue
+        lines = [
+            [row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"]
+            for row in longest[f"by_{name}"]
+        ]
+        yield f"\nAnswers of {longest['digits']} digits:"
+        yield Table((what, "tokens", "right", depth.unit), lines, range(4))
 
 
 def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
@@ -125,7 +150,8 @@ def _measured(
     """Of problems with so many digits: answers' tokens and how many are right, problems and how many are solved."""
     tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, measuring.chunk // data.width(digits))
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
-    with torch.inference_mode(), noting_steps(model) as pondering:
+    with torch.inference_mode(), noting_depths(model) as depths:
+        deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
         for part, first in enumerate(range(0, rows, size)):
             batch = AskedBatch.of(data.rows(split, part, min(size, rows - first), measuring.seed, digits))
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
@@ -133,12 +159,14 @@ def _measured(
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
             nats += float(answered.nats)
             counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+            if deep is not None:
+                deep.note(batch, answered.right)
     require_finite(isfinite(nats))
     return {
         "digits": digits, "trained": data.least <= digits <= data.most, "problems": rows, "solved": done,
         "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,
-        "guessing": int(counts.max()) / tokens, "nats": nats, "ponder_steps": pondering.mean,
-    }  # fmt: skip
+        "guessing": int(counts.max()) / tokens, "nats": nats,
+    } | ({} if deep is None else {deep.depths.figure.name: deep.mean} | deep.facts)  # fmt: skip
 
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:

@@ -36,6 +36,11 @@ class AskedBatch(NamedTuple):
         """How many tokens are read, padding included."""
         return self.tokens.numel()
 
+    @property
+    def asked(self) -> Tensor:
+        """Behind which tokens something is asked for, [batch, time] bool."""
+        return self.labels != IGNORED
+
 
 class Answers(NamedTuple):
     """Of every asked token ``logits`` [tokens, symbols] in float32, the label and its row; the ``state`` after."""
@@ -58,7 +63,7 @@ class Answers(NamedTuple):
 
 def answers(model: Any, batch: AskedBatch, state: Any = None) -> Answers:
     """What ``model`` says where it is asked."""
-    asked = batch.labels != IGNORED
+    asked = batch.asked
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
     logits = model.logits(states.map_tensors(lambda each: each[asked][None], inputs))[0]
     return Answers(logits.float(), batch.labels[asked], asked.nonzero()[:, 0], state)

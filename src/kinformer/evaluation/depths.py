@@ -1,0 +1,54 @@
+"""How deep each token goes in a model that lets tokens halt or leave early: steps taken, or layers gone through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.figure import Figure
+from kinformer.core.stack import Progress
+from kinformer.evaluation.exiting import LAYERS_PER_TOKEN, exiting_stack
+from kinformer.evaluation.pondering import PONDER_STEPS
+
+
+class Depths:
+    """``last`` [batch, time] int64: what the tokens of the last call took, 0 where not valid, in the order in which
+    the model left-aligned them; ``figure`` names it."""
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
+        self.last = torch.zeros(0, 0, dtype=torch.int64)
+
+    def step(self, _: nn.Module, given: Any) -> None:
+        """Before a step of a stack whose tokens halt."""
+        progress: Progress = given[0]
+        running = progress.running.long()
+        self.last = running if progress.number == 0 else self.last + running
+
+    def left(self, layers: Tensor, exits: Tensor, valid: Tensor | None) -> None:
+        """By which of the exits, behind so many ``layers``, the tokens of a chunk left."""
+        depth = layers.to(exits.device)[exits]
+        self.last = depth if valid is None else depth.masked_fill(~valid, 0)
+
+
+@contextmanager
+def noting_depths(model: Any) -> Iterator[Depths | None]:
+    """The depths of all tokens that ``model``, a causal one, reads meanwhile; None where all go equally deep."""
+    halting, exits = model.stack.halting, exiting_stack(model)
+    if halting is not None:
+        found = Depths(PONDER_STEPS)
+        hook = halting.register_forward_pre_hook(found.step)
+    elif exits is not None:
+        found, layers = Depths(LAYERS_PER_TOKEN), torch.tensor([use + 1 for use in exits.exits])
+        hook = exits.left.register_forward_hook(lambda _, given, __: found.left(layers, *given))
+    else:
+        yield None
+        return
+    try:
+        yield found
+    finally:
+        hook.remove()

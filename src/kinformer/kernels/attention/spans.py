@@ -1,0 +1,112 @@
+"""Attention of queries that look unlike far back: each has a span z of its own in every head, and a soft mask.
+
+    out_i = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij),    log m_ij as the span says of z_i and i - j
+
+A tile of queries meets the slots that the farthest-looking of them sees in a head, heads of like reach together; no
+others are computed. What autograd keeps is a few numbers for each of these pairs. While a graph is captured, and where
+only shapes are known, every query is taken to look as far as any may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core.host import has_data
+from kinformer.core.parts import Relative
+from kinformer.core.span import TokenSpan
+from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention
+from kinformer.kernels.softmax.request import query_positions
+
+_ROWS = 64
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    span: TokenSpan,
+    visibility: Visibility,
+    scoring: Scoring,
+    impl: str = "auto",
+) -> Tensor:
+    """Outputs [batch, q_heads, time, head_dim_v] of ``z`` [batch, q_heads, time] tokens; all else is as of
+    ``kernels.attention.attention``, with a pattern. ``impl="reference"`` computes all pairs at once."""
+    time = q.shape[2]
+    rows = time if impl == "reference" else _ROWS
+    call = (q, k, v, z, span, visibility, scoring, impl)
+    return torch.cat([_tile(slice(first, min(first + rows, time)), *call) for first in range(0, time, rows)], 2)
+
+
+def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: TokenSpan, *rest: Any) -> Tensor:
+    reaches = [max(span.windows)] * q.shape[1] if rest[-1] == "reference" else _reaches(z[:, :, queries], span)
+    groups: dict[int, list[int]] = {}
+    for head, reach in enumerate(reaches):
+        groups.setdefault(reach, []).append(head)
+    parts = [_seen(queries, own, reach, q, k, v, z, span, *rest) for reach, own in groups.items()]
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.tensor([head for own in groups.values() for head in own], device=q.device).argsort()
+    return torch.cat(parts, 1)[:, order]
+
+
+def _reaches(z: Tensor, span: TokenSpan) -> list[int]:
+    """How many tokens back some query of ``z`` [batch, heads, queries] sees, head by head."""
+    if torch.compiler.is_compiling() or not has_data(z):
+        return [max(span.windows)] * z.shape[1]
+    return [span.reach(each) for each in z.detach().amax((0, 2)).tolist()]
+
+
+def _seen(queries: slice, own: list[int], reach: int, *call: Any) -> Tensor:
+    """What the queries of the heads ``own`` make of the ``reach`` slots before each."""
+    q, k, v, z, span, visibility, scoring, impl = call
+    past = k.shape[2] - q.shape[2]
+    slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
+    if slots.stop <= slots.start:
+        return q.new_zeros(q.shape[0], len(own), queries.stop - queries.start, v.shape[-1])
+    places = torch.arange(past + queries.start, past + queries.stop, device=q.device)
+    keys_at = torch.arange(slots.start, slots.stop, device=q.device)
+    distance = places[:, None] - keys_at
+    positions = query_positions(visibility, q, k.shape[2])[:, queries]
+    if len(own) < q.shape[1]:
+        group = q.shape[1] // k.shape[1]
+        k, v = (each[:, [head // group for head in own]] for each in (k, v))
+        scoring = _of_heads(scoring, own)
+    bias = span.log_mask(z[:, own, queries, None], distance)
+    found = Visibility(attn_mask=_allowed(visibility, own, positions, distance))
+    if scoring.relative is not None:  # by distances of slots, which all rows have in common
+        every = (len(q), -1)
+        found = found._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
+    if scoring.dropout is not None:
+        p, seed = scoring.dropout
+        scoring = scoring._replace(dropout=Dropout(p, seed + queries.start * q.shape[1] + own[0]))
+    scoring = scoring._replace(bias=bias)
+    q, k, v = q[:, own, queries], k[:, :, slots], v[:, :, slots]
+    return attention(q, k, v, found, scoring, impl=impl).out
+
+
+def _allowed(visibility: Visibility, own: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:
+    """[batch, heads or 1, queries, slots]: what the pattern lets queries at ``positions`` [batch, queries] see."""
+    pattern = visibility.pattern
+    assert pattern is not None
+    q = positions[:, :, None]
+    k = q - distance
+    heads = [0] if pattern.num_heads is None else own
+    return torch.stack([pattern.at(head).allowed(q, k) & (k >= 0) for head in heads], 1)
+
+
+def _of_heads(scoring: Scoring, own: list[int]) -> Scoring:
+    """The same for some of the heads."""
+
+    def some(table: Tensor | None) -> Tensor | None:
+        return table if table is None or len(table) == 1 else table[own]
+
+    relative = scoring.relative
+    if relative is not None:
+        _, *tables = relative
+        relative = Relative(relative.lowest, *map(some, tables))
+    return scoring._replace(vector=some(scoring.vector), relative=relative)
