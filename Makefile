@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Three commands do everything on a fresh machine: `make demo`, `make test` and `make docs`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ define install
 @{ $(PIP) torch && $(PIP) -e "$(1)"; } > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: demo test lint clean
+.PHONY: demo test docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -19,9 +19,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+docs: $(VENV)/.installed-docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "Open build/docs/index.html."
+
 lint: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 $(VENV)/bin/python:
@@ -33,6 +37,10 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(call install,.[test])
+	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(call install,.[docs])
 	touch $(VENV)/.installed $@
 
 clean:

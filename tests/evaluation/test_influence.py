@@ -10,6 +10,7 @@ from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.tensorized import TensorizedAttention
 from kinformer.patterns.segments import Segments
 
 DIM = 8
@@ -75,3 +76,7 @@ def test_the_default_length_shows_segments_beyond_the_memory():
 def test_rounding_is_no_influence():
     later = np.triu(panel(LSTM.Config()).values, 1)
     assert not later.any()
+
+
+def test_a_mixer_that_ends_is_shown_to_its_end():
+    assert panel(TensorizedAttention.Config(max_length=12)).values.shape == (12, 12)

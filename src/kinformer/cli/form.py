@@ -105,7 +105,7 @@ def bare(hint: Any) -> Any:
 
 def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
     """Of every option its name, its type with what the parser is to know, and its default."""
-    hints, docs = get_type_hints(options, include_extras=True), _docstrings(options)
+    hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for each in fields(options):
         hint = hints[each.name]
@@ -198,7 +198,7 @@ _COUNT: Any = PrimitiveConstructorSpec(
 )
 
 
-def _docstrings(options: type) -> dict[str, str]:
+def option_docs(options: type) -> dict[str, str]:
     """What stands under each field of a dataclass and of those that it is made of, as one line."""
     docs: dict[str, str] = {}
     for part in reversed(options.__mro__):

@@ -62,7 +62,7 @@ def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)
     if seen is None:
-        return 1, CELLS
+        return 1, min(CELLS, mixer.max_length or CELLS)
     length, tokens = min(MOST_TOKENS, max(CELLS, (seen + 1) * 3 // 2)), 1
     while tokens * CELLS < length:
         tokens *= 2

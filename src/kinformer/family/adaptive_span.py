@@ -76,6 +76,10 @@ MEMBER = Member(
     ),
     exact_limit="spans of max_span: exact attention to the last max_span tokens, with a vector for every distance",
     needs={"segments": True},
+    parity=(
+        "the authors' code: attention with spans (tests/scores/test_soft_span.py), their optimiser "
+        "(tests/training/test_adagrad.py)",
+    ),
     recipes={
         "tiny": _tiny,
         "small": _small,

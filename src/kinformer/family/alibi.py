@@ -39,6 +39,7 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="slopes of zero: exact attention without positions",
+    parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

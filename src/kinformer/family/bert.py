@@ -46,6 +46,7 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="is exact attention",
+    parity=("BERT and RoBERTa of transformers: imported checkpoints (tests/interop/test_encoders.py)",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

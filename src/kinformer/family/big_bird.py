@@ -65,6 +65,11 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="5 + 2 * random blocks or fewer",
+    parity=(
+        "google-research/bigbird, the authors' code: tables, outputs and gradients "
+        "(tests/patterns/test_big_bird.py), Big Bird of transformers: imported checkpoints "
+        "(tests/interop/test_big_bird.py)",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), 4, 1, 128),
         "tiny-etc": _recipe(_shape(32, 2, 2), 4, 1, 128, extra=3),

@@ -64,6 +64,10 @@ MEMBER = Member(
         "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",
     ),
     exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
+    parity=(
+        "the authors' code: embeddings (tests/positions/test_complex_order.py) and attention "
+        "(tests/projections/test_complex.py)",
+    ),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2, hidden_dim=64)),
         "small": _recipe(Shape(512, 4, 4, hidden_dim=1024)),

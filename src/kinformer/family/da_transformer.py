@@ -40,6 +40,10 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="none; with w = 0 it is exact attention by rectified scores",
+    results=(
+        "extrapolation",
+        "sparse",
+    ),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -64,6 +64,8 @@ MEMBER = Member(
         "no dropout unless asked for, but for the recipes of the paper",
     ),
     exact_limit="is exact attention",
+    parity=("transformers 4.35.2 and the authors' code, in float64 (tests/family/test_decision.py)",),
+    results=("key_to_door",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), timesteps=64),
         "small": _recipe(_shape(256, 4, 4)),

@@ -50,6 +50,10 @@ MEMBER = Member(
     ),
     exact_limit="is exact attention; with tables of zeros it is attention without positions",
     needs={"tokenizer": "bytes"},
+    parity=(
+        "the authors' code of Transformer-XL without memory: positions at every layer "
+        "(tests/positions/test_learned_per_layer.py)",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -43,6 +43,7 @@ MEMBER = Member(
         "without a teacher both heads learn the labels",
     ),
     exact_limit="is exact attention",
+    parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), 32, 4, classes=10),
         "small": _recipe(Shape(256, 4, 4), 32, 4, classes=10),

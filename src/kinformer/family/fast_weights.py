@@ -50,6 +50,8 @@ MEMBER = Member(
         "the softmax over the vocabulary is not adaptive",
     ),
     exact_limit="no finite limit; with the sum rule and the same features it is linear attention",
+    parity=("lmtool-fwp, the authors' code, and labml-nn 0.5.1 (tests/family/test_parity.py)",),
+    results=("capacity",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -75,6 +75,7 @@ MEMBER = Member(
         "state of that layer grows with the text",
     ),
     exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
+    parity=("Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

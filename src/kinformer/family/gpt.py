@@ -40,6 +40,12 @@ MEMBER = Member(
     growth="linear",
     departures=("bytes are the default vocabulary", "no dropout unless asked for"),
     exact_limit="is exact attention",
+    parity=("GPT-2 of transformers: logits, gradients and cached steps, in float64 (tests/family/test_parity.py)",),
+    results=(
+        "training_step",
+        "generation",
+        "speedrun",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), max_length=128),
         "small": _recipe(_shape(256, 4, 4)),

@@ -56,6 +56,7 @@ MEMBER = Member(
     ),
     exact_limit="segment >= length: exact attention with relative positions, behind gates",
     needs={"segments": True},
+    parity=("RLlib 2.9.3: the whole network, in float64 (tests/blocks/test_gated.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(Shape(192, 4, 4, hidden_dim=576), segment=256, memory=256),

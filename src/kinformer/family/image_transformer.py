@@ -78,6 +78,10 @@ MEMBER = Member(
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
     ),
     exact_limit="1D: 2 * block >= length; 2D: a block as large as the image",
+    parity=(
+        "tensor2tensor, the authors' code: blocks of one and two dimensions (tests/patterns/test_published.py), "
+        "the shift of pixels (tests/inputs/test_pixels.py)",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), block=8),
         "tiny-2d": _recipe(_shape(32, 2, 2), **_image(4, 6, block=(2, 3), flange=(1, 2))),

@@ -51,6 +51,8 @@ MEMBER = Member(
         "a temperature and the number of neighbours are tuned beside the weight (the authors' temperature is 1)",
     ),
     exact_limit="weight 0, or no datastore: the decoder alone",
+    parity=("the official code: the mixture of both distributions (tests/heads/test_knn.py)",),
+    results=("datastore",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -65,6 +65,8 @@ MEMBER = Member(
         "dropout unless asked for (the authors: 0.1)",
     ),
     exact_limit="none finite (elu + 1 is not the exponential); quadratic features give the squared kernel exactly",
+    parity=("pytorch-fast-transformers 0.4.0, the authors' code (tests/family/test_parity.py)",),
+    results=("capacity",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -61,6 +61,7 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="rank = max_length = length with E = F = 1, or windows of one token",
+    parity=("another implementation, in float64 (tests/mixers/test_linformer.py)",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (16,), 128),
         "small": _recipe(_shape(256, 4, 4), (128,), 512),

@@ -75,6 +75,8 @@ MEMBER = Member(
         "from the plain decoder",
     ),
     exact_limit="window >= length",
+    parity=("openai/sparse_attention: the mask of its window (tests/patterns/test_published.py)",),
+    results=("sparse",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), window=8),
         "small": _recipe(Shape(256, 4, 4), window=256),

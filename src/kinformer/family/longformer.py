@@ -60,6 +60,10 @@ MEMBER = Member(
         "the autoregressive character model is the member local",
     ),
     exact_limit="window >= length without global tokens",
+    parity=(
+        "the authors' attention (tests/mixers/test_longformer_golden.py), Longformer of transformers: imported "
+        "checkpoints (tests/interop/test_encoders.py)",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), (4, 8), 128),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=640), (32, 64, 128, 128), 4096),

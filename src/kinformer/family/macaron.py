@@ -51,6 +51,7 @@ MEMBER = Member(
         "no dropout unless asked for (the paper: 0.1)",
     ),
     exact_limit="the standard layer where the first feed-forward is zero and the second twice as large",
+    parity=("macaron-net, the authors' code: its encoder and decoder layers (tests/blocks/test_macaron.py)",),
     recipes={
         "tiny": _recipe(32, 2, 2),
         "small": _recipe(256, 4, 4),

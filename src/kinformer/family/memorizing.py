@@ -83,6 +83,7 @@ MEMBER = Member(
     ),
     exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all of them",
     needs={"segments": True},
+    parity=("the authors' code (tests/mixers/test_memorizing.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
         "small": _recipe(Shape(256, 4, 4), 2, window=256, memory_size=8192),

@@ -45,6 +45,8 @@ MEMBER = Member(
         "pre-norm, and GELU in the recipes tiny and small",
     ),
     exact_limit="softmax attention as the number of random features grows; its error falls as one over their root",
+    parity=("performer-pytorch 1.1.4: features, and attention over them, in float64 (tests/family/test_performer.py)",),
+    results=("approximation",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4), features=128),

@@ -70,6 +70,7 @@ MEMBER = Member(
         "the recipe small has few values, so that it costs as many weights as the plain decoder; benchmark has 16,384",
     ),
     exact_limit="topk = num_keys ** 2: a softmax over all products of keys; values of zero: no feed-forward there",
+    parity=("the authors' code (tests/memory/test_product_keys.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), (1,), num_keys=8, topk=4, key_dim=16, num_heads=2),
         "small": _recipe(Shape(256, 4, 4), (2,), num_keys=40),

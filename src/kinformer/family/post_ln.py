@@ -47,6 +47,7 @@ MEMBER = Member(
         "trains badly without a warm-up when it is deep: that is its point beside the pre-norm members",
     ),
     exact_limit="is exact attention",
+    results=("normalisation",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -52,6 +52,9 @@ MEMBER = Member(
         "no dropout, as in the paper's language models",
     ),
     exact_limit="a convolution of (1, 0, 0) is exact attention, with T5's relative biases",
+    parity=(
+        "labml-nn 0.5.1: convolved projections and squared ReLU, in float64 (tests/projections/test_convolved.py)",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -19,10 +19,12 @@ class Member:
 
     ``axes``: what it changes (projection, position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
-    ``exact_limit``: where it equals exact attention. ``recipes``: name -> function of a vocabulary size (None: the
-    recipe's own) that gives a model config; it imports what it assembles when called. ``objective``: what training it
-    minimises unless set otherwise (see ``training.settings``). ``needs``: options of training without which it is not
-    itself, such as ``{"segments": True}``; a budget of minutes chooses the others (see ``runs.minutes``).
+    ``exact_limit``: where it equals exact attention. ``parity``: implementations of others that it equals with the
+    same weights, and the test that says so. ``results``: those of ``benchmarks/results`` that measured it without
+    naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that gives a model config; it
+    imports what it assembles when called. ``objective``: what training it minimises unless set otherwise (see
+    ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
+    True}``; a budget of minutes chooses the others (see ``runs.minutes``).
     """
 
     name: str
@@ -34,6 +36,8 @@ class Member:
     growth: Growth
     departures: tuple[str, ...]
     exact_limit: str
+    parity: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
     recipes: Mapping[str, Recipe]
     objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
     needs: Mapping[str, Any] = field(default_factory=dict)

@@ -75,6 +75,10 @@ MEMBER = Member(
         "but in the recipe paper the two streams are joined by their mean, so that the head is as wide as the model",
     ),
     exact_limit="attention over the past with shared queries and keys: one bucket, one round, chunk_size >= length",
+    parity=(
+        "Reformer of transformers 5.23.0: attention over whole texts, in float64 "
+        "(tests/mixers/test_bidirectional_lsh.py), reversible layers (tests/stacks/test_reversible_parity.py)",
+    ),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2, recompute=False),
         "small": _recipe(Shape(256, 4, 4), num_buckets=16, chunk_size=32, rounds=2),

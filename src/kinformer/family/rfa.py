@@ -59,6 +59,8 @@ MEMBER = Member(
         "translating recipes look at the source by exact attention, and have the gate",
     ),
     exact_limit="softmax attention of normalised queries and keys without the gate, as the number of features grows",
+    parity=("the authors' code, without its gate (tests/family/test_kernel_members.py)",),
+    results=("approximation",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -42,6 +42,7 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="is exact attention; with all positions equal it is attention without positions",
+    parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -40,6 +40,8 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="tables of zeros: exact attention without positions",
+    parity=("tensor2tensor 1.15, in float64 (tests/positions/test_golden.py)",),
+    results=("sparse",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2)),
         "small": _recipe(Shape(256, 4, 4)),

@@ -49,6 +49,7 @@ MEMBER = Member(
         "the recipes predict masked tokens; the paper's encoders classify",
     ),
     exact_limit="one block (block >= length), or two that change places",
+    parity=("another implementation: sorting, in float64 (tests/mixers/test_sinkhorn.py)",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), 16, 128),
         "small": _recipe(_shape(256, 4, 4, hidden_dim=896), 64, 512),

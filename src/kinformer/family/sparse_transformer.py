@@ -84,6 +84,10 @@ MEMBER = Member(
         "the output shares the embedding's weights; no dropout unless asked for (the paper: 0.4 on enwik8)",
     ),
     exact_limit="stride or segment >= length",
+    parity=(
+        "openai/sparse_attention, the authors' code: masks, outputs and gradients (tests/patterns/test_published.py)",
+    ),
+    results=("sparse",),
     recipes={
         "tiny": _recipe(_TINY, max_length=128, segment=8, summary=2),
         "tiny-strided": _recipe(_TINY, max_length=128, stride=6),

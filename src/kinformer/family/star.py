@@ -64,6 +64,7 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="3 tokens or fewer: each sees all of them, beside its own input and the relay; the relay always does",
+    parity=("the authors' code (tests/mixers/test_star.py)",),
     recipes={
         "tiny": _published(32, 2, 128, iterations=2),
         "small": _deep(Shape(256, 4, 4, hidden_dim=512, residual="post"), 512),

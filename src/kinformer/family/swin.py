@@ -75,6 +75,7 @@ MEMBER = Member(
         "no stochastic depth, and no dropout unless asked for",
     ),
     exact_limit="a window as large as the image's grid of patches, with a bias by distance",
+    parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
     recipes={
         "tiny": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
         "tiny-v2": _recipe(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),

@@ -65,6 +65,8 @@ MEMBER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="equal biases in all buckets: exact attention without positions, but for the scale",
+    parity=("T5 of transformers 4.57 (tests/positions/test_golden.py)",),
+    results=("sparse",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2)),
         "small": _recipe(_shape(256, 4, 4)),

@@ -1,4 +1,4 @@
-"""The one list of the family. README's table, the command line and the tests are generated from it.
+"""The one list of the family. The documentation, the command line and the tests are generated from it.
 
 Members of other packages are found by their entry points (see ``core.plugins``).
 """
@@ -152,12 +152,3 @@ def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:
     ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.
     """
     return FAMILY.available(complain)
-
-
-def markdown() -> str:
-    """The family as the table that README shows; a test keeps the two equal."""
-    rows = [
-        f"| `{one.name}` | {one.title} | {one.paper} | {', '.join(one.axes) or 'none'} | {one.growth} |"
-        for one in MEMBERS.values()
-    ]
-    return "\n".join(["| member | title | paper | changes | state growth |", "| --- | --- | --- | --- | --- |", *rows])

@@ -40,6 +40,7 @@ MEMBER = Member(
     ),
     exact_limit="none with softmax: values of ones make every slice of the tensor the scores Q K^T",
     needs={"length": 32},
+    parity=("the authors' code (tests/mixers/test_tensorized.py)",),
     recipes={
         "tiny": _recipe(Shape(32, 2, 2), 8, 128),
         "small": _recipe(Shape(256, 4, 4, hidden_dim=896), 40, 32),

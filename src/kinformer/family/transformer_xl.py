@@ -80,6 +80,11 @@ MEMBER = Member(
     exact_limit="segment >= length: exact attention with relative positions; memory >= length: its values, with "
     "gradients that end at segments",
     needs={"segments": True},
+    parity=("the authors' code: the whole model, segment by segment (tests/mixers/test_segment_memory.py)",),
+    results=(
+        "extrapolation",
+        "xl_evaluation",
+    ),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
         "small": _recipe(_shape(256, 4, 4), segment=256),

@@ -105,6 +105,7 @@ MEMBER = Member(
         "recipe small has as many layers as other members of that budget, used twice",
     ),
     exact_limit="without halting (stack.halting=null) a stack of tied layers of exact attention",
+    parity=("tensor2tensor: adaptive computation time (tests/stacks/test_universal.py)",),
     recipes={
         "tiny": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True),
         "small": _recipe(_shape(256, 4, 4), 2),

@@ -48,6 +48,7 @@ MEMBER = Member(
         "label smoothing spreads its share over all ids (tensor2tensor: over all but the right one)",
     ),
     exact_limit="is exact attention",
+    parity=("Marian of transformers: logits of imported checkpoints (tests/interop/test_marian.py)",),
     recipes={
         "tiny": _recipe(_shape(32, 2, 2), dropout=0.0),
         "small": _recipe(_shape(256, 4, 4)),

@@ -1,0 +1,26 @@
+"""Pages that follow from the tables: of every member, task, part and result file, and of the notebook.
+
+As a Sphinx extension it writes them before Sphinx reads its sources.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def generate(docs: Path) -> None:
+    """Write all generated pages below ``docs``."""
+    from generator import documents, measurements, members, notebook, parts, tasks
+
+    for each in (members, tasks, parts, measurements, notebook, documents):
+        each.generate(docs)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    from generator import docstrings
+
+    app.connect("builder-inited", lambda app: generate(Path(app.srcdir)))
+    app.connect("autodoc-process-docstring", docstrings.process)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,65 @@
+"""How a member is trained, measured and used: commands that follow from its record and its task."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from kinformer.family.record import Member
+from kinformer.tasks.table import task_for, tasks
+from kinformer.tasks.task import Task
+
+
+def usual_task(member: Member, config: Any) -> Task:
+    """What it is trained for unless told otherwise."""
+    return task_for(None, config, member.name)
+
+
+def other_tasks(member: Member, config: Any) -> list[Task]:
+    """What else models like it can be trained for."""
+    usual = usual_task(member, config)
+    return [task for task in tasks() if task.takes(config) and task.name != usual.name]
+
+
+def training(member: Member, config: Any) -> list[str]:
+    """Command lines: train, evaluate, generate where it does, draw."""
+    task, name = usual_task(member, config), member.name
+    run = f"runs/{name}"
+    lines = []
+    options = _needs(member)
+    if config.head.kind == "spalm":
+        lines = [
+            "kinformer train rope --minutes 5 --out runs/rope",
+            "kinformer index runs/rope --split train --datastore stores/rope",
+        ]
+        options += " --datastore stores/rope --retriever runs/rope --steps 500"
+    elif task.budgeted:
+        options += " --minutes 5"
+    else:
+        options += " --steps 1000"
+    if task.default_data is None:
+        options += " --data DATA"
+    lines.append(f"kinformer train {name}{options} --out {run}")
+    lines.append(f"kinformer evaluate {run}")
+    if name == "knn-lm":
+        store = f"stores/{name}"
+        lines.append(f"kinformer index {run} --split train --datastore {store}")
+        lines.append(f"kinformer evaluate {run} --datastore {store} --tune")
+    if getattr(config.stack, "rule", None) is not None and name == "calm":
+        lines.append(f"kinformer calibrate {run} --risk 0.05")
+    lines += _use(task, run)
+    return lines
+
+
+def _use(task: Task, run: str) -> list[str]:
+    """Generating, where the task can."""
+    if task.name == "next-token":
+        return [f"kinformer generate {run} --prompt {shlex.quote('def ')} --max-new-tokens 120"]
+    return []
+
+
+def _needs(member: Member) -> str:
+    flags = ""
+    for name, value in member.needs.items():
+        flags += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    return flags

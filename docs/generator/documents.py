@@ -1,0 +1,28 @@
+"""The project's own documents as pages of the site: DESIGN, CONTRIBUTING, CHANGELOG and the benchmarks' README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from generator.text import write
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "DESIGN.md": "design.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+"""Document of the repository -> page."""
+
+
+def generate(docs: Path) -> None:
+    """Write them into ``docs``, with links among them that hold there."""
+    for document, page in PAGES.items():
+        text = (ROOT / document).read_text(encoding="utf-8")
+        write(docs / page, re.sub(r"\]\(([^)#:]+)\)", lambda match: f"]({_target(match[1])})", text))
+
+
+def _target(link: str) -> str:
+    return PAGES.get(link, link)

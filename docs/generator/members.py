@@ -1,0 +1,245 @@
+"""A page for every member, and the gallery of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generator import commands
+from generator.block import drawing
+from generator.facts import RECIPE, config_of, facts, flops, flops_chart, recipe_parameters, state_chart
+from generator.results import Result, results
+from generator.text import contents, escaped, figure, html, literal, page, table, write
+from kinformer.cli.list_ import GROWTHS
+from kinformer.cli.output import size
+from kinformer.cli.show import folded, tree
+from kinformer.core.config import parts_in
+from kinformer.core.errors import KinformerError
+from kinformer.evaluation.draw import draw, draw_small
+from kinformer.evaluation.formulas import formulas, symbols
+from kinformer.evaluation.panels import Panel
+from kinformer.family.record import Member
+from kinformer.family.table import MEMBERS
+from kinformer.figures.subject import find
+from kinformer.runs.draw_options import DrawOptions
+
+MOST_PANELS = 6
+
+
+def generate(docs: Path) -> None:
+    """Write the pages and their pictures into ``docs/members``."""
+    for member in MEMBERS.values():
+        write_member(docs / "members", member)
+    write(docs / "members" / "index.md", gallery())
+
+
+def write_member(folder: Path, member: Member) -> None:
+    """One page with its pictures."""
+    told = draw_patterns(folder, member.name)
+    for result in measured(member.name):
+        if result.picture is not None:
+            target = folder / result.picture.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(result.picture.read_bytes())
+    write(folder / f"{member.name}.md", member_page(member, told))
+
+
+def draw_patterns(folder: Path, name: str) -> str:
+    """Draw its patterns and positions into ``name.png``; returns what is seen there, or nothing."""
+    torch.manual_seed(0)
+    try:
+        subject = find(DrawOptions(subject=name))
+    except KinformerError:
+        return ""
+    panels = subject.panels()[:MOST_PANELS]
+    if panels:
+        small = folder.parent / "assets" / "small"
+        for each in (folder, small):
+            each.mkdir(parents=True, exist_ok=True)
+        draw(panels, subject.title, folder / f"{name}.png")
+        draw_small(panels[0], small / f"{name}.png")
+    return "; ".join(map(_seen, panels))
+
+
+def _seen(panel: Panel) -> str:
+    return ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
+
+
+def member_page(member: Member, drawn: str) -> str:
+    """The page as Markdown; ``drawn`` says what its picture shows."""
+    config = config_of(member.name)
+    title = f"(member-{member.name})=\n# {escaped(member.title)}"
+    return page(
+        title,
+        _record(member, config),
+        "## What it computes",
+        *_formulas(config),
+        "## The model",
+        html(drawing(config)),
+        f"Recipe `{RECIPE}`. The parts: {_part_links(config)}.",
+        _details("All settings", literal("\n".join(tree(folded(config), "")))),
+        *_patterns(member, drawn),
+        "## Fact sheet",
+        *_sheet(member),
+        "## Against the paper",
+        *_paper(member),
+        *_measured(member),
+        "## Train it",
+        *_training(member, config),
+    )
+
+
+def _record(member: Member, config: Any) -> str:
+    task = commands.usual_task(member, config)
+    reads = "a source, then token by token" if config.kind == "encoder_decoder" else "chunk by chunk, causal"
+    rows = [
+        ("Name", f"`{member.name}`"),
+        ("Paper", escaped(member.paper)),
+        ("Changes", ", ".join(member.axes) or "nothing"),
+        ("Reads", reads if member.causal else "whole texts at once"),
+        ("State", GROWTHS[member.growth]),
+        ("Task", f"[{task.title}](../tasks/{task.name}.md)"),
+    ]
+    return table(("", ""), [(f"**{name}**", value) for name, value in rows])
+
+
+def _formulas(config: Any) -> Iterator[str]:
+    for formula in formulas(config):
+        kind = formula.slot.replace("encoder_mixer", "mixer").replace("_", " ")
+        yield f"**{kind} `{formula.kind}`.** {escaped(formula.says)}"
+        if formula.lines:
+            yield literal("\n".join(formula.lines))
+    sizes = ", ".join(f"{symbol} = `{name}` = {value}" for symbol, name, value in symbols(config))
+    yield escaped(f"Shapes: x and y are [batch, time, {config.dim}]; {sizes}.")
+
+
+def _part_links(config: Any) -> str:
+    """Every part of the config that has a page, linked to it."""
+    found: dict[tuple[str, str], None] = {}
+    for part in parts_in(config):
+        if part.slot and part.kind and part.slot not in ("model", "layer", "encoder_layer") and part.kind != "none":
+            found[(part.slot, part.kind)] = None
+    return ", ".join(
+        f"[{slot.replace('_', ' ')} {kind}](#part-{slot}-{kind})".replace("_", "-") for slot, kind in found
+    )
+
+
+def _details(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n\n{text}\n\n</details>"
+
+
+def _patterns(member: Member, drawn: str) -> Iterator[str]:
+    if drawn:
+        yield "## Who sees whom, and where"
+        yield figure(f"{member.name}.png", drawn, f"`kinformer draw {member.name}`: {escaped(drawn)}.")
+
+
+def _sheet(member: Member) -> Iterator[str]:
+    known = facts(member.name)
+    rows = [(f"`{name}`", f"{count:,}", str(dim), str(depth)) for name, count, dim, depth in recipe_parameters(member)]
+    yield table(("recipe", "parameters", "width", "layers applied"), rows, (1, 2, 3))
+    if known.costs:
+        yield f"One row of the recipe `{RECIPE}`, in float32, by `kinformer estimate {member.name} --length N`:"
+        costs = [
+            (
+                f"{cost.length:,}",
+                flops(cost.flops),
+                size(cost.activations),
+                size(cost.state) if member.causal else "none",
+            )
+            for cost in known.costs
+        ]
+        yield table(("tokens", "FLOPs of a forward per token", "kept for the backward", "state"), costs, (0, 1, 2, 3))
+    charts = [
+        f"<figure><figcaption>{caption}</figcaption>{chart}</figure>"
+        for caption, chart in (
+            ("Bytes of the state of one row, by tokens absorbed", state_chart(member.name)),
+            ("FLOPs of a forward per token, by length", flops_chart(member.name)),
+        )
+        if chart
+    ]
+    if charts:
+        legend = f"<b>●</b> {member.name} <i>■</i> plain attention (rope)" if member.name != "rope" else ""
+        yield html(f'<div class="charts">{"".join(charts)}</div><p class="key">{legend}</p>')
+    if known.limit:
+        yield f"Its positions end at {known.limit:,} tokens; `--set` makes them longer."
+
+
+def _paper(member: Member) -> Iterator[str]:
+    yield f"**Exact limit.** {escaped(member.exact_limit)}."
+    if member.parity:
+        yield "**Parity**, with the same weights:"
+        yield "\n".join(f"- {escaped(each)}" for each in member.parity)
+    if member.departures:
+        yield "**Departures:**"
+        yield "\n".join(f"- {escaped(each)}" for each in member.departures)
+
+
+def measured(name: str) -> list[Result]:
+    """The result files that name the member, or that its record names."""
+    named = MEMBERS[name].results
+    return [result for result in results() if name in result.members or result.name in named]
+
+
+def _measured(member: Member) -> Iterator[str]:
+    found = measured(member.name)
+    if not found:
+        return
+    yield "## Measured"
+    for result in found:
+        question = f"**{escaped(result.question)}**" if result.question else f"**{result.name}**"
+        yield f"{question} ([{result.name}](#result-{result.name}); {result.date}, {escaped(result.machine)})"
+        yield from result.told
+        if result.picture is not None:
+            yield figure(result.picture.name, f"Figure of the benchmark {result.name}")
+
+
+def _training(member: Member, config: Any) -> Iterator[str]:
+    yield literal("\n".join(commands.training(member, config)), "sh")
+    others = ", ".join(f"[{task.title}](../tasks/{task.name}.md)" for task in commands.other_tasks(member, config))
+    if others:
+        yield f"By `--task`, models like it also learn: {others}."
+    build = f'model = kinformer.build("{member.name}", recipe="{RECIPE}")'
+    yield "In Python, the model alone is"
+    yield literal(f"import kinformer\n\n{build}", "python")
+
+
+def gallery() -> str:
+    """All members as one sheet."""
+    cards = "\n".join(map(_card, MEMBERS.values()))
+    rows = [
+        (
+            f"[{member.name}]({member.name}.md)",
+            escaped(member.title),
+            str(member.year),
+            ", ".join(member.axes) or "-",
+            member.growth,
+            flops(known.costs[-1].flops) if (known := facts(member.name)).costs else "-",
+        )
+        for member in MEMBERS.values()
+    ]
+    return page(
+        "# The family",
+        f"{len(MEMBERS)} members, each with its page: formulas, a drawing of its block and of its pattern, what it "
+        "costs, how it departs from its paper, what was measured of it and how to train it. On the command line, "
+        "`kinformer list --by axis` gives the same as a tree.",
+        html(f'<div class="gallery">{cards}</div>'),
+        "## As a table",
+        "FLOPs are those of a forward per token at the longest length of its page (4,096 tokens unless positions or "
+        "inputs end before), recipe `small`.",
+        table(("member", "title", "year", "changes", "state growth", "FLOPs per token"), rows, (2, 5)),
+        contents(*MEMBERS),
+    )
+
+
+def _card(member: Member) -> str:
+    axes = ", ".join(member.axes) or "the plain Transformer"
+    picture = f'<img src="../_static/small/{member.name}.png" alt="" loading="lazy" width="192" height="192">'
+    return (
+        f'<a class="card" href="{member.name}.html"><b>{escape(member.title)}</b>{picture}'
+        f"<span>{member.year} · {escape(axes)}<br>state: {escape(GROWTHS[member.growth])}</span></a>"
+    )

@@ -1,0 +1,39 @@
+"""The scripts of ``examples/`` that put a member into other people's training: they learn, in seconds."""
+
+import importlib.util
+
+import pytest
+
+from tests.docs.written import ROOT
+
+TEXT = b"It was a dark and stormy night; the rain fell in torrents.\n" * 100
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+
+
+def example(name):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def learns(losses):
+    return losses[-1] < 0.8 * losses[0]
+
+
+def test_own_loop():
+    assert learns(example("own_loop").train(TEXT, steps=20)[1])
+
+
+def test_hugging_face_trainer(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    trainer, losses = example("hugging_face_trainer").train(TEXT, str(tmp_path), steps=18)
+    assert learns(losses) and trainer.state.global_step == 18
+
+
+def test_lightning_module(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    assert learns(example("lightning_module").train(TEXT, steps=18).losses)

@@ -1,0 +1,122 @@
+"""Pages that follow from the tables: complete, true to what the library says, and without Sphinx."""
+
+import re
+import runpy
+from dataclasses import fields
+from xml.etree import ElementTree
+
+import pytest
+
+from kinformer.evaluation.estimate import estimate
+from kinformer.family.build import configure
+from kinformer.family.table import MEMBERS
+from kinformer.tasks.table import TASKS
+from tests.docs.written import DOCS, ROOT, commands_of
+
+
+@pytest.fixture(scope="module")
+def local_page(tmp_path_factory):
+    """The folder with the page of ``local``, and the page."""
+    pytest.importorskip("matplotlib")
+    from generator.members import write_member
+
+    folder = tmp_path_factory.mktemp("site") / "members"
+    write_member(folder, MEMBERS["local"])
+    return folder, (folder / "local.md").read_text(encoding="utf-8")
+
+
+def test_settings_name_extensions_that_fetch_nothing():
+    settings = runpy.run_path(str(DOCS / "conf.py"))
+    assert settings["html_theme"] == "furo" and "generator" in settings["extensions"]
+    assert not any("intersphinx" in name for name in settings["extensions"])
+    assert all((DOCS / name).exists() for name in settings["html_static_path"] + settings["html_extra_path"])
+
+
+def test_a_members_page_has_what_it_computes_costs_and_departs_from(local_page):
+    folder, page = local_page
+    assert "y = softmax(" in page and "<svg" in page
+    assert (folder / "local.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder.parent / "assets" / "small" / "local.png").is_file()
+    cost = estimate(configure("local", "small"), length=1024)
+    row = next(line for line in page.splitlines() if line.startswith("| 1,024 |"))
+    assert f"{cost.flops_forward / 1024 / 1e6:.3g} M" in row and f"{cost.state_bytes / 1024**2:.1f} MiB" in row
+    for departure in MEMBERS["local"].departures:
+        assert departure.split(",")[0] in page
+    assert ["evaluate", "runs/local"] in list(commands_of(page))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_blocks_are_drawn_whole(name):
+    from generator.block import drawing, sublayers
+
+    config = configure(name, "small")
+    picture = ElementTree.fromstring(drawing(config))
+    texts = [element.text for element in picture.iter("text")]
+    assert f"head: {config.head.kind.replace('_', ' ')}" in texts
+    for lines in (lines for sublayer in sublayers(config.layers[0]) for lines in sublayer.boxes):
+        assert lines[0] in texts
+    left, _, width, _ = map(float, picture.get("viewBox").split())
+    assert all(left <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= left + width
+               for box in picture.iter("rect"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_tasks_page_has_all_its_options_and_figures(name):
+    from generator.tasks import task_page
+
+    page, task = task_page(TASKS[name]), TASKS[name]
+    for options in (task.Options, task.MeasuringOptions, task.GeneratingOptions):
+        for each in fields(options):
+            assert f"`--{each.name.replace('_', '-')}`" in page
+    assert all(f"`{figure.name}`" in page for figure in task.figures)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_how_a_member_is_trained_is_understood(name):
+    from generator.commands import training
+
+    from kinformer.cli.form import flags, form_of
+    from kinformer.cli.train import TASK_OPTIONS, Options
+
+    lines = training(MEMBERS[name], configure(name, "small"))
+    (train,) = [words for words in commands_of("\n".join(lines)) if words[:2] == ["train", name]]
+    shown = {word[2:] for word in train if word.startswith("--")}
+    assert shown <= flags(form_of(Options, TASK_OPTIONS)).keys()
+    assert all(f"--{need.replace('_', '-')}" in train for need in MEMBERS[name].needs)
+
+
+def test_every_part_has_its_place():
+    from generator.parts import slot_page
+
+    from kinformer.family.kinds import kinds
+
+    for slot, table in kinds().items():
+        assert re.findall(r"^## `(\w+)`$", slot_page(slot), re.MULTILINE) == list(table)
+
+
+def test_results_are_told_with_date_and_machine():
+    from generator.results import results
+
+    found = {result.name: result for result in results()}
+    assert found.keys() == {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert found["hashing"].members >= {"reformer", "routing"} and "cores" in found["hashing"].machine
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) for result in found.values())
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_evidence_of_a_record_exists(name):
+    member = MEMBERS[name]
+    for path in re.findall(r"tests/[\w/]+\.py", " ".join(member.parity)):
+        assert (ROOT / path).is_file(), path
+    for result in member.results:
+        assert (ROOT / "benchmarks" / "results" / f"{result}.json").is_file(), result
+
+
+def test_docstrings_become_formulas_and_prose():
+    from generator.docstrings import rst
+
+    text = "What *it* is, ``x * y``:\n\n    y = a * x\n\nname: a thing\n    that hangs\nother_one: more"
+    assert (
+        rst(text)
+        == "What \\*it\\* is, ``x * y``:\n\n::\n\n        y = a * x\n\nname: a thing that hangs\n\nother\\_one: more\n"
+    )

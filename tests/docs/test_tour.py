@@ -1,0 +1,53 @@
+"""The notebook runs from its first cell to its last, and what it is kept with is what it prints."""
+
+import pytest
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the kernel
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The notebook as it is kept and as it was run now."""
+    import nbformat
+    from run_tour import NOTEBOOK, run
+
+    return nbformat.read(NOTEBOOK, as_version=4), run(NOTEBOOK)
+
+
+def kinds(notebook):
+    """Of every cell the kinds of its outputs."""
+    return [
+        [sorted(output.get("data", {"text": ""})) for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def texts(notebook):
+    """What cells printed, by cell."""
+    return ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
+
+
+def test_runs(run):
+    kept, now = run
+    assert kinds(now) == kinds(kept)
+    assert ["image/png", "text/plain"] in sum(kinds(now), [])
+    counted = [text for text in texts(now) if "FLOPs a token" in text]
+    assert counted == [text for text in texts(kept) if "FLOPs a token" in text]
+    (differences,) = [text for text in texts(now) if "differs by" in text]
+    assert max(float(line.split()[-1]) for line in differences.splitlines()) < 1e-12
+
+
+def test_is_a_page(run, tmp_path):
+    from generator.notebook import generate
+    from run_tour import NOTEBOOK
+
+    (tmp_path / "tour.ipynb").write_bytes(NOTEBOOK.read_bytes())
+    generate(tmp_path)
+    page = (tmp_path / "tour.md").read_text(encoding="utf-8")
+    assert page.startswith("# A tour") and "FLOPs a token" in page
+    pictures = list((tmp_path / "assets" / "small").glob("tour_*.png"))
+    assert len(pictures) == page.count("![](") == 2

@@ -1,0 +1,64 @@
+"""What README, tutorial and how-tos show: their Python runs, their commands have the options that are shown."""
+
+import importlib
+import re
+from functools import cache
+
+import pytest
+
+from kinformer.cli.form import flags, form_of
+from kinformer.cli.main import COMMANDS
+from kinformer.family.table import FAMILY
+from tests.docs.written import DOCS, PAGES, commands_of, python_of
+
+NEEDS = {"hugging_face.md": "transformers"}
+OWN_PROCESSES = {"several_processes.md"}
+LINES = 150
+
+
+@cache
+def flags_of(name):
+    """What the command's options are called."""
+    module = importlib.import_module(COMMANDS[name].module)
+    return flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.stem)
+def test_python_runs(page, tmp_path, monkeypatch):
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "__main__" if page.name not in OWN_PROCESSES else "shown"}
+    for number, block in enumerate(python_of(page)):
+        exec(compile(block, f"{page.name}[{number}]", "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_have_the_options_that_are_shown(page):
+    for name, *words in commands_of(page.read_text(encoding="utf-8")):
+        shown = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+        assert shown <= flags_of(name).keys(), (name, words)
+        if name in ("train", "show", "estimate"):
+            assert words[0] in FAMILY or "/" in words[0], words
+
+
+def test_commands_are_found():
+    text = (
+        "    kinformer train gpt --steps 3 \\\n        --out x   # so\n    kinformer generate x --audio - < tones.wav\n"
+    )
+    assert list(commands_of(text)) == [
+        ["train", "gpt", "--steps", "3", "--out", "x"],
+        ["generate", "x", "--audio", "-"],
+    ]
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LINES
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (DOCS.parent / target).exists(), target
+
+
+def test_every_how_to_is_in_the_index():
+    listed = set(re.findall(r"^howto/(\w+)$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == {page.stem for page in PAGES if page.parent.name == "howto"}
