@@ -19,7 +19,7 @@ from kinformer.tasks.trajectory_acting import TrajectoryAgent
 from kinformer.tasks.trajectory_data import open_data
 from kinformer.tasks.trajectory_measure import facts_correlation
 from kinformer.tasks.trajectory_options import TrajectoryOptions, targets_of
-from kinformer.tasks.trajectory_rows import ActionLoss, TrajectoryRows, negative_log_density, rows_of
+from kinformer.tasks.trajectory_rows import ActionLoss, TrajectoryRows, rows_of
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}
@@ -102,12 +102,6 @@ def test_the_objective_reads_actions_at_states(walks):
     assert loss < 1e-6 and int(metrics["predicted"]) == int(metrics["correct"]) == int(batch.real.sum())
     wrong = batch._replace(actions=(batch.actions + 1) % 4)
     assert int(ActionLoss()(Knowing(), wrong, None, 0.0)[1]["correct"]) == 0
-
-
-def test_densities_are_those_of_normal_distributions():
-    predicted, actions = torch.randn(5, 4).double(), torch.randn(5, 2).double()
-    normal = torch.distributions.Normal(predicted[:, :2], predicted[:, 2:].exp())
-    assert torch.allclose(negative_log_density(predicted, actions), -normal.log_prob(actions).sum(-1))
 
 
 class Replay(NamedTuple):

@@ -11,10 +11,16 @@ from kinformer.environments.environment import Box, Discrete
 
 
 def log_density(predicted: Tensor, actions: Tensor, space: Discrete | Box) -> Tensor:
-    """[...] nats, of ``actions`` [...] int64 under logits ``predicted`` [..., n], or of [..., dim] under normal
-    distributions [..., 2 * dim]: means, then logarithms of standard deviations."""
+    """[...] nats, of ``actions`` [...] int64 under logits ``predicted`` [..., n], or of [..., dim] as
+    :func:`normal_log_density` has them."""
     if isinstance(space, Discrete):
         return predicted.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+    return normal_log_density(predicted, actions)
+
+
+def normal_log_density(predicted: Tensor, actions: Tensor) -> Tensor:
+    """[...] nats of ``actions`` [..., dim] under normal distributions ``predicted`` [..., 2 * dim]: means, then
+    logarithms of standard deviations."""
     mean, log_std = predicted.chunk(2, dim=-1)
     return -(((actions - mean) * (-log_std).exp()).square() / 2 + log_std + log(2 * pi) / 2).sum(-1)
 

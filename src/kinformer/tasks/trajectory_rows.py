@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import log, pi
+from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from kinformer.core import state as states
 from kinformer.core.figure import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
 from kinformer.data.permutation import mix
 from kinformer.data.trajectories import Trajectories
+from kinformer.tasks.policies import normal_log_density
 from kinformer.tasks.trajectory_data import TrajectoryData
 from kinformer.tasks.trajectory_options import PER_STEP
 from kinformer.training.data_module import DataModule
@@ -153,15 +154,8 @@ class ActionLoss:
         metrics["squares"] = squares.detach()
         if predicted.shape[-1] == size:
             return squares / count, metrics, state
-        nats = negative_log_density(predicted, actions).sum()
+        nats = -normal_log_density(predicted, actions).sum()
         return nats / count, metrics | {"nats": nats.detach()}, state
-
-
-def negative_log_density(predicted: Tensor, actions: Tensor) -> Tensor:
-    """[n] nats of ``actions`` [n, dim] under normal distributions ``predicted`` [n, 2 * dim]: means, then logarithms of
-    standard deviations."""
-    mean, log_std = predicted.chunk(2, dim=-1)
-    return (((actions - mean) * (-log_std).exp()).square() / 2 + log_std + log(2 * pi) / 2).sum(-1)
 
 
 def predictions(model: Any, batch: StepsBatch, state: Any = None) -> tuple[Tensor, Tensor, Any]:
