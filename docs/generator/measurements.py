@@ -55,8 +55,8 @@ def overview() -> str:
         "and writes a result file with shapes, dtype, threads, processor and versions beside the figures. Losing "
         "shapes are in them. How it is measured, and how the scripts are run, stands in "
         "[benchmarks/README.md](../benchmarks.md).",
-        "Comparisons by `kinformer compare`: [five members](../comparison/comparison.md) on the standard library, which "
-        "is what it writes without arguments, and [ten](../comparison/war-and-peace/comparison.md) on War and Peace.",
+        "Comparisons by `kinformer compare`: [five members](../comparison/comparison.md) on the standard library, as "
+        "it writes without arguments, and [ten](../comparison/war-and-peace/comparison.md) on War and Peace.",
         table(("result", "question", "date", "machine"), rows),
         "## Scripts without a committed result" if rest else "",
         table(("script", "question"), rest) if rest else "",
