@@ -2,7 +2,7 @@
 
 8 layers, 8 heads x 32, dim 256, feed-forward 1024, vocabulary 256: the shape of the Linear Transformer's image model.
 
-    ours           kinformer's Session with weights in float32 and bfloat16
+    ours           kinformer's Session with weights in float32 and bfloat16, and with all steps made in Python
     idiap          the recurrent form of pytorch-fast-transformers, its state handed from step to step
     GPT-2          transformers with its key-value cache, one forward per token
     x-transformers its own generate with its cache
@@ -58,9 +58,9 @@ def gpt() -> nn.Module:
     return replace(config, layers=config.layers[:1] * LAYERS).build().eval()
 
 
-def with_session(model: nn.Module, batch: int, tokens: int) -> Tensor:
+def with_session(model: nn.Module, batch: int, tokens: int, recorded: bool = True) -> Tensor:
     """``tokens`` new tokens of ``batch`` rows, [batch, tokens], as `kinformer generate` draws them."""
-    session = Session(packed(model, batch), batch, temperature=0, room=tokens + 1)
+    session = Session(packed(model, batch), batch, temperature=0, room=tokens + 1, recorded=recorded)
     session.feed(torch.zeros(batch, 1, dtype=torch.int64))
     return torch.stack([session.step() for _ in range(tokens)], dim=1)
 
@@ -110,6 +110,8 @@ def field() -> dict[str, Generate]:
         rounded.load_state_dict(model.state_dict())
         found[f"{name} fp32"] = partial(with_session, model)
         found[f"{name} bf16"] = partial(with_session, rounded.bfloat16())
+        found[f"{name} fp32, in Python"] = partial(with_session, model, recorded=False)
+        found[f"{name} bf16, in Python"] = partial(with_session, rounded, recorded=False)
         gate(name, model)
     if theirs is not None:
         gate("GPT-2 through its cache", plain, with_cache(theirs, 2, 64))

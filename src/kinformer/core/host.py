@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +26,25 @@ def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     if not has_data(x):
         return [otherwise] * x.shape[0]
     return x.tolist()
+
+
+_known: ContextVar[bool] = ContextVar("known", default=False)
+
+
+@contextmanager
+def known_values() -> Iterator[None]:
+    """Within it a model does not look at its arguments for what is wrong with them: they are its own, such as a token
+    that was drawn from its logits and the state that it returned."""
+    before = _known.set(True)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def values_known() -> bool:
+    """Whether arguments need no look, as :func:`known_values` says."""
+    return _known.get()
 
 
 @cache

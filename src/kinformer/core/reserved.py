@@ -33,10 +33,12 @@ class ReservedSlots(ReservedState):
     keeps a constant capacity, everything else doubles it when the reserved room runs out.
     """
 
-    def __init__(self, state: Any, slots: Slots, ticket: list[int]) -> None:
+    def __init__(self, state: Any, slots: Slots, ticket: list[int], opened: bool = False) -> None:
         super().__init__(ticket)
         self._state = state
         self._slots = slots
+        self._opened = opened
+        self.retained: int | None = None
 
     @classmethod
     def of(cls, state: Any, room: int) -> Self:
@@ -62,6 +64,8 @@ class ReservedSlots(ReservedState):
             raise KinformerError(
                 "a reserved state holds no graph; step it under torch.no_grad(), or use a value state."
             )
+        if self._opened:
+            return self._fill(new, retained)
         fresh = self._generation == 0
         ticket = self.consume()
         time, slots = new[0].shape[2], self._slots
@@ -78,6 +82,52 @@ class ReservedSlots(ReservedState):
         state = type(self._state)(*buffers, self._state.seen + time)
         after = type(self)(state, Slots(end - kept, end, max(slots.room - time, 0), slots.full), ticket)
         return [buffer[:, :, stop - past : end] for buffer in buffers], after, slots.full
+
+    @property
+    def slots(self) -> Slots:
+        """Which slots of the buffers are the past."""
+        return self._slots
+
+    @property
+    def capacity(self) -> int:
+        """How many slots the buffers have; 0 before the first step, which lays them out."""
+        return self._state[0].shape[2] if self._generation else 0
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """[batch, heads, capacity, width] each."""
+        return tuple(self._state[:-1])
+
+    @property
+    def seen(self) -> Tensor:
+        """[batch] int64, tokens of each row's sequence."""
+        return self._state.seen
+
+    def views(self, start: int, stop: int) -> list[Tensor]:
+        """Of each buffer the slots ``start .. stop`` and the one behind them."""
+        return [buffer[:, :, start : stop + 1] for buffer in self._state[:-1]]
+
+    def open(self, views: Sequence[Tensor], seen: Tensor) -> Self:
+        """The past as :meth:`views` of it, with the slot that one token fills at their end; this one is not consumed.
+
+        It is stepped by a mixer like any reservation, but no number of the host decides anything: what is done is the
+        same at every length. Its ``retained`` is then what the mixer asked for.
+        """
+        return type(self)(type(self._state)(*views, seen), self._slots, [1], opened=True)
+
+    def _fill(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
+        """Write a token's leaves into the last slot of the views."""
+        views = list(self._state[:-1])
+        for view, leaf in zip(views, new, strict=True):
+            view[:, :, -1:] = leaf
+        self.retained = retained
+        return views, self.open(views, self._state.seen + 1), self._slots.full
+
+    def moved_on(self, start: int, stop: int, seen: Tensor) -> Self:
+        """The state behind tokens that filled :meth:`views` up to slot ``stop``; this one is consumed."""
+        room = max(self.room - (stop - self._slots.stop), 0)
+        state = type(self._state)(*self._state[:-1], seen)
+        return type(self)(state, Slots(start, stop, room, self._slots.full), self.consume())
 
     def _capacity(self, past: int, time: int, retained: int | None, fresh: bool) -> int:
         if retained is not None:

@@ -7,6 +7,8 @@ bandwidth. PyTorch's default products stay far above it for so few rows; oneDNN'
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -28,7 +30,19 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing():
+            return _recorded()(x, self.packed, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@cache
+def _recorded() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """:func:`_linear` for recordings of a step, which take the operator's empty list in no other way."""
+    return torch.jit.script(_linear)
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -52,7 +66,7 @@ def pack(model: Model, rows: int = 1) -> Model:
     if not can_pack(model):
         return model
     with torch.no_grad():
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model).requires_grad_(False)
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):

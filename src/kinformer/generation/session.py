@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, device_of
+from kinformer.generation.recorded import logits_after
 from kinformer.generation.sampling import Sampling, SamplingOptions, TokenSampler
+from kinformer.generation.steps import Steps
 from kinformer.generation.stops import StopTokens
 
 _MOST_RESERVED = 4096
@@ -25,7 +27,10 @@ class Session:
 
     A step draws from the logits of what was absorbed before, so a token is known before it is absorbed itself, and the
     last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt the model
-    sees at a time, ``room`` how many more are expected (a hint for buffers); the rest is :class:`Sampling`.
+    sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
+
+    With ``recorded`` steps of long generation are recorded where that can be (see ``generation.recorded``), and then
+    take less time; what is drawn is the same.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class Session:
         stop: Sequence[Sequence[int]] = (),
         chunk: int = 1024,
         room: int = 256,
+        recorded: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
         for name, value in (("batch", batch), ("chunk", chunk)):
@@ -54,6 +60,7 @@ class Session:
         self._lengths = [0] * batch
         self._steps = 0
         self._state: Any = None
+        self._stepping = Steps(model, room, recorded)
         self._logits: Tensor | None = None
         self._pending: Tensor | None = None
 
@@ -97,6 +104,7 @@ class Session:
         counts = self._counts(tokens, valid)
         self.require(1, counts)
         with torch.inference_mode():
+            self._state = self._stepping.settled(self._state)
             tokens = tokens.to(self._device)
             valid = None if valid is None or valid.all() else valid.to(self._device)
             if self._pending is not None:
@@ -118,7 +126,7 @@ class Session:
         self.require(1)
         with torch.inference_mode():
             if self._pending is not None:
-                self._absorb(self._pending[:, None], None)
+                self._logits, self._state = self._stepping.step(self._pending[:, None], self._state)
             self._steps += 1
             if self._steps % _CHECKED_EVERY == 0:
                 self._require_finite()
@@ -142,10 +150,14 @@ class Session:
         One copy draws what this session would; of several, row r's copy j draws from stream ``r * copies + j``.
         """
         sampling = self._sampler.sampling
-        forked = Session(self.model, self.batch * copies, chunk=self.chunk, room=self.room, seed=sampling.seed)
+        forked = Session(
+            self.model, self.batch * copies, chunk=self.chunk, room=self.room, recorded=self._stepping.recorded,
+            seed=sampling.seed,
+        )  # fmt: skip
         forked._sampler, forked._stops = self._sampler.fork(copies), self._stops.fork(copies)
         forked._lengths = [length for length in self._lengths for _ in range(copies)]
         with torch.inference_mode():
+            self._state = self._stepping.settled(self._state)
             if self._state is not None:
                 forked._state = states.repeat_rows(self._state, copies)
             for name in ("_logits", "_pending"):
@@ -155,10 +167,10 @@ class Session:
 
     def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
         """One chunk into the state; the logits after each row's last token (unchanged where a row has none)."""
-        inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
         if valid is None:
-            self._logits = self.model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
+            self._logits, self._state = logits_after(self.model, tokens, self._state)
             return
+        inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)
         numbers = torch.arange(1, tokens.shape[1] + 1, device=valid.device) * valid
         last = (numbers.amax(dim=1) - 1).clamp_min(0)
         rows = torch.arange(len(last), device=last.device)

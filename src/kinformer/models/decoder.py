@@ -15,7 +15,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
 from kinformer.core.errors import KinformerError
-from kinformer.core.host import has_data
+from kinformer.core.host import has_data, values_known
 from kinformer.core.model import CausalModel, Hidden
 from kinformer.models.base import CommonConfig, CommonModel
 
@@ -160,11 +160,9 @@ class Decoder(CommonModel):
         taps: Sequence[int],
     ) -> tuple[Hidden, Tensor | None]:
         """The same, and by which exit each token left, [batch, time] int64, where they may leave early."""
-        self._check(values, {"valid": valid, "reset": reset}, {})
-        if state is None:
-            state = self.initial_state(values.shape[0], device=values.device)
-        else:
-            state = self._checked_state(state, values.shape[0])
+        if state is None or not values_known():
+            self._check(values, {"valid": valid, "reset": reset}, {})
+            state = self._checked_state(state, values)
         if valid is None:
             return self._absorb(Chunk(values, None, reset), state, taps)
         order = left_align(valid)
@@ -180,9 +178,12 @@ class Decoder(CommonModel):
             return None
         return states.form(self.stack.initial_state(1, device=torch.device("meta")))
 
-    def _checked_state(self, state: DecoderState, batch: int) -> DecoderState:
-        """``state`` for use here, a copy where its tensors may not be; refuse one that is none of this model's, or of
-        another number of rows."""
+    def _checked_state(self, state: DecoderState | None, values: Tensor) -> DecoderState:
+        """``state`` for use here, a copy where its tensors may not be, or one of new sequences; refuse one that is none
+        of this model's, or of another number of rows than ``values``."""
+        batch = values.shape[0]
+        if state is None:
+            return self.initial_state(batch, device=values.device)
         if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
             what = (
                 f"{len(state.layers)} layers" if isinstance(state, DecoderState) else f"the type {type(state).__name__}"

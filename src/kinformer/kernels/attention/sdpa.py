@@ -29,7 +29,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     if end - first < slots:
         k, v = k[:, :, first:end], v[:, :, first:end]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=how == "causal", scale=scoring.scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=how == "causal",
+        scale=scoring.scale,
+        enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return Attended(out)
 

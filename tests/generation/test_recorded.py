@@ -1,0 +1,123 @@
+"""Recorded steps draw what the model's own draw, and what cannot be recorded is stepped as ever."""
+
+import pytest
+import torch
+
+import kinformer
+from kinformer.core import state as states
+from kinformer.core.host import known_values
+from kinformer.generation.recorded import UnrecordableError, logits_after, record
+from kinformer.generation.session import Session
+from kinformer.kernels.attention import route
+from tests.members import CAUSAL
+
+from .conftest import tiny
+
+IN_PYTHON = {
+    "sparse-transformer": "its pattern is looked up by position",
+    "image-transformer": "its pattern is looked up by position",
+    "reformer": "its state grows by whole leaves",
+    "tensorized": "its state grows by whole leaves",
+    "universal": "tokens halt early",
+    "depth-adaptive": "tokens leave early",
+    "transformer-xl": "the rows of its positions are kept by the sum of a weight",
+    "gtrxl": "as transformer-xl",
+    "compressive": "as transformer-xl",
+    "memorizing": "it searches where rows differ",
+    "spalm": "as transformer-xl",
+}
+
+
+def session(model, prompt, recorded=True, room=12):
+    made = Session(model, len(prompt), temperature=0, room=room, recorded=recorded)
+    made._stepping.record_at = 2
+    made.feed(prompt)
+    return made
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_recorded_steps_are_the_models_own(name):
+    torch.manual_seed(0)
+    model = kinformer.build(name, recipe="tiny").eval()
+    prompt = torch.randint(model.vocab_size, (2, 24))
+    ours, expected = session(model, prompt), session(model, prompt, recorded=False)
+    for step in range(20):  # beyond the window and the reserved room
+        if step == 12:
+            ours._stepping.record_at = 0
+        assert torch.equal(ours.step(), expected.step())
+        torch.testing.assert_close(ours._logits, expected._logits, atol=1e-5, rtol=1e-5)
+    assert (ours._stepping.running is not None) == (name not in IN_PYTHON)
+    assert expected._stepping.running is None
+    with torch.inference_mode():
+        state = ours._stepping.settled(ours._state)
+    assert states.difference(state, expected._state) < 1e-5
+
+
+def test_a_recorded_session_is_forked_and_fed_and_its_rows_are_picked(model, prompt):
+    ours, expected = session(model, prompt), session(model, prompt, recorded=False)
+    for _ in range(5):
+        assert torch.equal(ours.step(), expected.step())
+    assert ours._stepping.running is not None
+    twins = ours.fork(2), expected.fork(2)
+    for each in (ours, expected):
+        each.feed(prompt[:, :3])
+    for _ in range(5):
+        assert torch.equal(ours.step(), expected.step())
+        assert torch.equal(twins[0].step(), twins[1].step())
+    assert ours._stepping.running is not None
+    rows, tokens, picked = torch.tensor([2, 0, 2]), prompt[:, :1], []
+    with torch.inference_mode():
+        for each in (ours, expected):
+            state = states.select_rows(each._stepping.settled(each._state), rows)
+            picked.append(logits_after(model, tokens, state)[0])
+    torch.testing.assert_close(*picked)
+
+
+def test_a_row_that_is_shorter_is_recorded_too(gpt, prompt):
+    valid = torch.arange(11) < torch.tensor([[11], [7], [2]])
+    drawn = []
+    for recorded in (True, False):
+        made = Session(gpt, 3, temperature=0, room=8, recorded=recorded)
+        made._stepping.record_at = 2
+        made.feed(prompt, valid)
+        drawn.append(torch.stack([made.step() for _ in range(30)]))
+    assert torch.equal(*drawn)
+
+
+def ready(model):
+    made = session(model, torch.zeros(1, 5, dtype=torch.int64), recorded=False)
+    for _ in range(3):
+        made.step()
+    return made._pending[:, None], made._state
+
+
+def refusal(model):
+    tokens, state = ready(model)
+    with torch.inference_mode(), known_values(), pytest.raises(UnrecordableError) as refused:
+        record(model, tokens, state)
+    return refused.value
+
+
+def test_what_depends_on_the_length_is_found_before(gpt, monkeypatch):
+    few = ready(gpt)[1].layers[0][0].capacity * 2 * 8  # between now and the end of the buffers: another kernel
+    monkeypatch.setitem(route.TABLE, route._CPU, route.TABLE[route._CPU]._replace(few_keys=few))
+    refused = refusal(gpt)
+    assert "depends on the length" in str(refused)
+    assert refused.steps > 0
+
+
+def test_what_watches_or_draws_is_not_recorded(linear):
+    handle = linear.norm.register_forward_hook(lambda *_: None)
+    assert "hooks" in str(refusal(linear))
+    handle.remove()
+    model = tiny("linear-transformer")
+    entered = model._entered
+    model._entered = lambda x, valid: entered(x + 0 * torch.rand(()), valid)
+    assert "random" in str(refusal(model))
+    model._entered = lambda x, valid: entered(x, valid) if x.sum().item() > -1e9 else x
+    assert "depends on the data" in str(refusal(model))
+    model._entered = lambda x, valid: entered(x[(x == x).all(-1)][None], valid)
+    assert "depends on the data" in str(refusal(model))
+    for reading in (torch.Tensor.tolist, torch.Tensor.numpy, lambda x: bool((x == x).all())):
+        model._entered = lambda x, valid, reading=reading: (reading(x), entered(x, valid))[1]
+        assert "reads the data" in str(refusal(model))
