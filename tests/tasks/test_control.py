@@ -20,7 +20,7 @@ from kinformer.tasks.control_rows import ControlRows, PolicyLoss
 from kinformer.tasks.policies import entropy, log_density
 from kinformer.training.settings import Settings
 
-SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "epochs": 2}
+SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "ppo_epochs": 2}
 SMALL |= {"env": "t-maze:2", "threads": 1, "device": "cpu", "quiet": True, "validate_every": 0}
 
 
@@ -110,7 +110,7 @@ def test_an_episode_that_is_cut_off_is_worth_what_was_expected():
 
 
 def test_rollouts_are_learnt_from_in_parts():
-    rows = rows_of(kl_stop=0.0, epochs=2)
+    rows = rows_of(kl_stop=0.0, ppo_epochs=2)
     found = [rows.batch(step, 0, 1) for step in range(5)]
     assert [rows.actor.steps, found[0].size] == [48, 12]
     first = torch.cat([each.observations for each in found[:2]]).sum(0)
@@ -222,7 +222,7 @@ def test_continuous_actions(tmp_path):
     [
         ({"env": "Nowhere-v1"}, "--env Nowhere-v1: gymnasium cannot make it"),
         ({"environments": 3}, "--environments 3: is no multiple of --batch-size 2"),
-        ({"epochs": 0}, "--epochs is 0 but must be 1 or more"),
+        ({"ppo_epochs": 0}, "--ppo-epochs is 0 but must be 1 or more"),
         ({"discount": 1.5}, "--discount is 1.5 but must lie between 0 and 1"),
         ({"entropy_weight": -1.0}, "--entropy-weight is -1 but must be 0 or more"),
         ({"data": "walks.npz"}, "--data walks.npz: control learns from what it does"),

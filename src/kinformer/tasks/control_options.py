@@ -18,7 +18,7 @@ class ControlOptions:
     """The environment to act in."""
     environments: int = 64
     """Copies of the environment that are acted in side by side, --length steps of each in every rollout."""
-    epochs: int = 4
+    ppo_epochs: int = 4
     """How often each rollout is learnt from, --batch-size rows at a time."""
     discount: float = 0.99
     """What a reward is worth a step later."""
@@ -36,7 +36,7 @@ class ControlOptions:
     """Of the value's squared error in the loss."""
 
     def __post_init__(self) -> None:
-        for name in ("environments", "epochs"):
+        for name in ("environments", "ppo_epochs"):
             require(flag_of(name), getattr(self, name), 1)
         for name in ("kl_stop", "entropy_weight", "value_weight"):
             require(flag_of(name), getattr(self, name), 0)

@@ -41,8 +41,8 @@ class Returns(NamedTuple):
 
 
 class ControlRows(DataModule):
-    """Every rollout is learnt from ``epochs`` times, in parts of ``batch_size`` rows that are drawn anew each time, or
-    until the policy has moved by ``kl_stop`` from the one that acted."""
+    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are drawn anew each time,
+    or until the policy has moved by ``kl_stop`` from the one that acted."""
 
     metrics, figures = METRICS, (RETURN,)
 
@@ -88,7 +88,7 @@ class ControlRows(DataModule):
         if world > 1:
             raise KinformerError(f"--devices {world}: control acts in one process; leave it out.")
         stopped = 0 < self.options.kl_stop < self.moved
-        if self.rollout is None or stopped or self.used == self.options.epochs * self.parts:
+        if self.rollout is None or stopped or self.used == self.options.ppo_epochs * self.parts:
             self.rollout, self.used, self.moved = self.actor.rollout(self.model), 0, 0.0
         epoch, part = divmod(self.used, self.parts)
         order = np.random.default_rng([self.settings.seed, self.actor.acted, epoch]).permutation(len(self.actor.rows))
