@@ -2,7 +2,8 @@
 
 Every setting is a line of flags; the first one is what `--minutes` chooses by itself. How fast a step of each is, is
 measured first, in turns; then each makes the steps that fit into the budget at that speed. So the result is that of a
-quiet machine, whatever else it does later, and the settings can be trained one after the other.
+quiet machine, whatever else it does later, and the settings can be trained one after the other. With --steps all make
+so many instead, which a busy machine can tell apart too.
 
     python benchmarks/minutes.py --data book.txt --minutes 1
     python benchmarks/minutes.py --data book.txt --minutes 4 --member local --settings my-settings.txt
@@ -27,21 +28,33 @@ def width(dim: int) -> str:
     )
 
 
-USUAL = f"{RECIPE} {width(128)} --train-tokenizer 4096"
+ROPE = "--set position=none --set layers.*.mixer.position=rope"
+QK_NORM = "--set layers.*.mixer.projection=normalised"
+ZERO = "--set initialisation.residual=zero"
+SQUARED = "--set layers.*.feed_forward.activation=squared_relu"
+LEARNED = f"{RECIPE} {width(128)} --train-tokenizer 4096"
+USUAL = f"{LEARNED} {ROPE}"
 SETTINGS = {
     "usual": USUAL,
-    "bytes": f"{RECIPE} {width(128)}",
-    "1,024 tokens": f"{RECIPE} {width(128)} --train-tokenizer 1024",
-    "2,048 tokens": f"{RECIPE} {width(128)} --train-tokenizer 2048",
-    "dim 64": f"{RECIPE} {width(64)} --train-tokenizer 4096",
-    "dim 192": f"{RECIPE} {width(192)} --train-tokenizer 4096",
+    "learned positions": LEARNED,
+    "bytes": f"{RECIPE} {width(128)} {ROPE}",
+    "1,024 tokens": f"{USUAL} --train-tokenizer 1024",
+    "2,048 tokens": f"{USUAL} --train-tokenizer 2048",
+    "dim 64": f"{RECIPE} {width(64)} --train-tokenizer 4096 {ROPE}",
+    "dim 192": f"{RECIPE} {width(192)} --train-tokenizer 4096 {ROPE}",
     "4 rows": f"{USUAL} --batch-size 4",
     "16 rows": f"{USUAL} --batch-size 16",
     "length 64": f"{USUAL} --length 64",
     "lr 1e-2": f"{USUAL} --lr 1e-2",
     "2 layers": f"{USUAL} --set layers=2",
-    "rope": f"{USUAL} --set position=none --set layers.*.mixer.position=rope",
-    "squared ReLU": f"{USUAL} --set layers.*.feed_forward.activation=squared_relu",
+    "QK-norm": f"{USUAL} {QK_NORM}",
+    "zero outputs": f"{USUAL} {ZERO}",
+    "QK-norm, zero outputs": f"{USUAL} {QK_NORM} {ZERO}",
+    "squared ReLU": f"{USUAL} {SQUARED}",
+    "QK-norm, zero outputs, squared ReLU": f"{USUAL} {QK_NORM} {ZERO} {SQUARED}",
+    "learned positions, QK-norm": f"{LEARNED} {QK_NORM}",
+    "learned positions, zero outputs": f"{LEARNED} {ZERO}",
+    "learned positions, squared ReLU": f"{LEARNED} {SQUARED}",
     "untied": f"{USUAL} --set head.tied=false",
     "down to 0": f"{USUAL} --min-lr-ratio 0",
     "adamw": f"{USUAL} --optimizer adamw --lr 3e-3",
@@ -66,6 +79,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", required=True, help="the text")
     parser.add_argument("--minutes", type=float, default=1.0, help="the budget of every setting")
+    parser.add_argument("--steps", type=int, help="of every setting, instead of a budget of time")
     parser.add_argument("--member", default="gpt", help="a causal member")
     parser.add_argument("--settings", type=Path, help="lines of NAME: FLAGS, instead of those of this file")
     parser.add_argument("--only", nargs="*", help="only the settings of these names")
@@ -75,7 +89,7 @@ def main() -> None:
         settings = dict(line.split(": ", 1) for line in options.settings.read_text().splitlines() if line.strip())
     settings = {name: flags for name, flags in settings.items() if not options.only or name in options.only}
     speeds: dict[str, float] = {}
-    for _ in range(1 if options.quick else options.rounds or 3):
+    for _ in range(0 if options.steps else 1 if options.quick else options.rounds or 3):
         for name, flags in settings.items():
             told, _ = trained(options, flags, PROBE_STEPS, "--validate-every", 0)
             speeds[name] = max(speeds.get(name, 0.0), told["tokens_per_second"])
@@ -84,10 +98,11 @@ def main() -> None:
         words = shlex.split(flags)
         last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
         tokens = int(last["--length"]) * int(last["--batch-size"])
-        steps = 10 if options.quick else int(60 * options.minutes * speeds[name] / tokens)
+        steps = options.steps or (10 if options.quick else int(60 * options.minutes * speeds[name] / tokens))
         _, bits = trained(options, flags, steps)
-        result[name] = {"flags": flags, "tokens_per_second": speeds[name], "steps": steps, "bits_per_byte": bits}
-        rows.append([name, steps, speeds[name], bits])
+        speed = {"tokens_per_second": speeds[name]} if speeds else {}
+        result[name] = {"flags": flags, **speed, "steps": steps, "bits_per_byte": bits}
+        rows.append([name, steps, speeds.get(name, "-"), bits])
         print(f"{name}: {steps} steps, {bits:.4f} bits per byte", flush=True)
     facts = {"member": options.member, "data": Path(options.data).name, "minutes": options.minutes, "settings": result}
     show(f"{options.member}, {options.minutes:g} minutes", ["setting", "steps", "tokens/s", "bits per byte"], rows)

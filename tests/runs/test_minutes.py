@@ -16,14 +16,18 @@ from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.family.table import FAMILY
+from kinformer.family.table import FAMILY, member
 from kinformer.runs import minutes
-from kinformer.runs.minutes import SIZES, resized
+from kinformer.runs.minutes import SIZES, resized, rotated
 from kinformer.runs.run import open_run
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater
 
 TEXT = ("It was the best of times, it was the worst of times; " * 40 + "and so on to the end of the page.\n") * 60
+
+
+ROTATED = {"gpt", "sparse-transformer"}
+"""Members whose positions are vectors learned for each, for want of others."""
 
 
 @pytest.fixture
@@ -125,6 +129,31 @@ def test_text_that_is_learnt_by_heart_gets_dropout(book: Path, steps_of: Any, tm
 def test_a_member_has_what_it_needs(book: Path, steps_of: Any) -> None:
     steps_of(0.05)
     assert chosen(book, member="transformer-xl").options.segments
+
+
+def test_learned_positions_become_rotary(book: Path, steps_of: Any, tmp_path: Path) -> None:
+    steps_of(0.05)
+    config = chosen(book).config
+    assert positions(config) == ["none", *["rope"] * len(config.layers)]
+    for number, given in enumerate(({"layers.*.mixer.position": "alibi", "position": "none"}, {"position": "timing"})):
+        config = chosen(book, out=str(tmp_path / str(number)), set=given).config
+        assert positions(config)[0] == given["position"] and "rope" not in positions(config)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FAMILY if member(name).causal))
+def test_a_members_own_positions_stay(name: str) -> None:
+    recipe = configure(name)
+    config = override(recipe, rotated(recipe), kinds())
+    with torch.device("meta"):
+        config.build()
+    plain = name in ROTATED
+    assert positions(config) == (["none", *["rope"] * len(recipe.layers)] if plain else positions(recipe))
+
+
+def positions(config: Any) -> list[str]:
+    """Kinds, of the model and of every layer's mixer."""
+    parts = [config, *(getattr(layer, "mixer", None) for layer in config.layers)]
+    return [getattr(getattr(part, "position", None), "kind", "none") for part in parts]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILY))
