@@ -14,7 +14,7 @@ from generator.block import drawing
 from generator.facts import RECIPE, config_of, facts, flops, flops_chart, recipe_parameters, state_chart
 from generator.results import Result, results
 from generator.text import contents, escaped, figure, html, literal, page, table, write
-from kinformer.cli.list_ import GROWTHS
+from kinformer.cli.list_ import COSTS, GROWTHS
 from kinformer.cli.show import folded, tree
 from kinformer.core.config import parts_in
 from kinformer.core.errors import KinformerError
@@ -101,6 +101,7 @@ def _record(member: Member, config: Any) -> str:
         ("Paper", escaped(member.paper)),
         ("Changes", ", ".join(member.axes) or "nothing"),
         ("Reads", reads if member.causal else "whole texts at once"),
+        ("Operations grow", COSTS[member.growth_of_cost]),
         ("State", GROWTHS[member.growth]),
         ("Task", f"[{task.title}](../tasks/{task.name}.md)"),
     ]
@@ -218,6 +219,7 @@ def gallery() -> str:
             str(member.year),
             ", ".join(member.axes) or "-",
             member.growth,
+            member.growth_of_cost,
             flops(known.costs[-1].flops) if (known := facts(member.name)).costs else "-",
         )
         for member in MEMBERS.values()
@@ -231,7 +233,7 @@ def gallery() -> str:
         "## As a table",
         "FLOPs are those of a forward per token at the longest length of its page (4,096 tokens unless positions or "
         "inputs end before), recipe `small`.",
-        table(("member", "title", "year", "changes", "state growth", "FLOPs per token"), rows, (2, 5)),
+        table(("member", "title", "year", "changes", "state growth", "cost growth", "FLOPs per token"), rows, (2, 6)),
         contents(*MEMBERS),
     )
 

@@ -166,7 +166,8 @@ def test_list_is_the_table_of_the_family(cli):
     assert code == 0 and header.split()[0] == "member"
     assert [row.split()[0] for row in rows] == [member.name for member in kinformer.members()]
     told = json.loads(cli("list", "--json")[1])
-    names = ["name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit", "recipes"]
+    names = ["name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit"]
+    names += ["cost", "recipes"]
     assert all(list(each) == names for each in told)
     assert [each["recipes"] for each in told] == [list(member.recipes) for member in kinformer.members()]
 
@@ -176,6 +177,9 @@ def test_list_is_a_tree_by_what_members_have_in_common(cli):
     told = json.loads(cli("list", "--by", "state", "--json")[1])
     assert sorted(each["name"] for group in told.values() for each in group) == sorted(known)
     assert {each["name"] for each in told["constant"]} == {n for n, m in known.items() if m.growth == "constant"}
+    costs = json.loads(cli("list", "--by", "cost", "--json")[1])
+    assert {each["name"] for each in costs["between the length and its square"]} > {"sparse-transformer"}
+    assert sum(map(len, costs.values())) == len(known)
     axes = json.loads(cli("list", "--by", "axis", "--json")[1])
     assert {each["name"] for each in axes["kernel"]} == {n for n, m in known.items() if "kernel" in m.axes}
     assert list(years := json.loads(cli("list", "--by", "year", "--json")[1])) == sorted(years)

@@ -316,3 +316,11 @@ def test_command_prints_tables(capsys):
 def test_command_refuses(options, message):
     with pytest.raises(KinformerError, match=message):
         run(options)
+
+
+@pytest.mark.parametrize("name", ["t5", "local", "linear-transformer", "transformer-xl", "etc", "speech-lstm"])
+def test_operations_grow_as_the_record_says(name):
+    """Of four times the tokens: four times the operations, or many more."""
+    short, long = (estimate(configure(name, "tiny"), length=length).flops_forward for length in (512, 2048))
+    assert (long / short < 4.1) == (MEMBERS[name].growth_of_cost == "linear")
+    assert MEMBERS[name].growth_of_cost == "linear" or long / short > 6

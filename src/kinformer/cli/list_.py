@@ -18,9 +18,10 @@ from kinformer.family.table import members
 class Options(CommonOptions):
     """Which form the list takes."""
 
-    by: Literal["axis", "state", "causal", "year"] | None = None
-    """The family as a tree: by what members change, by how their state grows, by whether they are causal (a causal one
-    leaks nothing of what comes later, which its battery checks; any other reads whole texts), or by year."""
+    by: Literal["axis", "cost", "state", "causal", "year"] | None = None
+    """The family as a tree: by what members change, by how their operations grow with the length, by how their state
+    grows, by whether they are causal (a causal one leaks nothing of what comes later, which its battery checks; any
+    other reads whole texts), or by year."""
 
 
 def run(options: Options) -> int:
@@ -53,10 +54,18 @@ GROWTHS = {
 }
 
 
+COSTS = {
+    "linear": "in proportion to the length",
+    "between": "between the length and its square",
+    "quadratic": "with the square of the length",
+}
+
+
 def _groups(found: Sequence[Member], by: str) -> dict[str, list[Member]]:
     """The members under what they have in common, in the order of the table; under every axis that they change."""
     names: dict[str, Callable[[Member], Sequence[str]]] = {
         "axis": lambda member: member.axes or ("nothing",),
+        "cost": lambda member: (COSTS[member.growth_of_cost],),
         "state": lambda member: (GROWTHS[member.growth],),
         "causal": lambda member: ("causal" if member.causal else "reads whole texts",),
         "year": lambda member: (str(member.year),),
@@ -86,4 +95,7 @@ def _short(text: str, width: int) -> str:
 def facts(member: Member) -> dict[str, Any]:
     """A member's record as JSON-ready data."""
     names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
-    return {name: getattr(member, name) for name in names} | {"recipes": list(member.recipes)}
+    return {name: getattr(member, name) for name in names} | {
+        "cost": member.growth_of_cost,
+        "recipes": list(member.recipes),
+    }

@@ -56,6 +56,7 @@ MEMBER = Member(
     axes=("pattern",),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "a block that the authors' tables name twice, or that all see anyway, counts once, and not as often as named",
         "any length: the last block is that of each text, and may be short",

@@ -39,6 +39,7 @@ MEMBER = Member(
     axes=("domain",),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "one width and one grid of patches at all depths (theirs: four stages)",
         "squared relu without a learnt scale and shift, a linear head, no scales of layers or of the residual",

@@ -63,6 +63,7 @@ MEMBER = Member(
     axes=("domain", "depth"),
     causal=False,
     growth="none",
+    cost="between",
     departures=(
         "positions are learnt for whole tiles and regions and interpolated for views (theirs: for views of 14 x 14, "
         "interpolated for the whole)",

@@ -53,6 +53,7 @@ MEMBER = Member(
     axes=("rank",),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "padding weighs nothing (the authors' code accepts a padding mask and ignores it)",
         "windows of a mean or a convolution that begin beyond the end of a text are not attended to",

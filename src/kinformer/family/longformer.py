@@ -53,6 +53,7 @@ MEMBER = Member(
     axes=("pattern", "projection"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "any length, no padding to a multiple of the window",
         "dilation on a CPU and in training (--set layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",

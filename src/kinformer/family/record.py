@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
+Cost = Literal["linear", "between", "quadratic"]
 Recipe = Callable[[int | None], "ModelConfig"]
 
 
@@ -20,7 +21,8 @@ class Member:
     ``axes``: what it changes (projection, position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
     ``exact_limit``: where it equals exact attention. ``parity``: implementations of others that it equals with the
-    same weights, and the test that says so. ``results``: those of ``benchmarks/results`` that measured it without
+    same weights, and the test that says so. ``cost``: how the operations of a whole sequence grow with its length, where
+    it does not follow from the growth (see :attr:`growth_of_cost`). ``results``: those of ``benchmarks/results`` that measured it without
     naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that gives a model config; it
     imports what it assembles when called. ``objective``: what training it minimises unless set otherwise (see
     ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
@@ -41,3 +43,9 @@ class Member:
     recipes: Mapping[str, Recipe]
     objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
     needs: Mapping[str, Any] = field(default_factory=dict)
+    cost: Cost | None = None
+
+    @property
+    def growth_of_cost(self) -> Cost:
+        """How the operations of a whole sequence grow with its length: as the state does, unless said otherwise."""
+        return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")

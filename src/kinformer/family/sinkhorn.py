@@ -40,6 +40,7 @@ MEMBER = Member(
     axes=("pattern",),
     causal=False,
     growth="none",
+    cost="between",
     departures=(
         "encoders alone: balancing under a causal mask still divides by sums over later blocks, which leaks (tested)",
         "the own and the sorted block are in one softmax",

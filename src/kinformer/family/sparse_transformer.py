@@ -75,6 +75,7 @@ MEMBER = Member(
     axes=("pattern",),
     causal=True,
     growth="linear",
+    cost="between",
     departures=(
         "the strided window has as many tokens as the published code's, one fewer than the paper's formula",
         "one learned table of positions of text (the paper adds one of rows and one of columns)",

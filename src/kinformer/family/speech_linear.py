@@ -29,6 +29,7 @@ MEMBER = Member(
     axes=("kernel", "domain"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",

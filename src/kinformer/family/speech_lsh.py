@@ -33,6 +33,7 @@ MEMBER = Member(
     axes=("pattern", "projection", "domain"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",

@@ -28,6 +28,7 @@ MEMBER = Member(
     axes=("recurrence", "domain"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "frames are projected to the width of the two directions before the first layer",

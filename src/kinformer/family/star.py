@@ -55,6 +55,7 @@ MEMBER = Member(
     axes=("pattern", "recurrence"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "the relay begins as the mean of the real tokens, and the ring closes over them: in the authors' code both see "
         "padding in the first update, and both ends of a text look at zeros (--set layers.*.mixer.ends=zeros)",

@@ -69,6 +69,7 @@ MEMBER = Member(
     axes=("domain", "pattern", "position"),
     causal=False,
     growth="none",
+    cost="linear",
     departures=(
         "images of any size: a grid that is no multiple of the window is continued with zeros (theirs refuses it)",
         "a mask hides what a shifted window must not see (theirs takes 100 off its scores)",
