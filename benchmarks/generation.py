@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from io import StringIO
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
+from kinformer.compare.floor import Floor, measure_floor
 from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
@@ -139,6 +140,12 @@ def race(batch: int, tokens: int, rounds: int) -> dict[str, float]:
     return {contestant.name: contestant.median * 1000 / tokens for contestant in contestants}
 
 
+def least(name: str, floor: Floor) -> float:
+    """Milliseconds in which the weights, which are alike for all, can be read once."""
+    weights = sum(weight.numel() for weight in linear_transformer().parameters())
+    return 1000 * weights * (2 if "bf16" in name else 4) / floor.bandwidth
+
+
 def cost_of_rounding(folder: str, quick: bool) -> dict[str, Any]:
     """Bits per byte of a run on its held-out data, with its weights in float32 and in bfloat16."""
     run = open_run(folder)
@@ -163,18 +170,24 @@ def main() -> None:
         return
     tokens = 32 if options.quick else TOKENS
     rounds = options.rounds or (1 if options.quick else 3)
-    points = []
+    points, floor = [], measure_floor("cpu")
     for batch in (1, 16):
         found = race(batch, tokens, rounds)
         rows = [
             {"name": name, "ms_per_step": value, "tokens_per_second": batch * 1000 / value,
-             "target": MILLISECONDS.get((name, batch))}
+             "of_floor": least(name, floor) / value, "target": MILLISECONDS.get((name, batch))}
             for name, value in sorted(found.items(), key=lambda item: item[1])
         ]  # fmt: skip
         points.append({"batch": batch, "contestants": rows})
-        header = ("contestant", "ms a step", "tokens/s", "to reach")
+        header = ("contestant", "ms a step", "tokens/s", "of floor", "to reach")
         show(f"{tokens} tokens, batch {batch}", header, [list(row.values()) for row in rows])
-    result = {"shape": "8 x 256, 8 heads x 32", "tokens": tokens, "rounds": rounds, "points": points}
+    result = {
+        "shape": "8 x 256, 8 heads x 32",
+        "tokens": tokens,
+        "rounds": rounds,
+        "floor": asdict(floor),
+        "points": points,
+    }
     save(options, "generation", result)
 
 

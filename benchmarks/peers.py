@@ -136,7 +136,7 @@ def copy_gpt2(source: HuggingFace, target: nn.Module) -> None:
     }
     own = {"input.embedding.weight": weights["wte.weight"], "position.table": weights["wpe.weight"]}
     own |= {f"norm.{kind}": weights[f"ln_f.{kind}"] for kind in ("weight", "bias")}
-    for layer in range(len(target.layers)):
+    for layer in range(len(target.stack.layers)):
         for theirs, ours in names.items():
             for kind in ("weight", "bias"):
                 value = weights[f"h.{layer}.{theirs}.{kind}"]

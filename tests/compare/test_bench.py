@@ -8,8 +8,8 @@ import torch
 
 import kinformer
 from kinformer.compare import bench as benching
-from kinformer.compare import works
-from kinformer.compare.floor import Floor
+from kinformer.compare import floor, works
+from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.timing import in_fresh_process, in_turns
 from kinformer.core.errors import KinformerError
 
@@ -18,7 +18,7 @@ FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1
 
 @pytest.fixture(autouse=True)
 def known_floor(monkeypatch):
-    monkeypatch.setattr(benching, "measure_floor", lambda device: Floor(1e12, 1e10))
+    monkeypatch.setattr(benching, "measure_floor", lambda device: Floor(1e12, 1e10, 2e12, 1e-7, 1e-6))
 
 
 def test_every_work_is_timed_beside_plain_attention(cli):
@@ -33,7 +33,17 @@ def test_every_work_is_timed_beside_plain_attention(cli):
     assert all(each["seconds"] > 0 and each["share"] > 0 for each in found["timings"])
     step, forward = (times["gpt", work, 48] for work in ("step", "forward"))
     assert 2.5 < step["share"] * step["seconds"] / (forward["share"] * forward["seconds"]) < 3.1  # FLOPs
-    assert len(found["crossings"]) == 2 + 2 * 1 + 2 and found["floor"] == {"flops": 1e12, "bandwidth": 1e10}
+    assert len(found["crossings"]) == 2 + 2 * 1 + 2
+    assert found["floor"].items() >= {"flops": 1e12, "bandwidth": 1e10, "narrow_flops": 2e12}.items()
+
+
+def test_the_floor_is_measured(monkeypatch):
+    monkeypatch.setattr(floor, "SIZES", (128,))
+    monkeypatch.setattr(floor, "ROWS", 512)
+    found = measure_floor("cpu")
+    assert found.flops > found.bandwidth > 0
+    assert found.narrow_flops > 0
+    assert 0 < found.call < found.operator < 1e-3
 
 
 def test_the_text_has_a_table_for_each_work(cli):

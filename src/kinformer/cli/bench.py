@@ -49,8 +49,9 @@ def _text(found: Bench) -> Iterator[str | Table]:
     yield (
         f"recipe {facts['recipe']}, {facts['batch']} {'row' if facts['batch'] == 1 else 'rows'}, medians of "
         f"{facts['rounds']} rounds in turns; {described(found.machine)}\n"
-        f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, {floor.bandwidth / 1e9:,.1f} GB/s "
-        "read"
+        f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, "
+        f"{floor.narrow_flops / 1e9:,.0f} in bfloat16, {floor.bandwidth / 1e9:,.1f} GB/s read, "
+        f"{1e6 * floor.operator:.2f} microseconds an operator"
     )
     for work in dict.fromkeys(each.work for each in found.timings):
         base = found.seconds(PLAIN, work)
