@@ -44,7 +44,7 @@ def known_values() -> Iterator[None]:
 
 def values_known() -> bool:
     """Whether arguments need no look, as :func:`known_values` says."""
-    return _known.get()
+    return not torch.compiler.is_compiling() and _known.get()
 
 
 @cache
