@@ -28,7 +28,6 @@ html_title = "Kinformer"
 (HERE / "assets" / "small").mkdir(parents=True, exist_ok=True)
 html_static_path = ["assets"]
 html_css_files = ["style.css"]
-html_extra_path = ["comparison"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0062a3", "color-brand-content": "#0062a3"},
     "dark_css_variables": {"color-brand-primary": "#5aa9e6", "color-brand-content": "#5aa9e6"},

@@ -18,10 +18,12 @@ PAGES = {
 
 
 def generate(docs: Path) -> None:
-    """Write them into ``docs``, with links among them that hold there."""
+    """Write them into ``docs``, with links that hold there, and put pages of comparisons among its assets."""
     for document, page in PAGES.items():
         text = (ROOT / document).read_text(encoding="utf-8")
         write(docs / page, re.sub(r"\]\(([^)#:]+)\)", lambda match: f"]({_target(match[1])})", text))
+    for found in sorted((docs / "comparison").rglob("comparison.html")):
+        write(docs / "assets" / "comparisons" / f"{found.parent.name}.html", found.read_text(encoding="utf-8"))
 
 
 def _target(link: str) -> str:

@@ -29,7 +29,7 @@ def test_settings_name_extensions_that_fetch_nothing():
     settings = runpy.run_path(str(DOCS / "conf.py"))
     assert settings["html_theme"] == "furo" and "generator" in settings["extensions"]
     assert not any("intersphinx" in name for name in settings["extensions"])
-    assert all((DOCS / name).exists() for name in settings["html_static_path"] + settings["html_extra_path"])
+    assert all((DOCS / name).exists() for name in settings["html_static_path"])
 
 
 def test_a_members_page_has_what_it_computes_costs_and_departs_from(local_page):

@@ -20,13 +20,13 @@ class Member:
 
     ``axes``: what it changes (projection, position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
     ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
-    ``exact_limit``: where it equals exact attention. ``parity``: implementations of others that it equals with the same
-    weights, and the test that says so. ``cost``: how the operations of a whole sequence grow with its length, where it
-    does not follow from the growth (see :attr:`growth_of_cost`). ``results``: those of ``benchmarks/results`` that
-    measured it without naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that
-    gives a model config; it imports what it assembles when called. ``objective``: what training it minimises unless set
-    otherwise (see ``training.settings``). ``needs``: options of training without which it is not itself, such as
-    ``{"segments": True}``; a budget of minutes chooses the others (see ``runs.minutes``).
+    ``exact_limit``: where it equals exact attention. ``parity``: implementations of others that it equals with the
+    same weights, and the test that says so. ``results``: those of ``benchmarks/results`` that measured it without
+    naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that gives a model config; it
+    imports what it assembles when called. ``objective``: what training it minimises unless set otherwise (see
+    ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
+    True}``; a budget of minutes chooses the others (see ``runs.minutes``). ``cost``: how the operations of a whole
+    sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
     """
 
     name: str
