@@ -13,11 +13,11 @@ from kinformer.core.files import load_tensors
 from kinformer.data import read_images
 from kinformer.family.build import configure
 from kinformer.tasks.dino import TASK
-from kinformer.tasks.dino_loss import SelfDistillation, view_nats
+from kinformer.tasks.dino_loss import Prototypes, SelfDistillation, view_nats
 from kinformer.tasks.dino_measure import nearest_classes, vectors_of
 from kinformer.tasks.dino_options import DinoOptions
 from kinformer.tasks.dino_rows import DinoBatch, DinoRows, Pieces
-from kinformer.tasks.dino_views import grids, views_of_features, views_of_pixels
+from kinformer.tasks.dino_views import crop, grids, views_of_features, views_of_pixels
 from kinformer.tasks.image_features import keep_features
 from kinformer.training.settings import Settings
 
@@ -117,6 +117,20 @@ def test_views():
         assert not torch.allclose(drawn[0][0], drawn[0][1])
     black = views_of_pixels(torch.zeros(64, 1, 8, 8), 2, 1, False, torch.Generator().manual_seed(1))
     assert set(black[1].unique().tolist()) == {0.0}, "only what is bright is solarised"
+
+
+def test_a_crop_shows_the_share_that_was_asked_for():
+    ramp = torch.linspace(0, 1, 64).expand(200, 1, 64, 64)
+    for least, most in ((0.4, 1.0), (0.8, 0.9)):
+        view = crop(ramp, (16, 16), (least, most), torch.Generator().manual_seed(0))
+        across = 16 / 15 * (view[:, 0, 0, -1] - view[:, 0, 0, 0])
+        assert (least * 0.75) ** 0.5 - 0.02 < across.min() < (most * 4 / 3) ** 0.5 and across.max() < 1.05
+        assert across.min() < least**0.5 and torch.allclose(view[:, :, 0], view[:, :, -1], atol=1e-4)
+
+
+def test_a_narrow_head_tells_images_apart_from_the_beginning():
+    torch.manual_seed(0)
+    assert Prototypes(8, 16).layers(torch.randn(50, 8)).std(0).mean() > 0.05
 
 
 def test_views_of_features_are_boxes_of_them():
@@ -247,6 +261,7 @@ def test_what_does_not_go_together(tmp_path):
         ("deit", {}, "--set head=distilled: views are compared by one vector"),
         ("vit", {"set": {"head.pooling": "gated"}}, "views are compared by one vector"),
         ("vit", {"prototypes": 1}, "--prototypes"),
+        ("vit", {"area": 1.5}, "--area is 1.5"),
         ("vit", {"teacher_momentum": 1.5}, "--teacher-momentum is 1.5"),
         ("vit", {"teacher_temperature": 0.0}, "--teacher-temperature is 0"),
         ("bert", {}, "bert is an encoder"),

@@ -58,7 +58,7 @@ class Prototypes(nn.Module):
         self.directions = nn.Parameter(torch.randn(classes, BOTTLENECK))
         for layer in layers:
             if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.trunc_normal_(layer.weight, std=layer.in_features**-0.5)  # 0.02 of 2,048
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class SelfDistillation(Online):
         if self.teacher.input.lower:
             return views_of_features(values, options.local_views, options.flip, generator)
         images, patch = values.float() / 255, self.teacher.config.input.patch
-        return views_of_pixels(images, patch, options.local_views, options.flip, generator)
+        return views_of_pixels(images, patch, options.local_views, options.flip, generator, options.area)
 
     @staticmethod
     def _logits(encoder: Any, head: nn.Module, views: Sequence[Tensor]) -> Tensor:

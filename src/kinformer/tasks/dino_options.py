@@ -20,6 +20,9 @@ class DinoOptions:
     """Over how many classes of its own the model spreads its views (65536 in the paper)."""
     local_views: int = 8
     """Small views of every image, beside the two large ones."""
+    area: float = 0.4
+    """Large views of pixels show this share of an image's area or more, small ones from 5 % up to it. Of images of few
+    pixels much has to be seen for a view to foretell another: 0.8, without small views."""
     flip: bool = False
     """Half of the views are mirrored. Digits and letters must not be."""
     teacher_momentum: float = 0.996
@@ -31,6 +34,8 @@ class DinoOptions:
     def __post_init__(self) -> None:
         for name, least in (("resize", 1), ("level", 1), ("prototypes", 2), ("local_views", 0)):
             require(flag_of(name), getattr(self, name), least)
+        if not 0.05 <= self.area <= 1:
+            raise KinformerError(f"--area is {self.area:g} but must lie between 0.05 and 1.")
         if not 0 <= self.teacher_momentum <= 1:
             raise KinformerError(f"--teacher-momentum is {self.teacher_momentum:g} but must lie between 0 and 1.")
         if self.teacher_temperature <= 0:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from kinformer.tasks.augmentation import flip
 
 GLOBAL, LOCAL = (7, 8), (3, 8)
-GLOBAL_AREA, LOCAL_AREA, ASPECT = (0.4, 1.0), (0.05, 0.4), 4 / 3
+LEAST_AREA, ASPECT = 0.05, 4 / 3
 BLURRED, SOLARISED = ((1.0, 0.1), 0.5), (0.0, 0.2)
 """How many views are: of the first and the second global one, and blurred ones of the local."""
 SHARPEST, SOFTEST, OF_SIDE = 0.1, 2.0, 224
@@ -42,13 +42,16 @@ def views_of_features(features: Tensor, local: int, flips: bool, generator: Gene
     return [flip(each, generator) if flips else each for each in boxes]
 
 
-def views_of_pixels(images: Tensor, patch: int, local: int, flips: bool, generator: Generator | None) -> list[Tensor]:
-    """Two global and ``local`` local views of ``images`` [rows, channels, height, width], floats from 0 to 1."""
+def views_of_pixels(
+    images: Tensor, patch: int, local: int, flips: bool, generator: Generator | None, area: float = 0.4
+) -> list[Tensor]:
+    """Two global and ``local`` local views of ``images`` [rows, channels, height, width], floats from 0 to 1; of the
+    share ``area`` or more, and of 5 % up to it."""
     large, small = grids((-(-images.shape[2] // patch), -(-images.shape[3] // patch)))
     found = []
     for number in range(2 + local):
         rows, columns = large if number < 2 else small
-        x = _crop(images, (rows * patch, columns * patch), GLOBAL_AREA if number < 2 else LOCAL_AREA, generator)
+        x = crop(images, (rows * patch, columns * patch), (area, 1) if number < 2 else (LEAST_AREA, area), generator)
         x = flip(x, generator) if flips else x
         x = _recoloured(x, generator)
         x = _blurred(x, BLURRED[0][number] if number < 2 else BLURRED[1], generator)
@@ -68,7 +71,7 @@ def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:
     return features[rows, :, places[0][:, :, None], places[1][:, None]].permute(0, 3, 1, 2)
 
 
-def _crop(images: Tensor, size: Grid, area: tuple[float, float], generator: Generator | None) -> Tensor:
+def crop(images: Tensor, size: Grid, area: tuple[float, float], generator: Generator | None) -> Tensor:
     """A box of each image, of a random share of its area and a random aspect, brought to ``size``."""
     count = len(images)
     share = area[0] + (area[1] - area[0]) * torch.rand(count, generator=generator)
