@@ -8,7 +8,7 @@ import torch
 
 import kinformer
 from kinformer.compare import bench as benching
-from kinformer.compare import floor, works
+from kinformer.compare import floor, peers, works
 from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.timing import in_fresh_process, in_turns
 from kinformer.core.errors import KinformerError
@@ -35,6 +35,27 @@ def test_every_work_is_timed_beside_plain_attention(cli):
     assert 2.5 < step["share"] * step["seconds"] / (forward["share"] * forward["seconds"]) < 3.1  # FLOPs
     assert len(found["crossings"]) == 2 + 2 * 1 + 2
     assert found["floor"].items() >= {"flops": 1e12, "bandwidth": 1e10, "narrow_flops": 2e12}.items()
+
+
+def test_peers_pass_the_same_gate(cli, monkeypatch):
+    pytest.importorskip("transformers")
+    name = "transformers' GPT-2"
+    code, out, err = cli("bench", "gpt", *FLAGS, "--peers", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    timed = {(each["work"], each["length"]) for each in found["timings"] if each["member"] == name}
+    assert timed == {(work, length) for work in works.WORKS for length in (16, 48)}
+    assert name in found["facts"]["peers"]
+    build = peers.PEERS[name][1]
+
+    def leaking(config):
+        model = build(config)
+        model.model.lm_head.register_forward_hook(lambda _, given, out: out.flip(1))
+        return model
+
+    monkeypatch.setattr(peers, "PEERS", {name: ("transformers", leaking), "absent": ("no_such_module", build)})
+    code, out, err = cli("bench", "gpt", *FLAGS, "--peers", "--work", "forward")
+    assert code == 1 and f"{name} is not timed: in chunks its outputs differ" in out and "absent" not in out
 
 
 def test_the_floor_is_measured(monkeypatch):

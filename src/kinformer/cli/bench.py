@@ -53,6 +53,8 @@ def _text(found: Bench) -> Iterator[str | Table]:
         f"{floor.narrow_flops / 1e9:,.0f} in bfloat16, {floor.bandwidth / 1e9:,.1f} GB/s read, "
         f"{1e6 * floor.operator:.2f} microseconds an operator"
     )
+    if facts["peers"]:
+        yield "beside them: " + ", ".join(f"{name} ({version})" for name, version in facts["peers"].items())
     for work in dict.fromkeys(each.work for each in found.timings):
         base = found.seconds(PLAIN, work)
         rows = []

@@ -14,6 +14,7 @@ from kinformer.compare import words, works
 from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.machine import machine
 from kinformer.compare.options import BenchOptions
+from kinformer.compare.peers import WORKS, PeerModel, installed
 from kinformer.compare.timing import Peak, in_fresh_process, in_turns
 from kinformer.core.config import field_types
 from kinformer.core.errors import KinformerError
@@ -76,16 +77,18 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     if PLAIN in failed:
         raise KinformerError(f"{PLAIN}, beside which all are timed, is not correct here: {failed[PLAIN]}")
     floor = measure_floor(device)
+    peers, refused = _peers(configs[PLAIN], options, device)
     timings: list[Timing] = []
     for work in options.works:
         for length in options.sizes:
-            timings += _timed(models, work, length, options, device, floor)
+            timings += _timed(models | peers, work, length, options, device, floor)
     memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
     found = Bench(
-        members=tuple(models), timings=tuple(timings), failed=failed, memory=memory, floor=floor, crossings=(),
-        machine=machine(device),
+        members=(*models, *peers), timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
+        crossings=(), machine=machine(device),
         facts={"recipe": options.recipe, "batch": options.batch, "rounds": options.rounds, "set": dict(options.set),
-               "date": time.strftime("%Y-%m-%d")},
+               "date": time.strftime("%Y-%m-%d"),
+               "peers": {name: peer.version for name, peer in peers.items()}},
     )  # fmt: skip
     return Bench(**{**vars(found), "crossings": tuple(_crossings(found, options))})
 
@@ -117,17 +120,38 @@ def _gated(configs: Mapping[str, Any], seed: int, device: str) -> tuple[dict[str
     return models, failed
 
 
+def _peers(config: Any, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
+    """Decoders of other libraries that pass the same gate, and why others do not."""
+    found: dict[str, PeerModel] = {}
+    failed: dict[str, str] = {}
+    if not options.peers:
+        return found, failed
+    for name, build in installed().items():
+        try:
+            peer = build(config).to(device)
+            works.check_correct(peer)
+        except Exception as error:
+            failed[name] = " ".join(str(error).split())[:300]
+            note(f"{name} is not timed: {failed[name]}")
+        else:
+            found[name] = peer
+    if not found and not failed:
+        note("no peer is installed; pip install transformers, or x-transformers, gives one.")
+    return found, failed
+
+
 def _timed(
     models: Mapping[str, Any], work: str, length: int, options: BenchOptions, device: str, floor: Floor
 ) -> list[Timing]:
     ready = {}
     for name, model in models.items():
-        if work in ("prefill", "decode") and not works.generates(model.config):
+        peer = isinstance(model, PeerModel)
+        if work not in model.works if peer else work in ("prefill", "decode") and not works.generates(model.config):
             continue
         if not works.room_for(model, work, length, options.rounds):
             note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
             continue
-        ready[name] = works.WORKS[work](model, options.batch, length)
+        ready[name] = (WORKS if peer else works.WORKS)[work](model, options.batch, length)
     found = in_turns(ready, options.rounds, device)
     share = works.DECODED if work == "decode" else 1
     return [
@@ -139,6 +163,8 @@ def _timed(
 def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
     """Of the machine's products a second, or in decoding of its bytes a second: weights and states are read once."""
     batch, length = sizes
+    if isinstance(model, PeerModel):
+        return None
     if work == "decode":
         weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         return (weights + batch * state_bytes(model, length)) / seconds / floor.bandwidth

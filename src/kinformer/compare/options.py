@@ -121,6 +121,8 @@ class BenchOptions(Machine):
     """Measurements of every time, in turns; their median counts."""
     memory: bool = False
     """Also measure the highest memory of a training step, each member in a process of its own."""
+    peers: bool = False
+    """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to all members, as in --set layers=2; may be given again."""
     seed: int = 0
