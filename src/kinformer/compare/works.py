@@ -127,7 +127,7 @@ def _check_reference(model: Any, tokens: Tensor, whole: Tensor) -> None:
     if not isinstance(model.config, Config):
         return
     try:
-        config = override(model.config, {"layers.*.mixer.impl": "reference"}, kinds())
+        config: Any = override(model.config, {"layers.*.mixer.impl": "reference"}, kinds())
         reference = config.build().to(tokens.device).eval()
     except KinformerError:
         return
