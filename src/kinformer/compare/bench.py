@@ -97,7 +97,7 @@ def _config(name: str, options: BenchOptions) -> Any:
     config = configure(name, options.recipe, None, options.set)
     if not works.reads_tokens(config):
         raise KinformerError(f"{name}: reads no tokens, and only what does is timed here; choose another member.")
-    longest = max(options.sizes) + works.DECODED * (options.rounds + 1)
+    longest = max(options.sizes) + works.WARM + works.DECODED * (options.rounds + 1)
     position: Any = getattr(config, "position", None)
     if name == PLAIN and "max_length" in field_types(type(position)) and position.max_length < longest:
         config = config.replace(position=position.replace(max_length=longest))

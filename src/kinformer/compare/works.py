@@ -21,6 +21,8 @@ Work = Callable[[], object]
 TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
+WARM = 2 * DECODED
+"""Tokens that are drawn before it is measured, by which a session has recorded its step."""
 
 
 def reads_tokens(config: Any) -> bool:
@@ -85,6 +87,8 @@ def decode(model: Any, batch: int, length: int) -> Work:
     """``DECODED`` tokens, one by one, behind a prompt of ``length`` tokens or more."""
     session = Session(pack(model.eval(), batch), batch, room=64 * DECODED, seed=0, temperature=1.0)
     session.feed(tokens_for(model, batch, length))
+    for _ in range(WARM):
+        session.step()
 
     def work() -> None:
         for _ in range(DECODED):
@@ -100,7 +104,7 @@ WORKS: dict[str, Callable[[Any, int, int], Work]] = dict(
 
 def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
     """Whether the model's positions suffice for a work and its repetitions."""
-    drawn = DECODED * (rounds + 1) if kind == "decode" else 0
+    drawn = WARM + DECODED * (rounds + 1) if kind == "decode" else 0
     return model.max_length is None or length + drawn <= model.max_length
 
 
