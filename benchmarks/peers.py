@@ -6,26 +6,14 @@ where the peer is not installed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from common import peer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a decoder; ``length`` is how many positions it must know."""
-
-    layers: int
-    dim: int
-    heads: int
-    head_dim: int
-    hidden: int
-    length: int
-    vocab: int = 256
+from kinformer.compare import peers
+from kinformer.compare.peers import Shape
 
 
 class Idiap(nn.Module):
@@ -76,18 +64,7 @@ def idiap(shape: Shape, recurrent: bool = False) -> Idiap | None:
 
 def x_transformers(shape: Shape, flash: bool = False) -> nn.Module | None:
     """Its decoder; ``flash`` is its option to use PyTorch's fused attention, off by default."""
-    module = peer("x_transformers")
-    if module is None:
-        return None
-    layers = module.Decoder(
-        dim=shape.dim,
-        depth=shape.layers,
-        heads=shape.heads,
-        attn_dim_head=shape.head_dim,
-        ff_mult=shape.hidden / shape.dim,
-        attn_flash=flash,
-    )
-    return module.TransformerWrapper(num_tokens=shape.vocab, max_seq_len=shape.length, attn_layers=layers)
+    return None if peer("x_transformers") is None else peers.x_transformers(shape, flash)
 
 
 class HuggingFace(nn.Module):
@@ -102,25 +79,11 @@ class HuggingFace(nn.Module):
 
 
 def hugging_face(shape: Shape) -> HuggingFace | None:
-    module = peer("transformers")
-    if module is None:
+    if peer("transformers") is None:
         return None
     if shape.heads * shape.head_dim != shape.dim:
         raise SystemExit("GPT-2 has heads x head_dim = dim; give such a shape.")
-    config = module.GPT2Config(
-        vocab_size=shape.vocab,
-        n_positions=shape.length,
-        n_embd=shape.dim,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        n_inner=shape.hidden,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return HuggingFace(module.GPT2LMHeadModel(config))
+    return HuggingFace(peers.gpt2(shape))
 
 
 def copy_gpt2(source: HuggingFace, target: nn.Module) -> None:

@@ -46,10 +46,12 @@ def test_peers_pass_the_same_gate(cli, monkeypatch):
     timed = {(each["work"], each["length"]) for each in found["timings"] if each["member"] == name}
     assert timed == {(work, length) for work in works.WORKS for length in (16, 48)}
     assert name in found["facts"]["peers"]
+    code, out, _ = cli("bench", "gpt", *FLAGS, "--peers", "--work", "forward", "--set", "position=none")
+    assert code == 1 and f"{name} is not timed: peers have the parts of gpt" in out
     build = peers.PEERS[name][1]
 
-    def leaking(config):
-        model = build(config)
+    def leaking(shape):
+        model = build(shape)
         model.model.lm_head.register_forward_hook(lambda _, given, out: out.flip(1))
         return model
 

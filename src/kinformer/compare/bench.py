@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kinformer.compare import words, works
 from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.machine import machine
 from kinformer.compare.options import BenchOptions
-from kinformer.compare.peers import WORKS, PeerModel, installed
+from kinformer.compare.peers import PeerModel, Shape, installed, shape_of
 from kinformer.compare.timing import Peak, in_fresh_process, in_turns
 from kinformer.core.config import field_types
 from kinformer.core.errors import KinformerError
@@ -73,7 +74,7 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
     configs = {name: _config(name, options) for name in names}
-    models, failed = _gated(configs, options.seed, device)
+    models, failed = _gated({name: config.build for name, config in configs.items()}, options.seed, device)
     if PLAIN in failed:
         raise KinformerError(f"{PLAIN}, beside which all are timed, is not correct here: {failed[PLAIN]}")
     floor = measure_floor(device)
@@ -104,13 +105,13 @@ def _config(name: str, options: BenchOptions) -> Any:
     return config
 
 
-def _gated(configs: Mapping[str, Any], seed: int, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _gated(builders: Mapping[str, Callable[[], Any]], seed: int, device: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The models that are correct, and why others are not."""
     models, failed = {}, {}
-    for name, config in configs.items():
+    for name, build in builders.items():
         torch.manual_seed(seed)
         try:
-            model = config.build().to(device)
+            model = build().to(device)
             works.check_correct(model)
         except Exception as error:
             failed[name] = " ".join(str(error).split())[:300]
@@ -121,23 +122,15 @@ def _gated(configs: Mapping[str, Any], seed: int, device: str) -> tuple[dict[str
 
 
 def _peers(config: Any, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
-    """Decoders of other libraries that pass the same gate, and why others do not."""
-    found: dict[str, PeerModel] = {}
-    failed: dict[str, str] = {}
-    if not options.peers:
-        return found, failed
-    for name, build in installed().items():
-        try:
-            peer = build(config).to(device)
-            works.check_correct(peer)
-        except Exception as error:
-            failed[name] = " ".join(str(error).split())[:300]
-            note(f"{name} is not timed: {failed[name]}")
-        else:
-            found[name] = peer
-    if not found and not failed:
+    """Decoders of other libraries that pass the same gate, of the sizes of ``config``, and why others do not."""
+    builders = installed() if options.peers else {}
+    if options.peers and not builders:
         note("no peer is installed; pip install transformers, or x-transformers, gives one.")
-    return found, failed
+    return _gated({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
+
+
+def _peer(build: Callable[[Shape], PeerModel], config: Any) -> PeerModel:
+    return build(shape_of(config))
 
 
 def _timed(
@@ -145,13 +138,13 @@ def _timed(
 ) -> list[Timing]:
     ready = {}
     for name, model in models.items():
-        peer = isinstance(model, PeerModel)
-        if work not in model.works if peer else work in ("prefill", "decode") and not works.generates(model.config):
+        known = model.works if isinstance(model, PeerModel) else works.works_of(model.config)
+        if work not in known:
             continue
         if not works.room_for(model, work, length, options.rounds):
             note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
             continue
-        ready[name] = (WORKS if peer else works.WORKS)[work](model, options.batch, length)
+        ready[name] = known[work](model, options.batch, length)
     found = in_turns(ready, options.rounds, device)
     share = works.DECODED if work == "decode" else 1
     return [

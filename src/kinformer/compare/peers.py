@@ -6,7 +6,8 @@ model(tokens, state)``, the state being its own cache. So the gate of correctnes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,57 +17,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.compare.works import DECODED, Work, forward, step, tokens_for
+from kinformer.compare.works import DECODED, Begin, Work, forward, step, tokens_for
+from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
 
 
-class PeerModel(nn.Module):
-    """A decoder of another library; ``works`` are those that can be timed of it."""
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder; ``length`` is how many positions it must know."""
 
-    package: str
-    works: tuple[str, ...] = ("forward", "step")
-
-    def __init__(self, model: nn.Module, vocab_size: int, max_length: int) -> None:
-        super().__init__()
-        self.model, self.max_length = model, max_length
-        self.input = SimpleNamespace(vocab_size=vocab_size)
-        self.config = SimpleNamespace(protocol=CausalModel, input=self.input)
-
-    @property
-    def version(self) -> str:
-        """Of the package that it is from."""
-        return version(self.package)
+    layers: int
+    dim: int
+    heads: int
+    head_dim: int
+    hidden: int
+    length: int
+    vocab: int = 256
 
 
-class HuggingFace(PeerModel):
-    """GPT2LMHeadModel of transformers, with its cache; attention is PyTorch's fused one."""
-
-    package = "transformers"
-    works = ("forward", "step", "prefill", "decode")
-
-    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        found = self.model(tokens, past_key_values=state, use_cache=not self.training)
-        return found.logits, found.past_key_values
-
-    def last(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Logits [batch, vocab] behind the last token alone."""
-        found = self.model(tokens, past_key_values=state, use_cache=True, logits_to_keep=1)
-        return found.logits[:, -1], found.past_key_values
-
-
-class XTransformers(PeerModel):
-    """The decoder of x-transformers with its option for PyTorch's fused attention."""
-
-    package = "x-transformers"
-
-    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        before = tokens if state is None else torch.cat([state, tokens], 1)  # its cache is not used
-        return self.model(before)[:, -tokens.shape[1] :], before
+def shape_of(config: Any) -> Shape:
+    """The sizes of a gpt's config, whose parts may not be others than gpt's."""
+    layer = config.layers[0]
+    if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
+        raise KinformerError("peers have the parts of gpt; leave out what --set changes of them, or --peers.")
+    return Shape(
+        layers=len(config.layers),
+        dim=config.dim,
+        heads=layer.mixer.num_heads,
+        head_dim=config.dim // layer.mixer.num_heads,
+        hidden=layer.feed_forward.hidden_dim,
+        length=config.position.max_length,
+        vocab=config.input.vocab_size,
+    )
 
 
-def installed() -> dict[str, Callable[[Any], PeerModel]]:
-    """What builds those that are installed, with the sizes of a gpt's config."""
-    return {name: build for name, (module, build) in PEERS.items() if find_spec(module) is not None}
+def gpt2(shape: Shape) -> nn.Module:
+    """GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
+    module = import_module("transformers")
+    config = module.GPT2Config(
+        vocab_size=shape.vocab,
+        n_positions=shape.length,
+        n_embd=shape.dim,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.hidden,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return module.GPT2LMHeadModel(config)
+
+
+def x_transformers(shape: Shape, flash: bool) -> nn.Module:
+    """The decoder of x-transformers; ``flash`` is its option to use PyTorch's fused attention, off by default."""
+    module = import_module("x_transformers")
+    layers = module.Decoder(
+        dim=shape.dim,
+        depth=shape.layers,
+        heads=shape.heads,
+        attn_dim_head=shape.head_dim,
+        ff_mult=shape.hidden / shape.dim,
+        attn_flash=flash,
+    )
+    return module.TransformerWrapper(num_tokens=shape.vocab, max_seq_len=shape.length, attn_layers=layers)
 
 
 def _prefill(peer: Any, batch: int, length: int) -> Work:
@@ -95,46 +110,63 @@ def _decode(peer: Any, batch: int, length: int) -> Work:
     return work
 
 
-WORKS: dict[str, Callable[[Any, int, int], Work]] = {  # as ``works.WORKS`` of ours
-    "forward": forward, "step": step, "prefill": _prefill, "decode": _decode,
-}  # fmt: skip
+class PeerModel(nn.Module):
+    """A decoder of another library, of a ``shape``; ``works`` are those that can be timed of it."""
+
+    package: str
+    works: Mapping[str, Begin] = {"forward": forward, "step": step}
+
+    def __init__(self, model: nn.Module, shape: Shape) -> None:
+        super().__init__()
+        self.model, self.max_length = model, shape.length
+        self.input = SimpleNamespace(vocab_size=shape.vocab)
+        self.config = SimpleNamespace(protocol=CausalModel, input=self.input)
+
+    @property
+    def version(self) -> str:
+        """Of the package that it is from."""
+        return version(self.package)
 
 
-def _hugging_face(config: Any) -> PeerModel:
-    module, layer, length = import_module("transformers"), config.layers[0], config.position.max_length
-    own = module.GPT2Config(
-        vocab_size=config.input.vocab_size,
-        n_positions=length,
-        n_embd=config.dim,
-        n_layer=len(config.layers),
-        n_head=layer.mixer.num_heads,
-        n_inner=layer.feed_forward.hidden_dim,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return HuggingFace(module.GPT2LMHeadModel(own), config.input.vocab_size, length)
+class HuggingFace(PeerModel):
+    """GPT2LMHeadModel of transformers, with its cache; attention is PyTorch's fused one."""
+
+    package = "transformers"
+    works = {"forward": forward, "step": step, "prefill": _prefill, "decode": _decode}
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(gpt2(shape), shape)
+
+    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        found = self.model(tokens, past_key_values=state, use_cache=not self.training)
+        return found.logits, found.past_key_values
+
+    def last(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Logits [batch, vocab] behind the last token alone."""
+        found = self.model(tokens, past_key_values=state, use_cache=True, logits_to_keep=1)
+        return found.logits[:, -1], found.past_key_values
 
 
-def _x_transformers(config: Any) -> PeerModel:
-    module, layer, length = import_module("x_transformers"), config.layers[0], config.position.max_length
-    layers = module.Decoder(
-        dim=config.dim,
-        depth=len(config.layers),
-        heads=layer.mixer.num_heads,
-        attn_dim_head=config.dim // layer.mixer.num_heads,
-        ff_mult=layer.feed_forward.hidden_dim / config.dim,
-        attn_flash=True,
-    )
-    vocab = config.input.vocab_size
-    model = module.TransformerWrapper(num_tokens=vocab, max_seq_len=length, attn_layers=layers)
-    return XTransformers(model, vocab, length)
+class XTransformers(PeerModel):
+    """The decoder of x-transformers with its option for PyTorch's fused attention."""
+
+    package = "x-transformers"
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(x_transformers(shape, flash=True), shape)
+
+    def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        before = tokens if state is None else torch.cat([state, tokens], 1)  # its cache is not used
+        return self.model(before)[:, -tokens.shape[1] :], before
 
 
-PEERS: dict[str, tuple[str, Callable[[Any], PeerModel]]] = {
-    "transformers' GPT-2": ("transformers", _hugging_face),
-    "x-transformers": ("x_transformers", _x_transformers),
+def installed() -> dict[str, Callable[[Shape], PeerModel]]:
+    """What builds those that are installed."""
+    return {name: build for name, (module, build) in PEERS.items() if find_spec(module) is not None}
+
+
+PEERS: dict[str, tuple[str, Callable[[Shape], PeerModel]]] = {
+    "transformers' GPT-2": ("transformers", HuggingFace),
+    "x-transformers": ("x_transformers", XTransformers),
 }
 """The module that must be there, and what builds the peer."""

@@ -18,6 +18,8 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 
 Work = Callable[[], object]
+Begin = Callable[[Any, int, int], Work]
+"""What makes a work of a model, so many rows and tokens."""
 TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
@@ -97,9 +99,12 @@ def decode(model: Any, batch: int, length: int) -> Work:
     return work
 
 
-WORKS: dict[str, Callable[[Any, int, int], Work]] = dict(
-    zip(options.WORKS, (forward, step, prefill, decode), strict=True)
-)
+WORKS: dict[str, Begin] = dict(zip(options.WORKS, (forward, step, prefill, decode), strict=True))
+
+
+def works_of(config: Any) -> dict[str, Begin]:
+    """Those of a model of ``config``."""
+    return {name: work for name, work in WORKS.items() if name in ("forward", "step") or generates(config)}
 
 
 def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
