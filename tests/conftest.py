@@ -39,6 +39,14 @@ def text_file(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What is kept between runs, such as data that was read, is kept among the tests' own files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
 @pytest.fixture
 def cli(capsys, monkeypatch):
     """Runs a command line, given ``stdin`` in bytes; returns its exit code, standard output and standard error."""

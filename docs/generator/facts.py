@@ -116,12 +116,3 @@ def flops_chart(name: str) -> str:
 
 def _series(name: str, index: int, points: Any) -> Series:
     return Series(name, index, [(float(x), float(y), f"{x:,}: {y:,.0f}") for x, y in points])
-
-
-def flops(number: float) -> str:
-    """``7.62 M``."""
-    for unit in ("", " K", " M", " G", " T"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} P"

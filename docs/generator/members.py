@@ -11,14 +11,14 @@ import torch
 
 from generator import commands
 from generator.block import drawing
-from generator.facts import RECIPE, config_of, facts, flops, flops_chart, recipe_parameters, state_chart
+from generator.facts import RECIPE, config_of, facts, flops_chart, recipe_parameters, state_chart
 from generator.results import Result, results
 from generator.text import contents, escaped, figure, html, literal, page, table, write
 from kinformer.cli.list_ import COSTS, GROWTHS
 from kinformer.cli.show import folded, tree
 from kinformer.core.config import parts_in
 from kinformer.core.errors import KinformerError
-from kinformer.core.figure import size
+from kinformer.core.figure import flops, size
 from kinformer.evaluation.draw import draw, draw_small
 from kinformer.evaluation.formulas import formulas, symbols
 from kinformer.evaluation.panels import Panel

@@ -7,11 +7,7 @@ import pytest
 from kinformer.runs.run import open_run
 
 OPTIONS = ("--recipe", "tiny", "--length", "42", "--batch-size", "4", "--steps", "4", "--threads", "1")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_masked_sentences(cli, text_file, tmp_path):

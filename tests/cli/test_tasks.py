@@ -10,11 +10,7 @@ from kinformer.core.files import load_tensors
 from kinformer.runs.run import open_run
 
 TINY = ["--recipe", "tiny", "--batch-size", "4", "--steps", "4", "--validation-tokens", "300", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

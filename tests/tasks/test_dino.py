@@ -10,7 +10,6 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
-from kinformer.data import read_images
 from kinformer.family.build import configure
 from kinformer.tasks.dino import TASK
 from kinformer.tasks.dino_loss import Prototypes, SelfDistillation, view_nats
@@ -23,18 +22,7 @@ from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 8, "threads": 1, "device": "cpu", "quiet": True}
 FEW = {"prototypes": 16, "local_views": 2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return read_images("digits")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,7 @@ from kinformer.tasks.vision_options import VisionOptions
 from kinformer.tasks.vision_rows import ImageBatch
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

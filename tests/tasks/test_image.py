@@ -26,11 +26,7 @@ from tests.members import CAUSAL
 
 TINY = ["--task", "image", "--recipe", "tiny", "--steps", "3", "--batch-size", "4", "--threads", "1"]
 SMALL = ["--validation-tokens", "300"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

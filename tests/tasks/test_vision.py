@@ -13,7 +13,7 @@ from kinformer.cli.main import main
 from kinformer.core.config import override
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import load_tensors
-from kinformer.data import IGNORED, ImageData, Images, read_images
+from kinformer.data import IGNORED, ImageData, Images
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.tasks.vision import TASK
@@ -26,18 +26,7 @@ from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
 ALL = ",".join(AUGMENTATIONS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return read_images("digits")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
-from kinformer.core.figure import size
+from kinformer.core.figure import flops, size
 
 if TYPE_CHECKING:
     from kinformer.evaluation.estimate import Estimate
@@ -86,7 +86,7 @@ def _show(options: Options, result: Estimate, process: dict[str, int], rules: Ru
     print(_memory(result, process))
     if rules:
         print(
-            f"rules of thumb: {rules.parameters:,} parameters (V E + 12 L E^2), {_flops(rules.flops_step)} a step "
+            f"rules of thumb: {rules.parameters:,} parameters (V E + 12 L E^2), {flops(rules.flops_step)} a step "
             f"(6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) numbers; "
             f"T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
         )
@@ -97,16 +97,14 @@ def _print_parts(result: Estimate) -> None:
         (
             row.part,
             f"{row.parameters:,}",
-            _flops(row.flops_forward),
-            _flops(row.flops_forward + row.flops_backward),
+            flops(row.flops_forward),
+            flops(row.flops_forward + row.flops_backward),
             size(row.activation_bytes),
         )
         for row in result.parts
     ]
     activations = size(result.memory["train"]["activations"])
-    rows.append(
-        ("total", f"{result.parameters:,}", _flops(result.flops_forward), _flops(result.flops_step), activations)
-    )
+    rows.append(("total", f"{result.parameters:,}", flops(result.flops_forward), flops(result.flops_step), activations))
     print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numeric=(1, 2, 3, 4))
 
 
@@ -121,11 +119,3 @@ def _memory(result: Estimate, process: dict[str, int]) -> str:
         terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
         lines.append(f"{title}: {size(sum(amounts.values()))} = {terms}")
     return "\n" + "\n".join(lines) + "\n"
-
-
-def _flops(number: float) -> str:
-    for unit in ("", "K", "M", "G", "T"):
-        if number < 1000:
-            return f"{number:.3g} {unit}".rstrip()
-        number /= 1000
-    return f"{number:.3g} P"

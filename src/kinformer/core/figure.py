@@ -45,6 +45,15 @@ def bits_per_masked(unit: str) -> Figure:
     return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")
 
 
+def flops(count: float) -> str:
+    """``count`` operations in thousands, millions, ...: 7.62 M."""
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} P"
+
+
 def size(count: float) -> str:
     """``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

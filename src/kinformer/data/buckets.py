@@ -12,7 +12,7 @@ import numpy as np
 
 from kinformer.core.errors import KinformerError
 from kinformer.data.examples import Examples
-from kinformer.data.permutation import mix, permute
+from kinformer.data.permutation import in_epochs, mix, permute
 
 _ORDER, _BATCHES = 4, 5
 POOL = 32
@@ -103,8 +103,7 @@ class Order:
 
     def _sorted(self, number: int) -> np.ndarray:
         size = POOL * self.batch_size
-        epoch, index = np.divmod(number * size + np.arange(size), len(self.lengths))
-        found = permute(index, len(self.lengths), mix(self.seed, _ORDER, epoch))
+        found = in_epochs(number * size + np.arange(size), len(self.lengths), self.seed, _ORDER)
         return found[np.argsort(self.lengths[found], kind="stable")]
 
 

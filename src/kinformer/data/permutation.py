@@ -35,6 +35,13 @@ def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
     return image.astype(np.int64)
 
 
+def in_epochs(place: np.ndarray, count: int, *key: int) -> np.ndarray:
+    """Which of ``count`` examples stands at each ``place`` of an order without end, in which every epoch has each once,
+    in an order of its own; ``key`` chooses them."""
+    epoch, index = np.divmod(place, count)
+    return permute(index, count, mix(*key, epoch))
+
+
 def _feistel(value: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask

@@ -173,10 +173,8 @@ def rollouts(
 def _wave(policy: Policy, environment: Environment, target: float | None, first: int, seed: int) -> Rollouts:
     observations, _ = environment.reset(seed=seed + first)
     best = environment.optimal
-    if best is None and target is None:
-        raise KinformerError(f"--target optimal: nobody knows the best return of {environment.name}; give a number.")
     optimal = np.full(environment.count, np.nan) if best is None else best
-    asked = optimal.copy() if target is None else np.full(environment.count, float(target))
+    asked = asked_of(environment, target)
     returns, rows = np.zeros(environment.count), np.arange(environment.count)
     policy.begin(first + rows)
     while len(rows):
@@ -189,6 +187,20 @@ def _wave(policy: Policy, environment: Environment, target: float | None, first:
             policy.keep(going)
             rows = rows[going]
     return Rollouts(returns, environment.steps.astype(np.int64), optimal)
+
+
+def asked_of(environment: Environment, target: float | None) -> np.ndarray:
+    """The return [rows] that is asked for: ``target``, or None, the best that each row's episode allows."""
+    if target is not None:
+        return np.full(environment.count, float(target))
+    if environment.optimal is None:
+        raise KinformerError(f"--target optimal: nobody knows the best return of {environment.name}; give a number.")
+    return environment.optimal.copy()
+
+
+def remembering(context: int | None) -> str:
+    """How an agent remembers, in words."""
+    return "state carried" if context is None else f"the last {context} steps read again at each"
 
 
 def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:

@@ -20,6 +20,11 @@ class Acting:
     action_temperature: float = 1.0
     """1 draws actions as the model predicts them, 0 takes the most probable."""
 
+    @property
+    def context(self) -> int | None:
+        """How many steps are read again at every step; None where the state is carried, or nothing was said."""
+        return None if self.context_steps in (None, "carried") else int(self.context_steps)
+
     def __post_init__(self) -> None:
         require("--action-temperature", self.action_temperature, 0)
         if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):

@@ -13,7 +13,7 @@ from kinformer.core.progress import progressing
 from kinformer.data.permutation import mix
 from kinformer.environments.environment import Box, Discrete, Environment
 from kinformer.environments.table import make
-from kinformer.tasks.acting import MEASURED_SEEDS, Drawing, cells, rollouts, summary
+from kinformer.tasks.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
 from kinformer.tasks.acting_options import Acting
 from kinformer.tasks.control_acting import ControlAgent
 from kinformer.tasks.control_data import check_environment, open_environment
@@ -63,10 +63,9 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, qu
     identity = open_environment(run.options).identity | {"env": env}
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in found else []))
     named = ", ".join((run.member, *changes))
-    how = "state carried" if agent.window is None else f"the last {agent.window} steps read again at each"
     text = (
-        f"{run.folder} ({named}) in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, {how}, "
-        f"{speed:,.0f} steps/s\n",
+        f"{run.folder} ({named}) in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
+        f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
         Table(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
     )
     facts = {
@@ -118,5 +117,4 @@ def _environment(subject: LoadedRun, own: Acting, render: bool = False) -> Envir
 
 
 def _agent(subject: LoadedRun, environment: Environment, own: Acting, seed: int) -> ControlAgent:
-    context = None if own.context_steps in (None, "carried") else int(own.context_steps)
-    return ControlAgent(subject.model, Drawing(environment.actions, own.action_temperature, seed), context)
+    return ControlAgent(subject.model, Drawing(environment.actions, own.action_temperature, seed), own.context)

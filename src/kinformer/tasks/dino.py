@@ -64,9 +64,9 @@ class Dino(Task):
 
         classes = 0 if data is None else len(data.classes)
         found = fitted(config, data, classes=classes if classes > 1 else getattr(config.head, "classes", 2))
-        return (
-            found if hasattr(config.head, "classes") else {name: each for name, each in found.items() if name != "head"}
-        )
+        if not hasattr(config.head, "classes"):
+            found.pop("head", None)
+        return found
 
     def length(self, data: ImageData, config: Any) -> int:
         from kinformer.tasks.vision_fit import length_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from kinformer.core.errors import KinformerError
 from kinformer.core.figure import Figure
 from kinformer.data import ImageData, Images
-from kinformer.data.permutation import mix, permute
+from kinformer.data.permutation import in_epochs
 from kinformer.tasks.dino_options import DinoOptions
 from kinformer.tasks.image_features import KeptFeatures
 from kinformer.training.data_module import DataModule
@@ -85,9 +85,7 @@ class DinoRows(DataModule):
     def batch(self, step: int, rank: int, world: int) -> DinoBatch:
         share = self.settings.batch_size // world
         place = step * self.settings.batch_size + np.arange(rank * share, (rank + 1) * share)
-        count = len(self.pieces["train"])
-        key = mix(self.settings.seed, _ORDER, place // count)
-        return self._batch("train", permute(place % count, count, key))
+        return self._batch("train", in_epochs(place, len(self.pieces["train"]), self.settings.seed, _ORDER))
 
     def validation(self, rank: int, world: int) -> Iterator[DinoBatch]:
         """Where the last pieces cannot be shared evenly, some are measured twice."""

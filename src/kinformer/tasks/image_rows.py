@@ -15,7 +15,7 @@ from kinformer.core.figure import BITS_PER_DIM
 from kinformer.core.likelihood import Likelihood
 from kinformer.core.raster import Raster
 from kinformer.data.images import ImageData
-from kinformer.data.permutation import mix, permute
+from kinformer.data.permutation import in_epochs
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
 from kinformer.training.settings import Settings
@@ -74,9 +74,9 @@ class ImageRows(DataModule):
         return max(1, self.examples // self.settings.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
-        share, count = self.settings.batch_size // world, len(self.data.train)
+        share = self.settings.batch_size // world
         number = np.arange(share) + step * self.settings.batch_size + rank * share
-        chosen = permute(number % count, count, mix(self.settings.seed, number // count))
+        chosen = in_epochs(number, len(self.data.train), self.settings.seed)
         return ImageBatch(self.sequences.of(self.data.train.pixels[chosen]))
 
     def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:

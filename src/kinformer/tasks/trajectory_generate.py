@@ -8,6 +8,7 @@ from typing import Any
 from kinformer.core.errors import KinformerError
 from kinformer.environments.environment import Environment
 from kinformer.environments.table import make
+from kinformer.tasks.acting import asked_of
 from kinformer.tasks.made import Made
 from kinformer.tasks.playing import check_picture
 from kinformer.tasks.playing import play as play_episode
@@ -51,12 +52,7 @@ def _played(
     write: Callable[[str], None] | None,
 ) -> Made:
     begun, _ = environment.reset(seed=seed)
-    if target is None:
-        if environment.optimal is None:
-            raise KinformerError(
-                f"--target optimal: nobody knows the best return of {environment.name}; give a number."
-            )
-        target = float(environment.optimal[0])
+    target = float(asked_of(environment, target)[0])
     episode = play_episode(environment, agent, begun, target, render, write)
     facts = {
         "run": str(subject.run.folder), "env": environment.name, "target": target, **episode.facts, "seed": seed,

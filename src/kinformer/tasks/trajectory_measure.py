@@ -17,7 +17,7 @@ from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.environments.table import make
 from kinformer.evaluation.bits import streamable
-from kinformer.tasks.acting import MEASURED_SEEDS, Drawing, cells, rollouts, summary
+from kinformer.tasks.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
 from kinformer.tasks.text import note_other_data
 from kinformer.tasks.trajectory_acting import TrajectoryAgent
@@ -113,10 +113,9 @@ def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -
     """The run as a policy, remembering as ``own`` says or as it was trained."""
     drawing = Drawing(data.actions, own.action_temperature, seed)
     steps = max(1, subject.run.training["length"] // PER_STEP)
-    if own.context_steps is not None:
-        context = None if own.context_steps == "carried" else int(own.context_steps)
-    else:
-        context = None if streamable(subject.model) or steps >= data.found.lengths.max() else steps
+    context = own.context
+    if own.context_steps is None and not streamable(subject.model) and steps < data.found.lengths.max():
+        context = steps
     return TrajectoryAgent(subject.model, drawing, context)
 
 
@@ -174,7 +173,7 @@ def _told(
     lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
-    how = "state carried" if context == "carried" else f"the last {context} steps read again at each"
+    how = remembering(None if context == "carried" else context)
     told: list[str | Table] = [f"{episodes} episodes each in {env}, {how}\n"]
     told.append(Table(headers, lines, range(1, len(headers))))
     if RANK_CORRELATION.name in figures:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kinformer.core.figure import ACCURACY, BITS_PER_LABEL
 from kinformer.data import IGNORED, ImageData, Images
-from kinformer.data.permutation import mix, permute
+from kinformer.data.permutation import in_epochs, mix
 from kinformer.tasks.augmentation import Augmented, augment
 from kinformer.tasks.image_features import KeptFeatures
 from kinformer.tasks.vision_options import VisionOptions
@@ -66,8 +66,7 @@ class ImageRows(DataModule):
         """The whole step's rows are made by every process, so that images are mixed alike whatever their number."""
         rows = self.settings.batch_size
         place = np.arange(step * rows, (step + 1) * rows)
-        key = mix(self.settings.seed, _ORDER, place // len(self.chosen))
-        index = self.chosen[permute(place % len(self.chosen), len(self.chosen), key)]
+        index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
         generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
         images, labels = self._read(self.data.train, index)
         found = Augmented(images, labels)

@@ -1,0 +1,11 @@
+"""What tests of tasks share."""
+
+import pytest
+
+from kinformer.data.images import read_images
+
+
+@pytest.fixture(scope="module")
+def digits(cache):
+    """The 1,797 digits that come with the package."""
+    return read_images("digits")
