@@ -29,7 +29,7 @@ def trained(member: str, folder: Path, options: Any) -> Path:
     if (folder / "config.json").is_file():
         kinformer(*words, "--resume")
     else:
-        more = ("--task", "image", "--data", options.data, "--batch-size", 8, "--lr", 2e-3, "--beta2", 0.99)
+        more = ("--task", "image", "--data", options.data, "--batch-size", 8, "--optimizer", "muon", "--lr", 1e-2)
         kinformer(*words, *more, *SMALL, *(("--recipe", "tiny") if options.quick else ()))
     return folder
 

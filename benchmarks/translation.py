@@ -8,7 +8,7 @@ with, or only measured where it has ended, so that the script may be stopped and
 train` stand after --:
 
     python benchmarks/translation.py --data multi30k/ --run runs/de --minutes 60 --threads 2 -- \
-        --length 64 --batch-size 32 --lr 2e-3 --train-tokenizer 4000
+        --length 64 --batch-size 32 --optimizer muon --lr 1e-2 --train-tokenizer 4000
 """
 
 from __future__ import annotations
