@@ -5,7 +5,8 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.generation.packed import PackedLinear, can_pack, pack
+from kinformer.generation import packed as packing
+from kinformer.generation.packed import LEAST, PackedLinear, can_pack, pack
 from tests.members import CAUSAL
 
 
@@ -16,7 +17,7 @@ def test_the_same_logits_and_state(name, dtype, tolerance):
     model = kinformer.build(name, recipe="tiny").eval().to(dtype)
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
-    packed = pack(model, rows=3)
+    packed = pack(model, rows=3, least=0)
     products = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == products > 0
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
@@ -32,3 +33,15 @@ def test_the_same_logits_and_state(name, dtype, tolerance):
 def test_what_cannot_be_packed_stays():
     model = kinformer.build("gpt", recipe="tiny").double()
     assert pack(model) is model
+
+
+def test_only_what_pays_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(entry.where for entry in LEAST.values())
+    entry = packing.Least(one=600, more=500, where="here")
+    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, entry))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 32))
+    if not can_pack(model):
+        pytest.skip("this machine or build of PyTorch has no packed products")
+    assert [type(each) for each in pack(model)] == [torch.nn.Linear, PackedLinear]
+    assert [type(each) for each in pack(model, rows=2)] == [PackedLinear, PackedLinear]
+    assert all(isinstance(each, PackedLinear) for each in pack(model.bfloat16()))

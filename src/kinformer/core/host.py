@@ -54,3 +54,10 @@ def processor() -> str | None:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return None
+
+
+@cache
+def processor_class() -> str:
+    """What tables of processors tell apart: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
+    flags = processor() or ""
+    return "AMX" if "amx_tile" in flags else "AVX-512 and bfloat16" if "avx512_bf16" in flags else "other"

@@ -1,7 +1,9 @@
 """Weights laid out for a CPU's matrix unit once, instead of at every product: a token at a time becomes faster.
 
 A product of one token with a matrix reads every weight once, so its floor is the weights' bytes over the memory's
-bandwidth. PyTorch's default products stay far above it for so few rows; oneDNN's own layout comes closer.
+bandwidth. PyTorch's default products stay far above it where the weights are many, or the rows more than one; oneDNN's
+own layout comes closer, but takes some ten microseconds to begin. A matrix is packed where that pays on the processor
+(:data:`LEAST`).
 """
 
 from __future__ import annotations
@@ -9,12 +11,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.host import processor_class
+
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Least(NamedTuple):
+    """Of how many elements float32 matrices are packed, for ``one`` row and for ``more``; ``where``: measured on what.
+
+    Matrices of bfloat16 are always packed.
+    """
+
+    one: int
+    more: int
+    where: str
+
+
+LEAST = {
+    "AVX-512 and bfloat16": Least(1 << 20, 1 << 17, "AMD EPYC (family 26, Zen 5), one thread, torch 2.13"),
+    "AMX": Least(0, 0, "not measured apart: packing all was the faster when it was brought in"),
+    "other": Least(1 << 20, 1 << 17, "not measured, as on Zen 5"),
+}
 
 
 class PackedLinear(nn.Module):
@@ -57,18 +79,24 @@ def can_pack(model: nn.Module) -> bool:
     return weight.dtype == torch.float32
 
 
-def pack(model: Model, rows: int = 1) -> Model:
+def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
     """A copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model`` itself.
 
     The copy is for inference (it cannot be trained or saved); where :func:`can_pack` says no, ``model`` is returned.
-    Chunks of any length still work, ``rows`` only decides the layout.
+    Chunks of any length still work, ``rows`` only decides the layout. ``least``: of how many elements a float32 matrix
+    is packed; None for what pays here (:data:`LEAST`).
     """
     if not can_pack(model):
         return model
+    if least is None:
+        table = LEAST[processor_class()]
+        least = table.one if rows == 1 else table.more
     with torch.no_grad():
         model = copy.deepcopy(model).requires_grad_(False)
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if isinstance(child, nn.Linear):
+                if not isinstance(child, nn.Linear):
+                    continue
+                if child.weight.dtype != torch.float32 or child.weight.numel() >= least:
                     setattr(module, name, PackedLinear(child, rows))
     return model

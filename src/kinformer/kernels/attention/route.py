@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.host import processor
+from kinformer.core.host import processor_class
 from kinformer.core.parts import Position, Score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.attention import sdpa
@@ -109,22 +109,16 @@ class Thresholds(NamedTuple):
 _ZEN4 = Thresholds(1 << 20, 1 << 15, 1 << 16, 2048, "AMD EPYC (Zen 4), two cores, torch 2.13")
 _UNKNOWN = _ZEN4._replace(where="not measured, as on Zen 4")
 TABLE = {
-    "cpu, AVX-512 and bfloat16": _ZEN4,
-    "cpu, AMX": _UNKNOWN,
-    "cpu": _UNKNOWN,
+    "AVX-512 and bfloat16": _ZEN4,
+    "AMX": _UNKNOWN,
+    "other": _UNKNOWN,
     "cuda": Thresholds(
         sys.maxsize, sys.maxsize, sys.maxsize, 0, "not measured: torch's kernel wherever it has the mask"
     ),
 }
 
 
-def _cpu_class() -> str:
-    """The key of :data:`TABLE` for this machine's processor."""
-    flags = processor() or ""
-    return "cpu, AMX" if "amx_tile" in flags else "cpu, AVX-512 and bfloat16" if "avx512_bf16" in flags else "cpu"
-
-
-_CPU = _cpu_class()  # found when imported, not while a graph is captured
+_CPU = processor_class()  # found when imported, not while a graph is captured
 
 
 def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> str:

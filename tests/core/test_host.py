@@ -1,0 +1,26 @@
+"""What the host says of its processor."""
+
+import pytest
+
+from kinformer.core import host
+from kinformer.generation import packed
+from kinformer.kernels.attention import route
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags: avx2 avx512_bf16", "AVX-512 and bfloat16"),
+        ("flags: avx512_bf16 amx_tile amx_bf16", "AMX"),
+        ("flags: avx2", "other"),
+        (None, "other"),
+    ],
+)
+def test_processors_are_told_apart(flags: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "processor", lambda: flags)
+    host.processor_class.cache_clear()
+    try:
+        assert host.processor_class() == expected
+    finally:
+        host.processor_class.cache_clear()
+    assert expected in route.TABLE and expected in packed.LEAST
