@@ -14,6 +14,7 @@ from kinformer.blocks.sublayers import Sublayers, fed, feeding, mixed, mixing
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
 from kinformer.core.errors import KinformerError
+from kinformer.core.host import nowhere
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 
@@ -85,14 +86,14 @@ class DecoderLayer(Sublayers):
         """The same where ``asked``."""
         if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
+            if nowhere(asked):
+                return chunk.x, after
             x = x[asked]
         else:
             y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, asked)  # type: ignore[arg-type]
-            if not asked.any():
+            if nowhere(asked):
                 return chunk.x, (own,)
             x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
-        if not len(x):
-            return chunk.x, after
         x = self._fed(x, None)
         return chunk.x.to(x.dtype).index_put((asked,), x), after
 

@@ -28,6 +28,12 @@ def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     return x.tolist()
 
 
+def nowhere(asked: Tensor) -> bool:
+    """Whether no token of the mask ``asked`` [batch, time] is asked for. One without positions, [batch, 0], says so
+    without a look at its entries."""
+    return not asked.numel() or not asked.any()
+
+
 _known: ContextVar[bool] = ContextVar("known", default=False)
 
 

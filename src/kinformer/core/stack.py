@@ -128,6 +128,11 @@ class Stack(nn.Module):
     def units(self) -> tuple[nn.Module, ...]:
         return tuple(self.layers)
 
+    @property
+    def leaves_early(self) -> bool:
+        """Whether tokens may leave by an exit before the last, outside of training."""
+        return False
+
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
         """One state per use; ``options`` as of ``CausalModel.initial_state``."""
         return tuple(self.layers[index].initial_state(batch, **options) for index in self.order)  # type: ignore[operator]

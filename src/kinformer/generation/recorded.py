@@ -37,6 +37,8 @@ _READING = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", 
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Run = Callable[..., tuple[Tensor, ...]]
+Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
+"""(values of a step, state) -> (what comes out, the state after)."""
 
 
 class UnrecordableError(Exception):
@@ -54,14 +56,16 @@ def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
 
 
 class RecordedStep:
-    """The recorded step of a model, and the state that it steps.
+    """The recorded step of a model or of a part of one, in one or more ways, and the state that it steps.
 
-    ``run`` takes the tokens, views of the reserved slots, all other leaves of the state and ``weights``; ``retained``
-    is how many past slots each reservation keeps, None for all.
+    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and
+    ``weights``; ``retained`` is how many past slots each reservation keeps, None for all.
     """
 
-    def __init__(self, run: Run, weights: Sequence[Tensor], state: Any, retained: Sequence[int | None]) -> None:
-        self._run, self._weights, self._state, self._retained = run, weights, state, retained
+    def __init__(
+        self, runs: Sequence[Run], weights: Sequence[Tensor], state: Any, retained: Sequence[int | None]
+    ) -> None:
+        self._runs, self._weights, self._state, self._retained = runs, weights, state, retained
         self._parts = _parts(state)
         self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
         self._leaves = _leaves(state)
@@ -74,6 +78,10 @@ class RecordedStep:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
+        return self.go(tokens, 0)[0]
+
+    def go(self, values: Tensor, way: int) -> Sequence[Tensor]:
+        """What comes out of a step of ``values`` by a ``way``, which the state absorbs."""
         views: list[Tensor] = []
         after = []
         for part, (start, stop), retained in zip(self._parts, self._bounds, self._retained, strict=True):
@@ -81,8 +89,10 @@ class RecordedStep:
             after.append((start if retained is None else max(start, stop + 1 - retained), stop + 1))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            logits, *self._leaves = self._run(tokens, *views, *self._leaves, *self._weights)
-        return logits
+            found = self._runs[way](values, *views, *self._leaves, *self._weights)
+        own = len(found) - len(self._leaves)
+        self._leaves = list(found[own:])
+        return found[:own]
 
     def release(self) -> Any:
         """The state, for steps in Python; this object is then done with."""
@@ -96,7 +106,7 @@ class RecordedStep:
             for now, then in zip(_parts(state), self._parts, strict=True)
         ):
             return None
-        return RecordedStep(self._run, self._weights, state, self._retained)
+        return RecordedStep(self._runs, self._weights, state, self._retained)
 
 
 def record(model: Any, tokens: Tensor, state: Any) -> RecordedStep:
@@ -106,59 +116,83 @@ def record(model: Any, tokens: Tensor, state: Any) -> RecordedStep:
 
     Errors: :class:`UnrecordableError` with the reason.
     """
-    parts = _parts(state)
-    if any(part.slots.stop >= part.capacity for part in parts):
+
+    def step(tokens: Tensor, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+        logits, after = logits_after(model, tokens, state)
+        return (logits,), after
+
+    return record_ways([step], [model], tokens, state)
+
+
+def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> RecordedStep:
+    """The recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a model; otherwise
+    as :func:`record`."""
+    reserved = _parts(state)
+    if any(part.slots.stop >= part.capacity for part in reserved):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
         raise UnrecordableError("a module has hooks, which run in Python")
-    if autocast_dtype(tokens.device) is not None:
+    if autocast_dtype(values.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
+    weights = _inputs(parts)
+    recorded = [_recorded(way, values, state, weights) for way in ways]
+    runs, kept, expected = zip(*recorded, strict=True)
+    if any(each != kept[0] for each in kept):
+        raise UnrecordableError("the ways keep unlike pasts")
+    for way, outputs in enumerate(expected):
+        trial = RecordedStep(runs, weights, state, kept[0])
+        _compare([*trial.go(values, way), *trial._leaves], outputs)
+    return RecordedStep(runs, weights, state, kept[0])
+
+
+def _recorded(
+    way: Way, values: Tensor, state: Any, weights: Sequence[Tensor]
+) -> tuple[Run, list[int | None], list[Tensor]]:
+    """A ``way`` written down, how many past slots each reservation keeps, and what it gives and leaves as the state."""
+    parts = _parts(state)
     opened = _opened(state, [(part.slots.start, part.slots.stop) for part in parts])
     random = torch.get_rng_state()
     with _Watching(), _Reading():
-        expected, after = logits_after(model, tokens, opened)
+        outputs, after = way(values, opened)
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in _leaves(opened)] != [(x.shape, x.dtype) for x in _leaves(after)]:
         raise UnrecordableError("a leaf of the state changes its shape")
     retained = [part.retained for part in _parts(opened)]
-    weights = _inputs(model)
-    run = _traced(model, tokens, opened, weights)
+    run = _traced(way, values, opened, weights)
     if parts:
         longest = [_longest(part, kept) for part, kept in zip(parts, retained, strict=True)]
-        if not _same(run, _traced(model, tokens, _opened(state, longest), weights)):
+        if not _same(run, _traced(way, values, _opened(state, longest), weights)):
             ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
             raise UnrecordableError("what is done depends on the length", ahead // 2 + 1)
-    trial = RecordedStep(run, weights, state, retained)
-    _compare([trial.step(tokens), *trial._leaves], [expected, *_leaves(after)])
-    return RecordedStep(run, weights, state, retained)
+    return run, retained, [*outputs, *_leaves(after)]
 
 
-def _traced(model: Any, tokens: Tensor, opened: Any, weights: Sequence[Tensor]) -> Run:
+def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) -> Run:
     parts = _parts(opened)
     views = [view for part in parts for view in part.buffers]
 
-    def step(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    def step(values: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         each, rest = iter(given[: len(views)]), iter(given[len(views) :])
         state = _mapped(
             opened, lambda part: part.open([next(each) for _ in part.buffers], next(rest)), lambda _: next(rest)
         )
-        logits, after = logits_after(model, tokens, state)
-        return logits, *_leaves(after)
+        outputs, after = way(values, state)
+        return *outputs, *_leaves(after)
 
     try:
         with warnings.catch_warnings(), torch.jit.optimized_execution(False):
             warnings.simplefilter("ignore")  # of sizes that become numbers: what they decide is compared
-            return torch.jit.trace(step, (tokens, *views, *_leaves(opened), *weights), check_trace=False)
+            return torch.jit.trace(step, (values, *views, *_leaves(opened), *weights), check_trace=False)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
 
 
-def _inputs(model: Any) -> list[Tensor]:
+def _inputs(parts: Sequence[nn.Module]) -> list[Tensor]:
     """The weights that a recording must be given, as it cannot hold them: those that learn or are packed."""
-    assert isinstance(model, nn.Module)
-    packed = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
-    return [*packed, *(weight for weight in model.parameters() if weight.requires_grad)]
+    every = nn.ModuleList(parts)
+    packed = [module.packed for module in every.modules() if isinstance(module, PackedLinear)]
+    return [*packed, *(weight for weight in every.parameters() if weight.requires_grad)]
 
 
 def _same(one: Run, other: Run) -> bool:

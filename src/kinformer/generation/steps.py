@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kinformer.core.host import known_values
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
+from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
 
 LONG = 512
 """Expected tokens for which a recording is worth its time, that of some fifty to a hundred steps."""
@@ -21,8 +22,8 @@ class Steps:
     def __init__(self, model: Any, room: int, recorded: bool) -> None:
         self.model, self.recorded = model, recorded
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
-        self.running: RecordedStep | None = None
-        self._recording: RecordedStep | None = None
+        self.running: RecordedStep | RecordedExits | None = None
+        self._recording: RecordedStep | RecordedExits | None = None
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
@@ -46,13 +47,13 @@ class Steps:
             state, self.running = self.running.release(), None
         return state
 
-    def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | None:
+    def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | RecordedExits | None:
         """The step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         if self._recording is not None and (again := self._recording.with_state(state)) is not None:
             return again
         if self.recorded and self.made > self.record_at:
             try:
-                self._recording = record(self.model, tokens, state)
+                self._recording = (record_exits if leaves_early(self.model) else record)(self.model, tokens, state)
                 return self._recording
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1

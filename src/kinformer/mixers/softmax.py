@@ -29,6 +29,7 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.errors import KinformerError
+from kinformer.core.host import nowhere
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -209,7 +210,7 @@ class SoftmaxAttention(CausalMixer):
         """q (None where nothing is asked), k and v of the chunk as they meet, and what of it a projection with a
         context needs later."""
         x = select_valid(chunk.x, chunk.valid)
-        if recent is None and asked is not None and not asked.any():
+        if recent is None and asked is not None and nowhere(asked):
             k, v = self.projection.keys_values(x)
             return None, self.position.rotate_keys(k, positions), self.position.values(v), None
         q, k, v = self.projection(x)
@@ -232,7 +233,7 @@ class SoftmaxAttention(CausalMixer):
     ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
         q, k, v = qkv
-        if q is None:
+        if q is None or (asked is not None and nowhere(asked)):
             return v.new_zeros(*positions.shape, self.dim)
         dropout = Dropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)

@@ -17,6 +17,7 @@ from kinformer.core.contract import Chunk, advance, left_align, positions_of, se
 from kinformer.core.errors import KinformerError
 from kinformer.core.host import has_data, values_known
 from kinformer.core.model import CausalModel, Hidden
+from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
 
 
@@ -208,18 +209,41 @@ class Decoder(CommonModel):
             return state.fork()  # autograd must not keep tensors of inference mode, nor may they be written into
         return state
 
-    def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
-        """``chunk`` holds the values that the input takes."""
-        positions = positions_of(chunk, state.seen)
-        seen = advance(state.seen, chunk, positions)
-        x = self._entered(self._embedded(chunk.x, positions, chunk.valid), chunk.valid)
+    def until_exit(self, number: int, values: Tensor, state: DecoderState) -> tuple[tuple[Tensor, ...], DecoderState]:
+        """What runs of tokens that all go on behind exit ``number`` - 1 of a stack that lets them leave.
 
+        ``values`` are tokens [batch, time] for exit 0, else what the exit before gave; ``state`` has the layers between
+        alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by which
+        exit each token is to leave [batch, time]), and the state after.
+        """
+        chunk, before, seen = self._placed(Chunk(values), state.seen)
+        if number == 0:
+            chunk = chunk._replace(x=self._entered(self._embedded(values, chunk.positions, None), None))  # type: ignore[arg-type]
+        stack: Any = self.stack
+        x, logits, leaves, layers = stack.until(number, chunk, state.layers, before, self.exit_logits)
+        return (x, logits, leaves), DecoderState(layers, seen)
+
+    def past_exit(self, number: int, hidden: Tensor, state: DecoderState) -> tuple[tuple[()], DecoderState]:
+        """The same of tokens that left before with ``hidden`` [batch, time, dim]: only the state goes on."""
+        chunk, before, seen = self._placed(Chunk(hidden), state.seen)
+        stack: Any = self.stack
+        return (), DecoderState(stack.past(number, chunk, state.layers, before), seen)
+
+    def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
+        """``chunk`` with its positions, what is added before each use of a layer, and ``seen`` after it."""
+        positions = positions_of(chunk, seen)
         own = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
 
         def before(x: Tensor, use: int) -> Tensor:
             added = self.position.layer_input(own, use)
             return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
-        chunk = chunk._replace(x=x, positions=positions)
+        return chunk._replace(positions=positions), before, advance(seen, chunk, positions)
+
+    def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
+        """``chunk`` holds the values that the input takes."""
+        chunk, before, seen = self._placed(chunk, state.seen)
+        x = self._entered(self._embedded(chunk.x, chunk.positions, chunk.valid), chunk.valid)  # type: ignore[arg-type]
+        chunk = chunk._replace(x=x)
         (x, layers, tapped), exits = self.stack.absorb_exiting(chunk, state.layers, before, taps, self.exit_logits)
         return Hidden(self.norm(x), DecoderState(layers, seen), tapped), exits

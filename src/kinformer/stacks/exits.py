@@ -98,11 +98,15 @@ class Exits(Stack):
         self.rule: ExitRule | None = None if config.rule is None else config.rule.build(dim, len(self.exits))
         self.left = Left()
 
+    @property
+    def leaves_early(self) -> bool:
+        return self.rule is not None and not self.rule.off
+
     def absorb_exiting(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         drawn = self.training and self.config.training == "mixed"
-        if not drawn and (self.training or self.rule is None or self.rule.off):
+        if not drawn and (self.training or not self.leaves_early):
             return self.absorb(chunk, state, before, taps), None
         running = _Running(chunk, len(self.exits) - 1)
         if drawn:
@@ -120,6 +124,36 @@ class Exits(Stack):
                 earlier = x
         self.left(running.leaves_by, chunk.valid)
         return (x, tuple(after), tuple(tapped)), running.leaves_by
+
+    def leads(self, number: int) -> range:
+        """The uses between the exit before exit ``number``, or the input, and that exit."""
+        return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
+
+    def until(
+        self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, read: ReadExit
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+        """A chunk of which all tokens run, from the exit before to exit ``number``, and ``state`` of the uses there.
+
+        What the last one gives, [batch, time, dim]; its logits; by which exit each token is to leave as far as is known
+        there, [batch, time] int64; and the states after.
+        """
+        x, after = chunk.x, []
+        for use, own in zip(self.leads(number), state, strict=True):
+            x, own = self._used(use, chunk._replace(x=before(x, use)), own, None)
+            after.append(own)
+        logits = read(x, number)
+        leaves = torch.full(x.shape[:2], len(self.exits) - 1, device=x.device)
+        if self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number):
+            flat = (each.flatten(0, 1) for each in (x, chunk.x, chunk.positions, logits))  # type: ignore[union-attr]
+            x_, earlier, positions, logits_ = flat
+            leaves = self.rule(AtExit(number, x_, earlier, positions, lambda: logits_)).view(leaves.shape)
+        return x, logits, leaves, tuple(after)
+
+    def past(self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse) -> tuple[Any, ...]:
+        """The states of the same uses after a chunk whose tokens have left before."""
+        nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
+        pairs = zip(self.leads(number), state, strict=True)
+        return tuple(self._used(use, chunk._replace(x=before(chunk.x, use)), own, nothing)[1] for use, own in pairs)
 
     def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
         """Let go of those that leave by exit ``number``; ``read`` None: they were drawn."""

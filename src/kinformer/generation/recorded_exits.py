@@ -1,0 +1,87 @@
+"""A step of a model whose tokens leave early, recorded in pieces, from exit to exit.
+
+Behind each piece the host reads whether the token goes on. Every piece is recorded in two ways: the token runs through
+it, or it left before and the piece's layers only absorb it (``stacks.exits``). One sequence at a time, for the tokens
+of several leave by unlike exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core.stack import Stack
+from kinformer.generation.recorded import RecordedStep, UnrecordableError, Way, record_ways
+
+RUNS, HAS_LEFT = 0, 1
+
+
+def leaves_early(model: Any) -> bool:
+    """Whether tokens of ``model`` may leave by an exit before the last, and it can be stepped from exit to exit."""
+    stack = getattr(model, "stack", None)
+    return isinstance(stack, Stack) and stack.leaves_early and hasattr(model, "until_exit")
+
+
+class RecordedExits:
+    """As :class:`RecordedStep`, of ``pieces`` that step the states of the layers before each exit."""
+
+    def __init__(self, stack: Any, pieces: Sequence[RecordedStep]) -> None:
+        self._stack, self._pieces = stack, pieces
+        rule = stack.rule
+        self._asks = [
+            rule is not None and number < len(pieces) - 1 and rule.asks(number) for number in range(len(pieces))
+        ]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the buffers hold another token."""
+        return all(piece.has_room for piece in self._pieces)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
+        leaves, hidden, logits = len(self._pieces) - 1, tokens, tokens
+        for number, (piece, asks) in enumerate(zip(self._pieces, self._asks, strict=True)):
+            if number > leaves:
+                piece.go(hidden, HAS_LEFT)
+                continue
+            hidden, logits, by = piece.go(hidden, RUNS)
+            leaves = int(by) if asks else leaves
+        if self._stack.left._forward_hooks:
+            self._stack.left(torch.full_like(tokens, leaves), None)
+        return logits[:, 0]
+
+    def release(self) -> Any:
+        """The state, for steps in Python; this object is then done with."""
+        states = [piece.release() for piece in self._pieces]
+        return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
+
+    def with_state(self, state: Any) -> RecordedExits | None:
+        """The same step from another state on; None where that has other sizes, for which it was not checked."""
+        found = [piece.with_state(own) for piece, own in zip(self._pieces, _split(self._stack, state), strict=True)]
+        return None if None in found else RecordedExits(self._stack, [piece for piece in found if piece is not None])
+
+
+def record_exits(model: Any, tokens: Tensor, state: Any) -> RecordedExits:
+    """The recorded step of ``model``, whose tokens may leave early; otherwise as ``recorded.record``."""
+    stack = model.stack
+    if len(tokens) > 1:
+        raise UnrecordableError("tokens of unlike rows leave by unlike exits")
+    weight = next(each for each in model.parameters() if each.is_floating_point())
+    hidden = torch.randn(1, 1, model.config.dim, generator=torch.Generator().manual_seed(0)).to(weight)
+    pieces = []
+    for number, own in enumerate(_split(stack, state)):
+        used = [stack.layers[stack.order[use]] for use in stack.leads(number)]
+        parts = [*used, *(part for name, part in model.named_children() if name != "stack"), stack.rule]
+        ways: list[Way] = [partial(model.until_exit, number), partial(model.past_exit, number)]
+        pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, own))
+    return RecordedExits(stack, pieces)
+
+
+def _split(stack: Any, state: Any) -> Iterator[Any]:
+    """The states of the layers before each exit."""
+    for number in range(len(stack.exits)):
+        yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))
