@@ -1,14 +1,15 @@
 """How much faster is generation with calibrated early exits, and does the risk hold? (CALM, Schuster et al. 2022)
 
-Trains eight layers on the bytes of a text for some minutes, calibrates them on its validation split for textual and for
-risk consistency, and then
+Trains eight layers on the bytes of a text for some minutes, three quarters of them with the losses of all exits
+(aligned), the rest with tokens that leave by exits drawn at random (mixed), so that later tokens have seen the copied
+states of those that left. Calibrates the model on the validation split for textual and for risk consistency, and then
 
 * measures the loss of each calibration on prompts of the test split, which nothing has seen, beside a bound of its mean
   that holds with the same confidence (Bentkus' inequality over the binomial distribution);
 * measures bits per byte with and without exits;
 * times greedy generation of one sequence with all layers and with each threshold, in turns in one process.
 
-``--run FOLDER`` keeps the run there: what is trained already is not trained again.
+``--run FOLDER`` keeps the run there, and the one it began from beside it: what is trained already is not trained again.
 """
 
 from __future__ import annotations
@@ -35,22 +36,35 @@ from kinformer.tasks.task import Measuring
 from kinformer.tasks.text import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
-TRAINING = ("--tokenizer", "bytes", "--optimizer", "muon", "--lr", 5e-3, "--batch-size", 8, "--length", 128)
+LR = 5e-3
+TRAINING = ("--tokenizer", "bytes", "--optimizer", "muon", "--lr", LR, "--batch-size", 8, "--length", 128)
 QUICK = ("--steps", 5)
 PROMPT, NEW = 64, 32
 """Tokens of a sample's prompt and of its continuation."""
-TIMED = 192
-"""Tokens of a timed continuation."""
+TIMED = 600
+"""Tokens of a timed continuation: enough for steps to be recorded, with all layers and with exits."""
+ALIGNED = 0.75
+"""The share of the minutes in which all exits are trained at once."""
 
 
 def trained(options: argparse.Namespace, folder: Path) -> Run:
     """The run in ``folder``, trained now if it is not there."""
-    if not (folder / "config.json").is_file():
-        changes = [word for path, value in SIZES.items() for word in ("--set", f"{path}={value}")]
-        length = QUICK if options.quick else ("--minutes", options.minutes)
-        words = ("--data", options.data, "--threads", torch.get_num_threads(), "--out", folder)
-        kinformer("train", "calm", "--recipe", "small", *changes, *TRAINING, *length, *words)
+    aligned = folder.with_name(f"{folder.name}-aligned")
+    train(options, aligned, ALIGNED, "aligned")
+    train(options, folder, 1 - ALIGNED, "mixed", "--init", aligned, "--lr", LR / 2)
     return open_run(folder)
+
+
+def train(options: argparse.Namespace, folder: Path, share: float, training: str, *more: Any) -> None:
+    """One part of the training, for a ``share`` of the minutes."""
+    if (folder / "config.json").is_file():
+        return
+    changes = [
+        word for path, value in (SIZES | {"stack.training": training}).items() for word in ("--set", f"{path}={value}")
+    ]
+    length = QUICK if options.quick else ("--minutes", share * options.minutes)
+    words = ("--data", options.data, "--threads", torch.get_num_threads(), "--out", folder)
+    kinformer("train", "calm", "--recipe", "small", *changes, *TRAINING, *length, *words, *more)
 
 
 def calibrated(options: argparse.Namespace, folder: Path, consistency: str) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class T5(Position):
         far = self.config.max_distance
         if lowest >= far:
             return None
-        distance = torch.arange(lowest, min(highest, far - 1) + 1, device=self.table.device)
+        # All of them, however short the past: a table that grew with it could not be recorded.
+        distance = torch.arange(lowest, far, device=self.table.device)
         last = self.config.num_buckets // (1 + self.config.bidirectional) - 1
         return Relative(lowest, bias=(self.table[buckets(self.config, distance)] - self.table[last]).mT)
 
