@@ -37,7 +37,7 @@ from kinformer.tasks.text import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 LR = 5e-3
-TRAINING = ("--tokenizer", "bytes", "--optimizer", "muon", "--batch-size", 8, "--length", 128)
+TRAINING = ("--optimizer", "muon", "--batch-size", 8, "--length", 128)
 QUICK = ("--steps", 5)
 PROMPT, NEW = 64, 32
 """Tokens of a sample's prompt and of its continuation."""
@@ -50,7 +50,7 @@ ALIGNED = 0.75
 def trained(options: argparse.Namespace, folder: Path) -> Run:
     """The run in ``folder``, trained now if it is not there."""
     aligned = folder.with_name(f"{folder.name}-aligned")
-    train(options, aligned, ALIGNED, "aligned", "--lr", LR)
+    train(options, aligned, ALIGNED, "aligned", "--tokenizer", "bytes", "--lr", LR)
     train(options, folder, 1 - ALIGNED, "mixed", "--init", aligned, "--lr", LR / 2)
     return open_run(folder)
 
