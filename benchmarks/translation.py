@@ -8,7 +8,7 @@ with, or only measured where it has ended, so that the script may be stopped and
 train` stand after --:
 
     python benchmarks/translation.py --data multi30k/ --run runs/de --minutes 60 --threads 2 -- \
-        --length 64 --batch-size 32 --optimizer muon --lr 1e-2 --train-tokenizer 4000
+        --length 64 --batch-size 32 --optimizer muon --lr 5e-3 --train-tokenizer 4000
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def costs(folder: Path, rounds: int, batch: int) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--member", default="vanilla")
-    parser.add_argument("--recipe", default="small-data")
+    parser.add_argument("--recipe", default="pre-norm")
     parser.add_argument("--data", help="as of kinformer train --task translate; number words if not given")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int)

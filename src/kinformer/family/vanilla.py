@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kinformer.family.assemble import Shape, decoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
@@ -25,14 +25,18 @@ def _recipe(shape: Shape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe
             position=Sinusoidal.Config(),
             initialisation=Initialisation(scheme="xavier", residual="plain"),
             scale=True,
-        ).replace(norm=None)
+        )
+        if shape.residual == "post":
+            base = base.replace(norm=None)
         return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
 
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+def _shape(
+    dim: int, depth: int, num_heads: int, hidden_dim: int | None = None, residual: Literal["pre", "post"] = "post"
+) -> Shape:
+    return Shape(dim, depth, num_heads, hidden_dim, residual=residual, activation="relu")
 
 
 MEMBER = Member(
@@ -45,6 +49,8 @@ MEMBER = Member(
     growth="linear",
     departures=(
         "bytes are the default vocabulary of the small recipes",
+        "recipe pre-norm has its norms before sublayers, so that it can be trained fast: the encoder of a post-norm one "
+        "may give every source the same vectors where the learning rate is high",
         "label smoothing spreads its share over all ids (tensor2tensor: over all but the right one)",
     ),
     exact_limit="is exact attention",
@@ -53,6 +59,7 @@ MEMBER = Member(
         "tiny": _recipe(_shape(32, 2, 2), dropout=0.0),
         "small": _recipe(_shape(256, 4, 4)),
         "small-data": _recipe(_shape(128, 4, 4, 256), dropout=0.3),
+        "pre-norm": _recipe(_shape(128, 4, 4, 256, residual="pre")),
         "benchmark": _recipe(_shape(256, 4, 4), dropout=0.0),
         "paper": _recipe(_shape(512, 6, 8), vocab_size=37000),
         "paper-big": _recipe(_shape(1024, 6, 16), vocab_size=37000, dropout=0.3),
