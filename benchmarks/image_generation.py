@@ -30,6 +30,7 @@ from kinformer.core.contract import MixerConfig
 from kinformer.core.likelihood import Likelihood
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
+from kinformer.generation.steps import Steps
 from kinformer.inputs.pixels import START
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lsh import LSHAttention
@@ -147,12 +148,15 @@ def per_image(seconds: Sequence[float], at: Sequence[int], length: int, batch: i
 
 
 def one_image(model: Any, length: int, dtype: torch.dtype) -> float:
-    """Seconds for one whole image with packed weights of ``dtype``."""
-    drawing = Drawing(pack(model.to(dtype)), 1, 0)
-    drawing.state = states.reserve(drawing.model.initial_state(1), length)
+    """Seconds for one whole image with packed weights of ``dtype``, stepped as ``kinformer generate`` does it."""
+    model, head = pack(model.to(dtype)), model.head
+    value, state = torch.full((1, 1), START), states.reserve(model.initial_state(1), length)
     begun = time.perf_counter()
-    for _ in range(length // STEPS):
-        drawing.step()
+    with torch.inference_mode():
+        stepping = Steps(model, length, recorded=True)
+        for _ in range(length):
+            logits, state = stepping.step(value, state)
+            value = head.draw(logits, torch.rand(1, head.draws), 1.0)[:, None]
     return time.perf_counter() - begun
 
 

@@ -37,11 +37,15 @@ def test_what_cannot_be_packed_stays():
 
 def test_only_what_pays_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(entry.where for entry in LEAST.values())
-    entry = packing.Least(one=600, more=500, where="here")
+    entry = packing.Least(cached=2000, streamed=600, more=500, cache=1 << 20, where="here")
     monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, entry))
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 32))
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
-    assert [type(each) for each in pack(model)] == [torch.nn.Linear, PackedLinear]
+    assert [type(each) for each in pack(model)] == [torch.nn.Linear, torch.nn.Linear]
     assert [type(each) for each in pack(model, rows=2)] == [PackedLinear, PackedLinear]
+    monkeypatch.setattr(
+        packing, "LEAST", dict.fromkeys(LEAST, entry._replace(cache=6 << 10))
+    )  # 1,536 weights are 6 KiB
+    assert [type(each) for each in pack(model)] == [torch.nn.Linear, PackedLinear]
     assert all(isinstance(each, PackedLinear) for each in pack(model.bfloat16()))

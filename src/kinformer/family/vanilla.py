@@ -49,7 +49,7 @@ MEMBER = Member(
     growth="linear",
     departures=(
         "bytes are the default vocabulary of the small recipes",
-        "recipe pre-norm has its norms before sublayers, so that it can be trained fast: the encoder of a post-norm one "
+        "recipe pre-norm has its norms before sublayers, so that it can be trained fast: a post-norm encoder "
         "may give every source the same vectors where the learning rate is high",
         "label smoothing spreads its share over all ids (tensor2tensor: over all but the right one)",
     ),

@@ -22,20 +22,24 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Least(NamedTuple):
-    """Of how many elements float32 matrices are packed, for ``one`` row and for ``more``; ``where``: measured on what.
+    """Of how many elements float32 matrices are packed: for one row, of a model whose matrices have less than ``cache``
+    bytes (``cached``) or more (``streamed``), and for ``more`` rows. ``where``: measured on what.
 
     Matrices of bfloat16 are always packed.
     """
 
-    one: int
+    cached: int
+    streamed: int
     more: int
+    cache: int
     where: str
 
 
+_ZEN5 = Least(1 << 20, 1 << 16, 1 << 17, 1 << 24, "AMD EPYC (family 26, Zen 5), 32 MiB of L3, one thread, torch 2.13")
 LEAST = {
-    "AVX-512 and bfloat16": Least(1 << 20, 1 << 17, "AMD EPYC (family 26, Zen 5), one thread, torch 2.13"),
-    "AMX": Least(0, 0, "not measured apart: packing all was the faster when it was brought in"),
-    "other": Least(1 << 20, 1 << 17, "not measured, as on Zen 5"),
+    "AVX-512 and bfloat16": _ZEN5,
+    "AMX": Least(0, 0, 0, 0, "not measured apart: packing all was the faster when it was brought in"),
+    "other": _ZEN5._replace(where="not measured, as on Zen 5"),
 }
 
 
@@ -89,8 +93,7 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
     if not can_pack(model):
         return model
     if least is None:
-        table = LEAST[processor_class()]
-        least = table.one if rows == 1 else table.more
+        least = _least(model, rows)
     with torch.no_grad():
         model = copy.deepcopy(model).requires_grad_(False)
         for module in list(model.modules()):
@@ -100,3 +103,12 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
                 if child.weight.dtype != torch.float32 or child.weight.numel() >= least:
                     setattr(module, name, PackedLinear(child, rows))
     return model
+
+
+def _least(model: nn.Module, rows: int) -> int:
+    """Of how many elements float32 matrices of ``model`` are packed here."""
+    table = LEAST[processor_class()]
+    if rows > 1:
+        return table.more
+    total = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
+    return table.cached if total < table.cache else table.streamed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
 from kinformer.core.errors import KinformerError
+from kinformer.core.host import values_known
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.raster import Raster, check_blocks
 
@@ -173,7 +174,7 @@ class Pixels(Input):
 
     def _check_range(self, values: Tensor) -> None:
         """Refuse what is no intensity; on a GPU looking at them would wait for the device."""
-        if type(values) is not Tensor or values.device.type != "cpu" or torch.compiler.is_compiling():
+        if type(values) is not Tensor or values.device.type != "cpu" or torch.compiler.is_compiling() or values_known():
             return
         low, high = values.aminmax()
         if low < 0 or high > START:

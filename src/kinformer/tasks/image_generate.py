@@ -20,6 +20,7 @@ from kinformer.core.model import device_of
 from kinformer.core.progress import progressing
 from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
+from kinformer.generation.steps import Steps
 from kinformer.tasks.image_measure import data_of
 from kinformer.tasks.image_rows import LEVELS, START, Sequences
 from kinformer.tasks.task import LoadedRun
@@ -150,17 +151,16 @@ def _sample(model: Any, sequences: Sequences, begin: Tensor | None, count: int, 
         values[:, 1 : 1 + done] = begin.to(device)
     with torch.inference_mode(), progressing(options.quiet, "drawing rows") as progress:
         state = states.reserve(model.initial_state(count), time_)
-        read = 0
+        for part in values[:, :done].split(options.chunk, 1) if done else ():
+            state = model.head_inputs(part, state)[1]
+        stepping = Steps(model, time_ - done, recorded=True)
         for step in range(done, time_):
-            while read <= step:
-                upto = min(step + 1, read + options.chunk)
-                inputs, state = model.head_inputs(values[:, read:upto], state)
-                read = upto
-            logits = model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
+            logits, state = stepping.step(values[:, step : step + 1], state)
             values[:, step + 1] = pick(logits)
             if progress is not None and (step + 1) % input.raster.width == 0:
                 progress((step + 1) // input.raster.width, input.height)
         require_finite(bool(logits.isfinite().all()))
+        state = stepping.settled(state)
     return values[:, 1:], states.nbytes(state)
 
 
