@@ -15,16 +15,12 @@ from .conftest import tiny
 
 IN_PYTHON = {
     "sparse-transformer": "its pattern is looked up by position",
-    "image-transformer": "its pattern is looked up by position",
     "reformer": "its state grows by whole leaves",
     "tensorized": "its state grows by whole leaves",
     "universal": "tokens halt early",
     "depth-adaptive": "tokens leave early",
-    "transformer-xl": "the rows of its positions are kept by the sum of a weight",
-    "gtrxl": "as transformer-xl",
-    "compressive": "as transformer-xl",
+    "compressive": "it compresses where a row's memory is full",
     "memorizing": "it searches where rows differ",
-    "spalm": "as transformer-xl",
 }
 
 

@@ -1,4 +1,5 @@
-"""Attention of one query per head, as generation asks for: no plan, no tiles, only the slots that some head sees.
+"""Attention of one query per head, as generation asks for: no plan, no tiles, and of patterns that hide most slots only
+those that some head sees.
 
 out = softmax_j(scale * q . k_j + what the distance adds) v_j,   j over those slots
 """
@@ -42,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 def _seen_slots(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The keys and values that some head sees, which head does [batch, heads or 1, slots] (None: all); distances."""
+    """The keys and values that some head may see, which head does [batch, heads or 1, slots] (None: all); distances."""
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
@@ -50,6 +51,8 @@ def _seen_slots(
         seen = _visible(pattern, query_positions(visibility, q, slots), distance)
         if visibility.key_padding_mask is not None:
             seen = seen & ~visibility.key_padding_mask[:, None]
+        if pattern.horizon is not None and 2 * pattern.horizon >= slots:  # it hides few of them
+            return k, v, seen, distance
         picked = seen.any(0).any(0).nonzero()[:, 0]
         if picked.shape[0] < slots:
             k, v, seen, distance = k[:, :, picked], v[:, :, picked], seen[:, :, picked], distance[picked]
