@@ -144,9 +144,10 @@ class Exits(Stack):
         logits = read(x, number)
         leaves = torch.full(x.shape[:2], len(self.exits) - 1, device=x.device)
         if self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number):
-            flat = (each.flatten(0, 1) for each in (x, chunk.x, chunk.positions, logits))  # type: ignore[union-attr]
-            x_, earlier, positions, logits_ = flat
-            leaves = self.rule(AtExit(number, x_, earlier, positions, lambda: logits_)).view(leaves.shape)
+            assert chunk.positions is not None
+            here, earlier, positions = x.flatten(0, 1), chunk.x.flatten(0, 1), chunk.positions.flatten()
+            at = AtExit(number, here, earlier, positions, lambda: logits.flatten(0, 1))
+            leaves = self.rule(at).view(leaves.shape)
         return x, logits, leaves, tuple(after)
 
     def past(self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse) -> tuple[Any, ...]:
