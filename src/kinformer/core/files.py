@@ -87,7 +87,7 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
     """Tell whatever goes wrong with the contents of ``path`` inside as one sentence."""
     try:
         yield
-    except KinformerError:
+    except (KinformerError, ImportError):  # a broken installation is not the file's fault
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
