@@ -38,12 +38,13 @@ def measured(folder: Path, options: Any) -> dict[str, Any]:
     """Figures of a run, and its picture of completions beside the results."""
     run = open_run(folder)
     limits = ("--images", options.images) if options.images else ()
-    found = kinformer("evaluate", folder, *limits, *(("--threads", options.threads) if options.threads else ()))
+    threads = ("--threads", options.threads) if options.threads else ()
+    found = kinformer("evaluate", folder, *limits, *threads)
     picture = (
         options.out.parent if options.out else folder if options.quick else RESULTS
     ) / f"image_bits_{run.member}.png"
     completing = ("--complete", options.data, "--rows", options.rows, "--samples", 3, "--seed", 0)
-    drawn = kinformer("generate", folder, *completing, "--out", picture)
+    drawn = kinformer("generate", folder, *completing, "--out", picture, *threads)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = max((json.loads(line).get("step", 0) for line in lines), default=0)
     return {
