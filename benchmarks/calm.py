@@ -41,8 +41,8 @@ TRAINING = ("--optimizer", "muon", "--batch-size", 8, "--length", 128)
 QUICK = ("--steps", 5)
 PROMPT, NEW = 64, 32
 """Tokens of a sample's prompt and of its continuation."""
-TIMED = 600
-"""Tokens of a timed continuation: enough for steps to be recorded, with all layers and with exits."""
+TIMED = 2000
+"""Tokens of a timed continuation, whose steps are recorded, with all layers and with exits; that is part of the time."""
 ALIGNED = 0.75
 """The share of the minutes in which all exits are trained at once."""
 
@@ -107,7 +107,7 @@ def timed(options: argparse.Namespace, model: Any, split: Split, thresholds: dic
         layers[name].append(noted.found.layers_per_token)
 
     contestants = [Contestant(name, partial(step, name)) for name in ("all layers", *thresholds)]
-    interleave(contestants, options.rounds or (2 if options.quick else 25))
+    interleave(contestants, options.rounds or (2 if options.quick else 9))
     base = contestants[0].median
     return {
         each.name: {
