@@ -42,7 +42,7 @@ QUICK = ("--steps", 5)
 PROMPT, NEW = 64, 32
 """Tokens of a sample's prompt and of its continuation."""
 TIMED = 2000
-"""Tokens of a timed continuation, whose steps are recorded, with all layers and with exits; that is part of the time."""
+"""Tokens of a timed continuation, whose steps are recorded, which is part of the time."""
 ALIGNED = 0.75
 """The share of the minutes in which all exits are trained at once."""
 
