@@ -18,6 +18,8 @@ EPS = 1e-12
 
 def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     """``table`` [heads, n, ...] of distances from ``lowest`` on at ``distance`` [...]: [heads, ..., ...], 0 outside."""
+    if not table.shape[1]:
+        return table.new_zeros(table.shape[0], *distance.shape, *table.shape[2:])
     index = distance - lowest
     inside = (index >= 0) & (index < table.shape[1])
     found = table[:, index.clamp(0, table.shape[1] - 1)]
