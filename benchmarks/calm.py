@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import Contestant, arguments, interleave, kinformer, prepare, save, show
+from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
 from kinformer.data import Split
 from kinformer.evaluation.calibration import upper_bound
 from kinformer.evaluation.exiting import noting_exits, with_rule
@@ -59,9 +59,7 @@ def train(options: argparse.Namespace, folder: Path, share: float, training: str
     """One part of the training, for a ``share`` of the minutes."""
     if (folder / "config.json").is_file():
         return
-    changes = [
-        word for path, value in (SIZES | {"stack.training": training}).items() for word in ("--set", f"{path}={value}")
-    ]
+    changes = sets(SIZES | {"stack.training": training})
     length = QUICK if options.quick else ("--minutes", share * options.minutes)
     words = ("--data", options.data, "--threads", torch.get_num_threads(), "--out", folder)
     kinformer("train", "calm", "--recipe", "small", *changes, *TRAINING, *length, *words, *more)

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -123,6 +123,17 @@ def kinformer(*words: Any) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{' '.join(command[2:])} ended with {done.returncode}; see above.")
     return json.loads(done.stdout)
+
+
+def train(member: str, folder: Path, threads: int | None, *words: Any) -> dict[str, Any]:
+    """What ``kinformer train`` tells of the run in ``folder``: begun with ``words``, or gone on with if it is there."""
+    more = ("--resume",) if (folder / "config.json").is_file() else words
+    return kinformer("train", member, "--out", folder, *more, *(("--threads", threads) if threads else ()))
+
+
+def sets(changes: Mapping[str, Any]) -> list[str]:
+    """``changes`` of a config as words of a command: --set PATH=VALUE for each."""
+    return [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
 
 
 def in_process(script: str, *words: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import RESULTS, arguments, kinformer, prepare, save, show
+from common import RESULTS, arguments, kinformer, prepare, save, sets, show, train
 from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
 from kinformer.evaluation.figure import save as save_figure
 
@@ -34,14 +34,9 @@ NEVER = 2.0
 def trained(classifiers: str, options: Any) -> Path:
     """The run with these heads, begun, gone on with or already there."""
     folder = options.runs / classifiers
-    threads = ("--threads", torch.get_num_threads())
-    if (folder / "config.json").is_file():
-        kinformer("train", "depth-adaptive", "--out", folder, "--resume", *threads)
-        return folder
     changes = SIZES | RULE | {"stack.classifiers": classifiers, "head.tied": CLASSIFIERS[classifiers]}
-    words = [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
-    where = ("--data", options.data, "--steps", options.steps, "--out", folder, *threads)
-    kinformer("train", "depth-adaptive", "--recipe", "small", *words, *TRAINING, *where)
+    words = ("--recipe", "small", *sets(changes), *TRAINING, "--data", options.data, "--steps", options.steps)
+    train("depth-adaptive", folder, torch.get_num_threads(), *words)
     return folder
 
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 
 TEACHER = "convformer"
 STUDENTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
@@ -32,12 +32,9 @@ def contestant(name: str, member: str, seed: int, folder: Path, options: Any, *m
     """Train, or go on training, and measure one run."""
     out = folder / f"{name.replace(', ', '-')}-{seed}"
     threads = ("--threads", options.threads) if options.threads else ()
-    if (out / "config.json").exists():
-        trained = kinformer("train", member, "--out", out, "--resume", *threads)
-    else:
-        data = ("--data", options.data) if options.data else ()
-        settings = ("--steps", options.steps, "--seed", seed, "--label-share", options.label_share, *options.further)
-        trained = kinformer("train", member, "--task", "vision", *data, *settings, *more, "--out", out, *threads)
+    data = ("--data", options.data) if options.data else ()
+    settings = ("--steps", options.steps, "--seed", seed, "--label-share", options.label_share, *options.further)
+    trained = train(member, out, options.threads, "--task", "vision", *data, *settings, *more)
     measured = kinformer("evaluate", out, *threads)
     found = {"name": name, "member": member, "seed": seed}
     found |= {each: trained[each] for each in TRAINED} | {each: measured[each] for each in MEASURED}

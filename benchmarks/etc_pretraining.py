@@ -17,7 +17,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, sets, show
 
 GOAL = 5.0
 """Times chance."""
@@ -46,12 +46,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.run or Path(scratch) / "run"
         if not (folder / "config.json").exists():
-            changes = [word for path, value in RECIPE.items() for word in ("--set", f"{path}={value}")]
             shape = ("--length", LENGTH, "--batch-size", ROWS, "--lr", RATE)
             budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
             kinformer(
                 "train", "etc", "--recipe", "tiny", "--task", "mlm", "--objective", "mlm-cpc", "--data", options.data,
-                "--out", folder, *shape, *budget, *changes, *threads, *options.further,
+                "--out", folder, *shape, *budget, *sets(RECIPE), *threads, *options.further,
             )  # fmt: skip
         limit = ("--max-bytes", 65536) if options.quick else ()
         measured = kinformer("evaluate", folder, *limit, *threads)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, arguments, kinformer, prepare, save, show
+from common import RESULTS, arguments, kinformer, prepare, save, show, train
 from kinformer.evaluation.figure import SERIES
 from kinformer.evaluation.plot_lengths import Curve, Stroke, plot
 
@@ -77,15 +77,12 @@ def encodings(length: int) -> list[Encoding]:
     ]
 
 
-def train(encoding: Encoding, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def trained(encoding: Encoding, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train the model of an encoding in its folder of ``folder``, or go on with what is there."""
-    folder /= encoding.run
-    threads = ("--threads", options.threads) if options.threads else ()
-    if (folder / "config.json").exists():
-        return kinformer("train", MEMBER, "--out", folder, "--resume", *threads)
     budget = ("--steps", options.steps, "--length", options.length, "--seed", options.seed)
     data = ("--data", options.data, "--holdout", 0.1)
-    return kinformer("train", MEMBER, *data, "--out", folder, *budget, *encoding.trained(), *options.further, *threads)
+    words = (*data, *budget, *encoding.trained(), *options.further)
+    return train(MEMBER, folder / encoding.run, options.threads, *words)
 
 
 def measure(encoding: Encoding, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -152,14 +149,14 @@ def main() -> None:
     chosen = [each for each in every if options.encodings is None or each.name in options.encodings]
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
-        trained = {
-            each.name: {name: value for name, value in train(each, folder, options).items() if name in TRAINED}
+        settings_of = {
+            each.name: {name: value for name, value in trained(each, folder, options).items() if name in TRAINED}
             for each in chosen
         }
         found = {each.name: measure(each, folder / each.run, options) for each in chosen}
     tables(found)
     settings = {name: getattr(options, name) for name in ("length", "times", "steps", "seed", "bytes", "further")}
-    save(options, "extrapolation", {"settings": settings, "trained": trained, "measured": found})
+    save(options, "extrapolation", {"settings": settings, "trained": settings_of, "measured": found})
     picture = options.out or (None if options.quick else RESULTS / "extrapolation.json")
     if picture is not None:
         plot([curve(each, options.length, found[each.name]["lengths"]) for each in chosen], picture.with_suffix(".png"))

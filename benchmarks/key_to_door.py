@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 
 WALKS, SEEDS, EPISODES = (1000, 10_000), 3, 200
 RECIPE = (
@@ -31,11 +31,7 @@ def success(walks: int, seed: int, folder: Path, options: Any) -> dict[str, Any]
     out = folder / f"{walks}-{seed}"
     threads = ("--threads", options.threads) if options.threads else ()
     data = ("--data", "key-to-door", "--trajectories", walks, "--walk-seed", seed, "--seed", seed)
-    if (out / "config.json").exists():
-        kinformer("train", "decision", "--out", out, "--resume", *threads)
-    else:
-        further = ("--steps", options.steps, "--out", out, *options.further)
-        kinformer("train", "decision", *data, *RECIPE, *further, *threads)
+    train("decision", out, options.threads, *data, *RECIPE, "--steps", options.steps, *options.further)
     found = kinformer("evaluate", out, *ACT, "--episodes", options.episodes, *threads)
     drawn = kinformer("evaluate", out, "--target", 1, "--episodes", options.episodes, "--cloning-steps", 0, *threads)
     run = {

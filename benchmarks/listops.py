@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 
 MEMBERS = ("bert", "longformer")
 LENGTH, SHORT_LENGTH, SHORT_LISTS, EXAMPLES = 2048, 512, "20-500", 96_000
@@ -24,14 +24,11 @@ TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")
 MEASURED = ("accuracy", "guessing", "bits_per_label", "examples", "classes", "length", "data")
 
 
-def train(member: str, folder: Path, minutes: float, options: Any, *more: Any) -> dict[str, Any]:
+def lists(member: str, folder: Path, minutes: float, options: Any, *more: Any) -> dict[str, Any]:
     """Train a member on ListOps; what the command tells."""
-    threads = ("--threads", options.threads) if options.threads else ()
-    if (folder / "config.json").exists():
-        return kinformer("train", member, "--out", folder, "--resume", *threads)
     budget = ("--steps", options.steps) if options.steps else ("--minutes", minutes)
-    task = ("--task", "listops", "--examples", options.examples, "--out", folder, "--seed", options.seed, *budget)
-    return kinformer("train", member, *task, *more, *options.further, *threads)
+    task = ("--task", "listops", "--examples", options.examples, "--seed", options.seed, *budget)
+    return train(member, folder, options.threads, *task, *more, *options.further)
 
 
 def measure(name: str, member: str, folder: Path, trained: dict[str, Any], options: Any) -> dict[str, Any]:
@@ -48,7 +45,7 @@ def measure(name: str, member: str, folder: Path, trained: dict[str, Any], optio
 
 def from_scratch(member: str, folder: Path, options: Any) -> dict[str, Any]:
     """All minutes on long lists."""
-    trained = train(member, folder, options.minutes, options, "--length", options.length, *positions(member, options))
+    trained = lists(member, folder, options.minutes, options, "--length", options.length, *positions(member, options))
     return measure(member, member, folder, trained, options)
 
 
@@ -57,9 +54,9 @@ def staged(folder: Path, options: Any) -> dict[str, Any]:
     short = folder / f"{options.short}-short"
     first = options.share * options.minutes
     brief = ("--length", options.short_length, "--example-tokens", options.short_lists)
-    train(options.short, short, first, options, *brief)
+    lists(options.short, short, first, options, *brief)
     out = folder / f"{options.long}-from-{options.short}"
-    trained = train(options.long, out, options.minutes - first, options, "--length", options.length, "--init", short)
+    trained = lists(options.long, out, options.minutes - first, options, "--length", options.length, "--init", short)
     return measure(f"{options.long} from {options.short}", options.long, out, trained, options)
 
 

@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 from quality import each_run
 
 MEMBERS = ("bert",)
@@ -35,12 +35,9 @@ MEASURED = (
 def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:
     """Train and evaluate one member with one seed."""
     threads = ("--threads", options.threads) if options.threads else ()
-    if (folder / "config.json").exists():
-        trained = kinformer("train", member, "--out", folder, "--resume", *threads)
-    else:
-        budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
-        new = ("--data", options.data, "--seed", seed, *budget, *options.further)
-        trained = kinformer("train", member, "--task", "mlm", "--out", folder, *new, *threads)
+    budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
+    new = ("--task", "mlm", "--data", options.data, "--seed", seed, *budget, *options.further)
+    trained = train(member, folder, options.threads, *new)
     measured = kinformer(
         "evaluate", folder, *threads, *(("--max-bytes", options.max_bytes) if options.max_bytes else ())
     )

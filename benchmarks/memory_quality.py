@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from common import Contestant, arguments, interleave, kinformer, prepare, save, show
+from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.runs.rows import plan_of
@@ -106,16 +106,11 @@ def measure(member: str, seed: int, folder: Path, changes: dict[str, Any], optio
     """Train and measure one member with one seed."""
     threads = ("--threads", options.threads) if options.threads else ()
     limit = ("--max-bytes", options.max_bytes) if options.max_bytes else ()
-    if (folder / "config.json").exists():
-        trained = kinformer("train", member, "--out", folder, "--resume", *threads)
-    else:
-        steps = dict(zip(options.members, options.steps * len(options.members), strict=False))[member]
-        budget = ("--minutes", options.minutes) if options.minutes else ("--steps", steps)
-        sets = [item for path, value in changes.items() for item in ("--set", f"{path}={value}")]
-        segments = () if member == "gpt" else ("--segments",)
-        new = ("--data", options.data, "--recipe", options.recipe, "--length", options.segment, *segments, *sets)
-        new += ("--out", folder, "--seed", seed, *budget, *options.further)
-        trained = kinformer("train", member, *new, *threads)
+    steps = dict(zip(options.members, options.steps * len(options.members), strict=False))[member]
+    budget = ("--minutes", options.minutes) if options.minutes else ("--steps", steps)
+    segments = () if member == "gpt" else ("--segments",)
+    new = ("--data", options.data, "--recipe", options.recipe, "--length", options.segment, *segments, *sets(changes))
+    trained = train(member, folder, options.threads, *new, "--seed", seed, *budget, *options.further)
     ways: dict[str, tuple[Any, ...]] = {"as trained": ()}
     if member == "gpt":
         ways["half of each window repeated"] = ("--context", options.segment, "--overlap", 0.5)

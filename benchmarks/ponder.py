@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from common import Contestant, arguments, interleave, kinformer, prepare, save, show
+from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.evaluation.depths import noting_depths
 from kinformer.generation.session import generate
 from kinformer.runs.run import open_run
@@ -44,16 +44,12 @@ MEASURED = ("sequence_accuracy", "accuracy", "bits_per_label", "ponder_steps", "
 def trained(name: str, seed: int, options: Any) -> Path:
     """The run of one model, begun, gone on with or already there."""
     folder = options.runs / f"{options.algorithm}-{name}-{seed}"
-    threads = ("--threads", torch.get_num_threads())
-    if (folder / "config.json").is_file():
-        kinformer("train", MODELS[name][0], "--out", folder, "--resume", *threads)
-        return folder
     member, changes = MODELS[name]
     steps = {"stack.steps": options.most} if member == "universal" else {}
-    words = [word for path, value in (changes | steps).items() for word in ("--set", f"{path}={value}")]
     task = ("--task", "algorithm", "--algorithm", options.algorithm, "--digits", options.digits)
-    budget = ("--length", options.length, "--steps", options.steps, "--seed", seed, "--out", folder, *threads)
-    kinformer("train", member, "--recipe", "benchmark", *words, *TRAINING, *task, *budget)
+    budget = ("--length", options.length, "--steps", options.steps, "--seed", seed)
+    words = ("--recipe", "benchmark", *sets(changes | steps), *TRAINING, *task, *budget)
+    train(member, folder, torch.get_num_threads(), *words)
     return folder
 
 

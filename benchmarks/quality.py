@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 
 MEMBERS = ("gpt", "linear-transformer", "fast-weights")
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")
@@ -29,11 +29,7 @@ def measure(member: str, seed: int, folder: Path, options: Any) -> dict[str, Any
     budget = ("--minutes", options.minutes) if options.minutes else ("--steps", options.steps)
     data = ("--data", options.data, "--holdout", 0.1)
     threads = ("--threads", options.threads) if options.threads else ()
-    if (folder / "config.json").exists():
-        trained = kinformer("train", member, "--out", folder, "--resume", *threads)
-    else:
-        new = ("--seed", seed, *budget, *options.further)
-        trained = kinformer("train", member, *data, "--out", folder, *new, *threads)
+    trained = train(member, folder, options.threads, *data, "--seed", seed, *budget, *options.further)
     baseline = ("--baseline",) if seed == 0 and member == MEMBERS[0] else ()
     measured = kinformer("evaluate", folder, *threads, *baseline)
     run = {"member": member, "seed": seed} | {name: trained[name] for name in TRAINED}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, prepare, save, show, train
 from kinformer.environments.environment import Discrete
 from kinformer.environments.table import make
 
@@ -81,11 +81,8 @@ def follow(env: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:
     threads = ("--threads", options.threads) if options.threads else ()
     if not data.exists():
         record(env, data, options.recorded)
-    if (out / "config.json").exists():
-        kinformer("train", "decision", "--out", out, "--resume", *threads)
-    else:
-        trained = ("--data", data, "--env", env, "--seed", seed, "--steps", options.steps, "--out", out)
-        kinformer("train", "decision", *trained, *RECIPE, *options.further, *threads)
+    words = ("--data", data, "--env", env, "--seed", seed, "--steps", options.steps, *RECIPE, *options.further)
+    train("decision", out, options.threads, *words)
     with np.load(data, allow_pickle=False) as arrays:
         episodes = np.split(arrays["rewards"], arrays["episode_ends"][:-1])
     returns = np.array([each.sum() for each in episodes])

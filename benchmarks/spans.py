@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from common import RESULTS, Contestant, arguments, interleave, kinformer, prepare, save, show, text_bytes
+from common import RESULTS, Contestant, arguments, interleave, kinformer, prepare, save, sets, show, text_bytes, train
 from kinformer.core import state as states
 from kinformer.runs.run import open_run
 from kinformer.scores.soft_span import SoftSpan
@@ -33,17 +33,13 @@ ROUNDS = 9
 def trained(name: str, options: Any) -> Path:
     """The run with these spans, begun, gone on with or already there."""
     folder = options.runs / name
-    threads = ("--threads", torch.get_num_threads())
-    if (folder / "config.json").is_file():
-        kinformer("train", "adaptive-span", "--out", folder, "--resume", *threads)
-        return folder
     span = {f"layers.*.mixer.span.{key}": value for key, value in (SPANS[name] | {"max_span": options.most}).items()}
     if name == "adaptive":
         span["layers.*.mixer.span.penalty"] = options.penalty
     changes = SIZES | span | {"layers.*.mixer.position.max_distance": options.most}
-    words = [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
-    where = ("--data", options.data, "--length", options.length, "--steps", options.steps, "--out", folder, *threads)
-    kinformer("train", "adaptive-span", "--recipe", "small", *words, *TRAINING, *where)
+    where = ("--data", options.data, "--length", options.length, "--steps", options.steps)
+    words = ("--recipe", "small", *sets(changes), *TRAINING, *where)
+    train("adaptive-span", folder, torch.get_num_threads(), *words)
     return folder
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Contestant, arguments, interleave, kinformer, prepare, save, show
+from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
 from kinformer.runs.rows import data_of
 from kinformer.runs.run import open_run
 from kinformer.tasks.task import LoadedRun
@@ -31,15 +31,12 @@ TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")
 MEASURED = ("bleu", "chrf", "bits_per_byte", "copy_bleu", "copy_chrf", "signatures", "pairs", "beam", "length_penalty")
 
 
-def train(options: Any, folder: Path) -> dict[str, Any]:
+def translator(options: Any, folder: Path) -> dict[str, Any]:
     """Train, or go on; what the command tells."""
-    threads = ("--threads", options.threads) if options.threads else ()
-    if (folder / "config.json").exists():
-        return kinformer("train", options.member, "--out", folder, "--resume", *threads)
     budget = ("--steps", options.steps) if options.steps else ("--minutes", options.minutes)
     data = ("--data", options.data) if options.data else ()
-    asked = ("--task", "translate", "--recipe", options.recipe, "--seed", options.seed, *budget, *data, *threads)
-    return kinformer("train", options.member, *asked, "--out", folder, *options.further)
+    asked = ("--task", "translate", "--recipe", options.recipe, "--seed", options.seed, *budget, *data)
+    return train(options.member, folder, options.threads, *asked, *options.further)
 
 
 def averaging(folder: Path) -> dict[str, float | None]:
@@ -83,7 +80,7 @@ def main() -> None:
     threads = ("--threads", options.threads) if options.threads else ()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.run or Path(scratch) / "run"
-        trained = train(options, folder)
+        trained = translator(options, folder)
         found = {
             name: kinformer("evaluate", folder, "--beam", beam, *threads, *first)
             for name, beam in (("greedy", 1), ("beam", BEAM))

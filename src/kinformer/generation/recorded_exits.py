@@ -31,10 +31,7 @@ class RecordedExits:
 
     def __init__(self, stack: Any, pieces: Sequence[RecordedStep]) -> None:
         self._stack, self._pieces = stack, pieces
-        rule = stack.rule
-        self._asks = [
-            rule is not None and number < len(pieces) - 1 and rule.asks(number) for number in range(len(pieces))
-        ]
+        self._asks = [stack.asks(number) for number in range(len(pieces))]
 
     @property
     def has_room(self) -> bool:

@@ -233,7 +233,7 @@ class SoftmaxAttention(CausalMixer):
     ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
         q, k, v = qkv
-        if q is None or (asked is not None and nowhere(asked)):
+        if q is None or (asked is not None and not asked.numel()):
             return v.new_zeros(*positions.shape, self.dim)
         dropout = Dropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)

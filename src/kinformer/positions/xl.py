@@ -85,10 +85,10 @@ class TransformerXL(Position):
             self._recent = None
             return self._project(lowest, highest)
         rows = self._recent
-        if rows is not None and values_known() and highest < rows.keys.shape[1]:
-            return rows.keys[:, lowest : highest + 1]  # a step behind one that has looked at the weights
-        if rows is None or rows.stamp != _stamp(weight):
-            rows = _Rows(self._project(0, highest), weight.detach(), _stamp(weight))
+        name = _name(weight)
+        # A step is behind a chunk that has looked at the bits.
+        if rows is None or rows.name != name or not (values_known() or rows.bits == _sum_of_bits(weight)):
+            rows = _Rows(self._project(0, highest), weight.detach(), name, _sum_of_bits(weight))
         if (count := rows.keys.shape[1]) <= highest:
             more = self._project(count, max(highest, 2 * count))
             rows = rows._replace(keys=torch.cat([rows.keys, more], 1))
@@ -119,20 +119,21 @@ def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Projected rows of the distances 0, 1, ..., and what they were made by; holding the weight keeps its address from
-    being given to another."""
+    """Projected rows of the distances 0, 1, ..., and the weight that they were made by; holding it keeps its address
+    from being given to another."""
 
     keys: Tensor
     weight: Tensor
-    stamp: tuple[object, ...]
+    name: tuple[object, ...]
+    bits: int
 
 
-def _stamp(weight: Tensor) -> tuple[object, ...]:
-    """What identifies a weight's values, also where they were written through ``.data``, which no version counts."""
-    known = (weight.data_ptr(), weight._version, weight.dtype, _sum_of_bits(weight))
-    return (*known, autocast_dtype(weight.device))
+def _name(weight: Tensor) -> tuple[object, ...]:
+    """What tells a weight from others and, without a look at it, from itself before it was written to."""
+    return weight.data_ptr(), weight._version, weight.dtype, autocast_dtype(weight.device)
 
 
 def _sum_of_bits(weight: Tensor) -> int:
+    """What changes where values are written through ``.data``, too, which no version counts."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return int(weight.detach().view(integers).sum(dtype=torch.int64))

@@ -125,6 +125,10 @@ class Exits(Stack):
         self.left(running.leaves_by, chunk.valid)
         return (x, tuple(after), tuple(tapped)), running.leaves_by
 
+    def asks(self, number: int) -> bool:
+        """Whether the rule decides at exit ``number`` which tokens leave."""
+        return self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number)
+
     def leads(self, number: int) -> range:
         """The uses between the exit before exit ``number``, or the input, and that exit."""
         return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
@@ -143,8 +147,8 @@ class Exits(Stack):
             after.append(own)
         logits = read(x, number)
         leaves = torch.full(x.shape[:2], len(self.exits) - 1, device=x.device)
-        if self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number):
-            assert chunk.positions is not None
+        if self.asks(number):
+            assert self.rule is not None and chunk.positions is not None
             here, earlier, positions = x.flatten(0, 1), chunk.x.flatten(0, 1), chunk.positions.flatten()
             at = AtExit(number, here, earlier, positions, lambda: logits.flatten(0, 1))
             leaves = self.rule(at).view(leaves.shape)
@@ -158,13 +162,13 @@ class Exits(Stack):
 
     def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
         """Let go of those that leave by exit ``number``; ``read`` None: they were drawn."""
-        rule = self.rule
-        if read is not None and rule is not None and rule.asks(number) and running.some:
+        if read is not None and self.asks(number) and running.some:
+            assert self.rule is not None
             here = running.pick(x)
             at = AtExit(
                 number, here, running.pick(earlier), running.pick(running.positions), lambda: read(here, number)
             )
-            running.put(rule(at))
+            running.put(self.rule(at))
         running.leave(number)
 
 
