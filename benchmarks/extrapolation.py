@@ -51,7 +51,9 @@ class Encoding:
         """--set options of `kinformer evaluate` at ``times`` the training ``length``."""
         if self.scaling is None or times == 1:
             return []
-        scaled = {"kind": "rope", "scaling": self.scaling, "factor": times, "original_length": length}
+        scaled = {"kind": "rope", "scaling": self.scaling, "factor": times}
+        if self.scaling == "yarn":
+            scaled["original_length"] = length
         return ["--set", f"{IN_ATTENTION}={json.dumps(scaled)}"]
 
 
