@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
+from kinformer.core.products import by_onednn, few_rows
 from kinformer.kernels.attention import (
     Dropout,
     Scoring,
@@ -19,6 +20,7 @@ from kinformer.kernels.attention import (
     attention,
     choose_impl,
     merge,
+    route,
 )
 from kinformer.kernels.band import chunked
 from kinformer.kernels.band.tiles import Layout, limits
@@ -308,12 +310,72 @@ AUTO = [
 ]
 
 
-@pytest.mark.parametrize("case", AUTO, ids=lambda case: case[0])
-def test_auto_chooses_by_shape(case):
-    _, expected, shape, span, dtype, dropout = case
+def chosen(case):
+    _, _, shape, span, dtype, dropout = case
     batch, heads, time, past, dim = shape
     q, k = (torch.empty(1, dtype=dtype).expand(batch, heads, size, dim) for size in (time, past + time))
-    assert choose_impl(q, k, Visibility(span), Scoring(0.5, dropout=dropout)) == expected
+    return choose_impl(q, k, Visibility(span), Scoring(0.5, dropout=dropout))
+
+
+@pytest.fixture
+def precision(monkeypatch):
+    """Sets the precision of float32 products, and the processor that the table was measured on."""
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(route, "_CPU", "AVX-512 and bfloat16")
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("case", AUTO, ids=lambda case: case[0])
+def test_auto_chooses_by_shape(case, precision):
+    precision("highest")
+    assert chosen(case) == case[1]
+
+
+BY_ONEDNN = [
+    ("a tiny call", "sdpa", (64, 4, 16, 0, 16), Band(), torch.float32, None),
+    ("a small call", "chunked", (1, 4, 64, 0, 32), Band(), torch.float32, None),
+    ("a long plain one", "sdpa", (1, 8, 4096, 0, 64), Band(), torch.float32, None),
+    ("generating", "chunked", (16, 8, 1, 249, 32), Band(), torch.float32, None),
+    ("a small set", "chunked", (16, 4, 65, 0, 16), None, torch.float32, None),
+    ("a large set", "sdpa", (1, 8, 1024, 0, 32), None, torch.float32, None),
+    ("a large set in bfloat16", "chunked", (1, 8, 1024, 0, 32), None, torch.bfloat16, None),
+]
+
+
+@pytest.mark.parametrize("case", BY_ONEDNN, ids=lambda case: case[0])
+def test_auto_keeps_small_products_from_onednn(case, precision):
+    precision("medium")
+    assert chosen(case) == case[1]
+
+
+def test_auto_takes_torch_for_narrow_types_where_tiles_multiply(precision, monkeypatch):
+    monkeypatch.setattr(route, "_CPU", "AMX")
+    assert chosen(("", "", (8, 8, 512, 0, 32), Band(), torch.bfloat16, None)) == "sdpa"
+    assert chosen(("", "", (8, 8, 512, 0, 32), None, torch.bfloat16, None)) == "sdpa"
+    assert chosen(("", "", (8, 8, 512, 0, 32), Band(behind=63), torch.bfloat16, None)) == "chunked"
+
+
+def test_steps_of_few_rows_take_the_other_way(precision):
+    precision("medium")
+    x = torch.zeros(1)
+    with few_rows(x.device):
+        assert not by_onednn(x)
+    with few_rows(x.device, asked=False):
+        assert by_onednn(x)
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("slots", [20, 200])
+def test_sets_are_the_same_on_every_way(slots, padding, precision):
+    q, k, v = operands(18, 2, 2, 2, 20, slots - 20, 4, 4)
+    mask = torch.arange(slots) >= torch.tensor([[slots], [slots // 2]]) if padding else None
+    truth = attention(q, k, v, Visibility(key_padding_mask=mask), Scoring(0.5), impl="reference").out
+    for setting in ("highest", "medium"):
+        precision(setting)
+        found = attention(q.float(), k.float(), v.float(), Visibility(key_padding_mask=mask), Scoring(0.5)).out
+        torch.testing.assert_close(found.double(), truth.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("time", [1, 8, 200])

@@ -114,6 +114,23 @@ def test_sequences_over_sources_of_unlike_length_are_joined(pair):
         assert (y[row] - ours(Chunk(x[row : row + 1]), alone[row])[0][0]).abs().max() < 1e-13
 
 
+def test_neighbouring_rows_share_a_source(pair):
+    """As hypotheses of a beam do: three rows for each of the source's."""
+    _, ours = pair
+    x, source = random(6, 5, DIM), random(2, SOURCE, SOURCE_DIM, seed=1)
+    valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [3]])
+    state = ours.initial_state(2, source=source, source_valid=valid)
+    y, after = ours(Chunk(x), state)
+    want, _ = ours(Chunk(x), states.repeat_rows(state, 3))
+    assert (y - want).abs().max() < 1e-13 and len(after.k) == 2
+    shared = states.repeat_rows((state, x), 3, sources=False)
+    assert len(shared[0].k) == 2 and len(shared[1]) == 18
+    rows, nothing = torch.tensor([5, 0]), torch.empty(0, dtype=torch.int64)
+    assert torch.equal(states.select_rows(shared, rows, torch.tensor([1]))[0].k, state.k[1:])
+    assert states.select_rows(shared, rows, nothing)[0] is state
+    assert torch.equal(states.select_rows(shared, rows, nothing)[1], shared[1][rows])
+
+
 def test_a_reset_keeps_the_source(pair):
     _, ours = pair
     x, state = random(2, 6, DIM), ours.initial_state(2, source=random(2, SOURCE, SOURCE_DIM, seed=1))

@@ -150,9 +150,14 @@ class ReservedSlots(ReservedState):
         return value
 
     def select_rows(self, rows: Tensor) -> Self:
-        """The rows in buffers of the same capacity, each copied once."""
+        """The rows in buffers of the same capacity, of which the past is copied once."""
         self.check()
-        state = type(self._state)(*(leaf.index_select(0, rows.to(leaf.device)) for leaf in self._state))
+        past, rows = slice(self._slots.start, self._slots.stop), rows.to(self._state.seen.device)
+        buffers = []
+        for leaf in self._state[:-1]:
+            buffers.append(leaf.new_empty(len(rows), *leaf.shape[1:]))
+            buffers[-1][:, :, past] = leaf[:, :, past].index_select(0, rows)
+        state = type(self._state)(*buffers, self._state.seen.index_select(0, rows))
         return type(self)(state, self._slots, [min(self._generation, 1)])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:

@@ -115,18 +115,28 @@ def detach(state: Any) -> Any:
     return map_tensors(torch.Tensor.detach, state)
 
 
-def select_rows(state: Any, rows: Tensor) -> Any:
-    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once."""
+def select_rows(state: Any, rows: Tensor, sources: Tensor | None = None) -> Any:
+    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once.
+
+    ``sources`` [m] int64: other rows of the parts that outlive a reset, each for n / m neighbours (none: these stay).
+    """
     if isinstance(state, ReservedState):
         return state.select_rows(rows)
     if isinstance(state, Tensor):
         return state.index_select(0, rows.to(state.device))
-    return _rebuild(state, [select_rows(item, rows) for item in state])
+    if sources is not None and getattr(state, "outlives_reset", False):
+        return state if not len(sources) else select_rows(state, sources)
+    return _rebuild(state, [select_rows(item, rows, sources) for item in state])
 
 
-def repeat_rows(state: Any, times: int) -> Any:
-    """Every row ``times`` times, one after the other: several samples from one prompt."""
-    return map_tensors(lambda leaf: leaf.repeat_interleave(times, dim=0), state)
+def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
+    """Every row ``times`` times, one after the other: several samples from one prompt; without ``sources`` but for the
+    parts that outlive a reset, whose rows then serve ``times`` neighbours each."""
+    if not sources and getattr(state, "outlives_reset", False):
+        return state
+    if isinstance(state, (Tensor, ReservedState)):
+        return map_tensors(lambda leaf: leaf.repeat_interleave(times, dim=0), state)
+    return _rebuild(state, [repeat_rows(item, times, sources) for item in state])
 
 
 def join_rows(states: list[Any]) -> Any:

@@ -18,6 +18,9 @@ from torch.nn.functional import log_softmax
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
+from kinformer.core.products import few_rows
+
+_ALL_STAY = torch.empty(0, dtype=torch.int64)
 
 
 class Hypothesis(NamedTuple):
@@ -71,23 +74,30 @@ def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[i
     """
     if not 1 <= search.beam < model.vocab_size:
         raise KinformerError(f"a beam of {search.beam} must be 1 or more, and fewer than the {model.vocab_size} ids.")
-    rows, device = len(most), next(states.tensors(state)).device
+    device = next(states.tensors(state)).device
+    with few_rows(device):
+        return _searched(model, state, search, most, device)
+
+
+def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int], device: torch.device) -> Found:
+    rows = len(most)
     found: list[list[Hypothesis]] = [[] for _ in most]
     begin = torch.full((rows, 1), search.bos, device=device)
     inputs, state = model.head_inputs(begin, state)
     running = _Running(torch.arange(rows), torch.empty(rows, 1, 0, dtype=torch.int64), torch.zeros(rows, 1))
     size = states.nbytes(state)
-    state, width = states.reserve(states.repeat_rows(state, search.beam), max(most)), 1
+    state, width = states.reserve(states.repeat_rows(state, search.beam, sources=False), max(most)), 1
     while True:
-        logits = model.logits(inputs)[:, -1].float().cpu()
+        logits, before = model.logits(inputs)[:, -1].float().cpu(), running.sentences
         running, origin = _continued(running, logits, search, width, found, most)
         if not len(running.sentences):
             return Found([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
+        sources = torch.searchsorted(before, running.sentences) if len(running.sentences) < len(before) else _ALL_STAY
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
-            state = states.select_rows(state, origin)
-        elif width != search.beam and len(running.sentences) < rows:
+            state = states.select_rows(state, origin, sources)
+        elif width != search.beam and len(sources):
             kept = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
-            state = states.select_rows(state, kept)
+            state = states.select_rows(state, kept, sources)
         width = search.beam
         inputs, state = model.head_inputs(running.tokens[:, :, -1].reshape(-1, 1).to(device), state)
         size = max(size, states.nbytes(state))
@@ -100,7 +110,7 @@ def _continued(
     finishes is added to ``found``. ``width``: how many a sentence has now."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
-    require_finite(bool(odds.isfinite().all()))
+    require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
     odds[:, search.bos] = -torch.inf
     total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
     scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.core.host import known_values
+from kinformer.core.products import few_rows
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
 from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
 
@@ -34,7 +35,7 @@ class Steps:
         self.made += 1
         if self.running is not None and not self.running.has_room:
             state = self.settled(state)
-        with known_values():
+        with known_values(), few_rows(tokens.device):
             if self.running is None:
                 self.running = self._recorded(tokens, state)
             if self.running is None:

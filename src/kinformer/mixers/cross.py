@@ -20,7 +20,10 @@ from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, c
 
 
 class CrossState(NamedTuple):
-    """``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool of the source."""
+    """``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool of the source.
+
+    A chunk of n times as many rows looks at it too: n neighbours share a row's source, as hypotheses of a beam do.
+    """
 
     k: Tensor
     v: Tensor
@@ -92,8 +95,9 @@ class CrossAttention(CausalMixer):
 
     def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
         x = select_valid(chunk.x, chunk.valid)
-        q = self.query(x).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
         visibility = Visibility(key_padding_mask=~state.valid[:, 0])
         k, v, scoring = state.k.to(q.dtype), state.v.to(q.dtype), Scoring(self.head_dim**-0.5)
         y = attention(q, k, v, visibility, scoring, impl=self.impl).out
-        return select_valid(self.out(merge_heads(y)), chunk.valid), state
+        y = merge_heads(y).view(*x.shape[:2], -1)
+        return select_valid(self.out(y), chunk.valid), state

@@ -18,6 +18,7 @@ from torch import Tensor
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import device_of
+from kinformer.core.products import few_rows
 from kinformer.core.progress import Progress
 from kinformer.data.permutation import mix
 from kinformer.environments.environment import Box, Discrete, Environment
@@ -145,7 +146,7 @@ class Agent:
     def _absorbed(self, chunk: np.ndarray) -> Tensor:
         """What the head says at the last position of ``chunk`` [rows, time, width]."""
         values = torch.from_numpy(np.ascontiguousarray(chunk)).to(device_of(self.model))
-        with torch.inference_mode():
+        with torch.inference_mode(), few_rows(values.device, self.window is None):
             inputs, state = self.model.head_inputs(values, self.state)
             predicted = self.model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
         self.state = state if self.window is None else None

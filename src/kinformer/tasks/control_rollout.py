@@ -18,6 +18,7 @@ from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.core.files import reading
 from kinformer.core.model import device_of
+from kinformer.core.products import few_rows
 from kinformer.data.permutation import mix
 from kinformer.environments.table import make
 from kinformer.tasks.acting import Drawing, within
@@ -91,7 +92,7 @@ class Actor:
             self.state = model.initial_state(len(self.rows))
         self.state = first = states.renewed(states.pop_aux(self.state)[1])
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), few_rows(device_of(model)):
             steps = Step(*map(np.stack, zip(*(self._step(model) for _ in range(self.time)), strict=True)))
             last = self._values(model, self.observations)
         model.train()

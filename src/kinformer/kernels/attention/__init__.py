@@ -126,7 +126,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
     if visibility.pattern is None:
         folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
         pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
-        if lse or folds or pairs:
+        if lse or folds or pairs or q.shape[2] * k.shape[2] <= few.SETS:
             return few.attend(q, k, v, visibility, scoring)
         return _sets(q, k, v, visibility, scoring)
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None

@@ -14,6 +14,9 @@ from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax.request import Attended, Projected, Scoring, Visibility
 from kinformer.kernels.softmax.scores import mixed, moved, products
 
+SETS = 1 << 14
+"""Pairs in a head up to which sets are attended here, where P fits into the caches."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Over all keys that the masks leave, without a pattern; what distances do is added pair by pair."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.parts import Relative
-from kinformer.kernels.block_sparse.plan import Tile
+from kinformer.kernels.block_sparse.tile import Tile
 
 TABLES = ("bias", "factor", "keys", "values")
 
@@ -59,6 +59,13 @@ class Distances:
         whole = inner.new_zeros(*inner.shape[:2], n, *inner.shape[3:])
         whole[:, :, self.lowest * stride - lowest :: stride] = inner
         return whole
+
+    def bias_alone(self, tiles: Sequence[Tile]) -> Tensor | None:
+        """The biases of the distances 0, 1, ..., if there is no other table and every key of the tiles has one."""
+        spans = (run.ahead + tile.last - tile.first + run.stop - run.start - 1 for tile in tiles for run in tile.runs)
+        if set(self.tables) != {"bias"} or self.lowest > 0 or max(spans, default=0) > self.lowest + self.count:
+            return None
+        return self.tables["bias"][:, :, self.pad - self.lowest : self.pad + self.count]
 
     def overlaps(self, tile: Tile) -> list[Overlap]:
         """Where the tile's runs of neighbouring keys meet distances of the tables."""

@@ -19,41 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
+from kinformer.kernels.block_sparse.tile import DistanceRun, PartialMask, Tile
 
 _LEAF = 16
 ROWS = (128, 64, 32, 16)
 _OVERHEAD = 24  # queries' worth of reading keys (measured on a CPU)
 _GAP = 32  # visible keys that a mask may hold between hidden ones
-
-
-class PartialMask(NamedTuple):
-    """The mask of a partial block, a tile's keys ``start .. stop``: -inf for hidden pairs, else 0; [classes or
-    1, rows, keys], or [heads, 1, rows, keys] where heads were stacked."""
-
-    start: int
-    stop: int
-    values: Tensor
-
-
-class DistanceRun(NamedTuple):
-    """The tile's keys ``start .. stop`` are neighbours; the query at the tile's first row is ``ahead`` units after the
-    first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
-
-    start: int
-    stop: int
-    ahead: int
-
-
-class Tile(NamedTuple):
-    """Queries ``first .. last`` (units from the first query's) and their keys, a slice, an index [width], or for heads
-    that were stacked [heads, width]."""
-
-    first: int
-    last: int
-    keys: slice | Tensor
-    width: int
-    masks: tuple[PartialMask, ...]
-    runs: tuple[DistanceRun, ...]
 
 
 class Interval(NamedTuple):
@@ -212,6 +183,7 @@ class Cutter:
         hidden = hidden[..., seen[partial]]
         keys, partial = keys[seen], partial[seen]
         self._count(first, last, len(keys), hidden)
+        own = self.newest_first and self._sees_itself(first, last, keys, partial, hidden)
         if self.newest_first:
             keys, partial, hidden = keys[::-1], partial[::-1], hidden[..., ::-1]
         edge = np.zeros(len(keys), dtype=bool)
@@ -224,7 +196,17 @@ class Cutter:
         runs = tuple(DistanceRun(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         slots = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
-        return Tile(*queries, _addresses(slots), len(keys), masks, runs)
+        return Tile(*queries, _addresses(slots), len(keys), masks, runs, own and len(runs) == 1)
+
+    def _sees_itself(self, first: int, last: int, keys: Ints, partial: np.ndarray, hidden: np.ndarray) -> bool:
+        """Does each of the tile's queries see the key at its own position?"""
+        if self.stride > 1 or not len(keys):
+            return False
+        queries = np.arange(first, last)
+        place = np.searchsorted(keys, queries).clip(max=len(keys) - 1)
+        unsure = partial[place]
+        seen = ~hidden[0, unsure.nonzero()[0], (np.cumsum(partial) - 1)[place[unsure]]]
+        return bool((keys[place] == queries).all() and seen.all())
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
         """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""

@@ -16,16 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.block_sparse.plan import (
-    ROWS,
-    Cutter,
-    Interval,
-    PartialMask,
-    TermPlan,
-    Tile,
-    cost,
-    runs_of,
-)
+from kinformer.kernels.block_sparse.plan import ROWS, Cutter, Interval, TermPlan, cost, runs_of
+from kinformer.kernels.block_sparse.tile import PartialMask, Tile
 
 _WASTE = 1.25
 """Stacked heads may compute so many times the pairs that tiles of the same height compute one by one."""

@@ -9,30 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
+from kinformer.kernels.block_sparse.blocks import Blocks, HeadBlock
 from kinformer.kernels.block_sparse.distances import Distances
-from kinformer.kernels.block_sparse.forms import AdditiveForm, Form, accumulate, product
-from kinformer.kernels.block_sparse.plan import TermPlan, Tile
+from kinformer.kernels.block_sparse.falloff import WORTH, reaches
+from kinformer.kernels.block_sparse.forms import AdditiveForm, DotForm, Form, accumulate, product
+from kinformer.kernels.block_sparse.plan import TermPlan
 from kinformer.kernels.block_sparse.sections import Operands, from_classes, to_classes
+from kinformer.kernels.block_sparse.tile import Tile
 from kinformer.kernels.softmax.dropout import keep
 from kinformer.kernels.softmax.request import Attended
 
 LOG2_E = math.log2(math.e)
-
-_PAIRS = 1 << 20  # in a tile: products run at full speed, and its passes stay in the caches
-
-
-class HeadBlock(NamedTuple):
-    """Some of the n of a tile that are worked on at once: a slice of them, and which heads of each row they are."""
-
-    n: slice
-    heads: slice
-    shape: tuple[int, ...]
 
 
 class TileLoop:
@@ -44,8 +36,9 @@ class TileLoop:
         self.k, self.v = self.keys(operands.k), self.keys(operands.v)
         self.accumulator = state_dtype(self.q.dtype)
         self.group, self.classes = self.q.shape[1], plan.stride
-        most = max((self._step(tile) * self._pairs(tile) for tile in plan.tiles), default=0)
-        self.first = self.q.new_empty(most, dtype=self.accumulator)
+        count = self.q.shape[0] // (operands.heads * plan.stride)
+        self.blocks = Blocks(plan, count, operands.heads, self.group, self._reaches())
+        self.first = self.q.new_empty(self.blocks.largest(), dtype=self.accumulator)
         self.words = None
         self.flat: tuple[Tile, HeadBlock, Tensor] | None = None
         if operands.words is not None:
@@ -53,6 +46,17 @@ class TileLoop:
             columns = self.keys(columns.view(1, -1, 1))
             self.words = self.queries(rows), columns.view(plan.stride, -1)
         self.padding_bias = None if operands.padding is None else self._padding_bias(operands.padding)
+
+    def _reaches(self) -> list[int] | None:
+        """How far each head's queries look back, or None where all keys count or it is not worth knowing."""
+        simple = self.distances is not None and self.operands.padding is None and type(self.form) is DotForm
+        if not simple or self.k.shape[1] < WORTH or not any(tile.own for tile in self.plan.tiles):
+            return None
+        assert self.distances is not None
+        bias = self.distances.bias_alone(self.plan.tiles)
+        if bias is None or bias.device.type != "cpu":  # elsewhere it would wait for the device
+            return None
+        return reaches(self.q, self.k, bias, self.operands.heads)
 
     def _padding_bias(self, padding: Tensor) -> Tensor:
         """[rows, classes, units]: -inf for keys that are padding, else 0."""
@@ -80,29 +84,6 @@ class TileLoop:
         interval, plan = self.operands.interval, self.plan
         x = x.flip(1) if self.distances is not None else x
         return from_classes(x[:, None], interval.key, plan.stride, plan.origin, interval.stop - interval.key)[:, 0]
-
-    def _pairs(self, tile: Tile) -> int:
-        return self.group * (tile.last - tile.first) * tile.width
-
-    def _step(self, tile: Tile) -> int:
-        """How many of the n to work on at once: whole rows, or some heads of one row."""
-        heads = self.operands.heads
-        fit = max(1, _PAIRS // (self._pairs(tile) * self.classes))
-        rows = self.q.shape[0] // (heads * self.classes)
-        return min(fit // heads * heads if fit >= heads else fit, rows * heads) * self.classes
-
-    def blocks(self, tile: Tile) -> Iterator[HeadBlock]:
-        heads, classes = self.operands.heads, self.classes
-        step, total = self._step(tile) // classes, self.q.shape[0] // classes
-        size = (classes, self.group, tile.last - tile.first, tile.width)
-        low = 0
-        while low < total:
-            head = low % heads
-            high = min(low + step, low - head + heads if step < heads else total)
-            count = min(heads, high - low)
-            shape = ((high - low) // count, count, *size)
-            yield HeadBlock(slice(low * classes, high * classes), slice(head, head + count), shape)
-            low = high
 
     def query_block(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
         """The tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
@@ -204,24 +185,23 @@ class TileLoop:
         out = self.fresh(self.v.shape[-1], self.q.dtype, 0.0)
         lse = self.fresh(1, self.accumulator, -torch.inf)
         lowest, kt = torch.finfo(self.accumulator).min, self.transposed(self.k)
-        for tile in self.plan.tiles:
-            for block in self.blocks(tile):
-                q, v = self.query_block(self.q, tile, block), self.key_block(self.v, tile, block)
-                scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
-                top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
-                weights = self.powers(scores, top)
-                total = weights.sum(-1, keepdim=True)
-                split = (-1, self.group, tile.last - tile.first, 1)
-                lse[block.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
-                kept = self.kept(tile, block)
-                if kept is not None:
-                    weights.mul_(kept)
-                mixed = torch.bmm(weights.to(v.dtype), v)
-                if self.distances is not None:
-                    self.distances.add_values(self.axes(mixed, block), self.axes(weights, block), tile, block.heads)
-                # A query that sees nothing has weights and total 0; any other has a weight of 1.
-                total = total.clamp_(min=0.5).mul_(1 - self.operands.p).view(split)
-                torch.div(mixed.unflatten(1, split[1:3]), total, out=out[block.n, :, tile.first : tile.last])
+        for tile, block in self.blocks:
+            q, v = self.query_block(self.q, tile, block), self.key_block(self.v, tile, block)
+            scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
+            weights = self.powers(scores, top)
+            total = weights.sum(-1, keepdim=True)
+            split = (-1, self.group, tile.last - tile.first, 1)
+            lse[block.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
+            kept = self.kept(tile, block)
+            if kept is not None:
+                weights.mul_(kept)
+            mixed = torch.bmm(weights.to(v.dtype), v)
+            if self.distances is not None:
+                self.distances.add_values(self.axes(mixed, block), self.axes(weights, block), tile, block.heads)
+            # A query that sees nothing has weights and total 0; any other has a weight of 1.
+            total = total.clamp_(min=0.5).mul_(1 - self.operands.p).view(split)
+            torch.div(mixed.unflatten(1, split[1:3]), total, out=out[block.n, :, tile.first : tile.last])
         return Attended(self.times(out), self.times(lse)[..., 0])
 
     def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,52 +210,50 @@ class TileLoop:
         dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
         dk, dv = (x.new_zeros(x.shape, dtype=self.accumulator) for x in (self.k, self.v))
         second, kt, vt = torch.empty_like(self.first), self.transposed(self.k), self.transposed(self.v)
-        for tile in self.plan.tiles:
-            for block in self.blocks(tile):
-                q, k = self.query_block(self.q, tile, block), self.key_block(self.k, tile, block)
-                grad_block = self.query_block(grad, tile, block)
-                scores, rectified = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
-                weights = self.powers(scores, self.query_block(top, tile, block))
-                errors = product(
-                    grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
+        for tile, block in self.blocks:
+            q, k = self.query_block(self.q, tile, block), self.key_block(self.k, tile, block)
+            grad_block = self.query_block(grad, tile, block)
+            scores, rectified = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            weights = self.powers(scores, self.query_block(top, tile, block))
+            errors = product(
+                grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
+            )
+            kept_weights, kept = weights, self.kept(tile, block)
+            if kept is not None:
+                kept_weights = weights * kept
+            if self.distances is not None:
+                views = (
+                    self.axes(errors, block),
+                    self.axes(kept_weights, block),
+                    self.axes(grad_block, block),
                 )
-                kept_weights, kept = weights, self.kept(tile, block)
-                if kept is not None:
-                    kept_weights = weights * kept
-                if self.distances is not None:
-                    views = (
-                        self.axes(errors, block),
-                        self.axes(kept_weights, block),
-                        self.axes(grad_block, block),
-                    )
-                    self.distances.add_value_gradients(*views, tile, block.heads)
-                if kept is not None:
-                    errors.mul_(kept)
-                errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
-                with self.target(dv, tile, block) as target:
-                    accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
-                moved = torch.zeros_like(q) if self.distances is not None else None
-                if self.distances is not None and moved is not None:
-                    views = self.axes(errors, block), self.axes(q, block), self.axes(moved, block)
-                    factor = None if rectified is None else self.axes(rectified, block)
-                    self.distances.add_gradients(*views, factor, tile, block.heads)
-                with self.target(dk, tile, block) as target:
-                    left = self.form.backward(errors, q, k, target)
-                left = left if moved is None else left.add_(moved)
-                dq[block.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
+                self.distances.add_value_gradients(*views, tile, block.heads)
+            if kept is not None:
+                errors.mul_(kept)
+            errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
+            with self.target(dv, tile, block) as target:
+                accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
+            moved = torch.zeros_like(q) if self.distances is not None else None
+            if self.distances is not None and moved is not None:
+                views = self.axes(errors, block), self.axes(q, block), self.axes(moved, block)
+                factor = None if rectified is None else self.axes(rectified, block)
+                self.distances.add_gradients(*views, factor, tile, block.heads)
+            with self.target(dk, tile, block) as target:
+                left = self.form.backward(errors, q, k, target)
+            left = left if moved is None else left.add_(moved)
+            dq[block.n, :, tile.first : tile.last] = left.unflatten(1, (self.group, -1)).to(dq.dtype)
         return self.times(dq), self.slots(dk), self.slots(dv)
 
     def slot_sums(self, top: Tensor) -> Tensor:
         """[n, group, slots]: the probability that each key gets over all queries; ``top`` like the log-sum-exp."""
         top, kt = self.queries(top, torch.inf), self.transposed(self.k)
         sums = self.q.new_zeros(self.k.shape[0], self.k.shape[1], self.group, dtype=self.accumulator)
-        for tile in self.plan.tiles:
-            for block in self.blocks(tile):
-                q = self.query_block(self.q, tile, block)
-                scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
-                weights = self.powers(scores, self.query_block(top, tile, block))
-                with self.target(sums, tile, block) as target:
-                    target += weights.unflatten(1, (self.group, -1)).sum(2).mT
+        for tile, block in self.blocks:
+            q = self.query_block(self.q, tile, block)
+            scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            weights = self.powers(scores, self.query_block(top, tile, block))
+            with self.target(sums, tile, block) as target:
+                target += weights.unflatten(1, (self.group, -1)).sum(2).mT
         return self.slots(sums).mT
 
     def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
