@@ -10,6 +10,7 @@ for those tables that there are. Tables are [heads or 1, group or 1, n] or [...,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.parts import Relative
+from kinformer.kernels.block_sparse.forms import accumulate
 from kinformer.kernels.block_sparse.tile import Tile
 
 TABLES = ("bias", "factor", "keys", "values")
+
+_ALIGNED = 16
 
 
 class Overlap(NamedTuple):
@@ -41,9 +45,11 @@ class Distances:
         self, relative: Relative, stride: int, rows: int, accumulator: torch.dtype, learned: Sequence[str] = ()
     ) -> None:
         self.pad, self.accumulator, self.learned = rows, accumulator, learned
+        self.scratch: dict[str, Tensor] = {}
         self.lowest = -(-relative.lowest // stride)
         skip = self.lowest * stride - relative.lowest
         self.tables: dict[str, Tensor] = {}
+        self.across: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         for name in TABLES:
             table = getattr(relative, name)
@@ -51,7 +57,9 @@ class Distances:
                 wide = name in ("keys", "values")
                 table = table[:, :, skip::stride]
                 self.count = table.shape[2]
-                self.tables[name] = functional.pad(table, (0, 0) * wide + (rows, rows))
+                self.tables[name] = functional.pad(table, (0, 0) * wide + (rows, rows + _ALIGNED))
+                if wide:  # its columns are neighbours: a CPU's products read rows of the right side
+                    self.across[name] = self.tables[name].mT.contiguous()
 
     def gradient(self, name: str, n: int, lowest: int, stride: int) -> Tensor:
         """The gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
@@ -79,14 +87,19 @@ class Distances:
         return found
 
     def _slice(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
-        table = self.tables[name]
-        return table[self._heads(name, heads), :, self._distances(overlap, rows)]
+        return self.tables[name][self._heads(name, heads), :, self._distances(overlap, rows)]
+
+    def _toeplitz(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
+        """[h or 1, 1, g or 1, rows, width] with element (i, j) = table[i + j]; a view."""
+        table = self._slice(name, heads, overlap, rows)
+        return table.unfold(-1, overlap.stop - overlap.start, 1)[:, None, :, :rows]
 
     def _heads(self, name: str, heads: slice) -> slice:
         return heads if self.tables[name].shape[0] > 1 else slice(None)
 
     def _distances(self, overlap: Overlap, rows: int) -> slice:
-        return slice(overlap.first, overlap.first + rows + overlap.stop - overlap.start - 1)
+        """All that the tile's pairs stand at, and some more."""
+        return slice(overlap.first, overlap.first + aligned(rows + overlap.stop - overlap.start - 1))
 
     def _gradient(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
         return self._collected(name)[self._heads(name, heads), :, self._distances(overlap, rows)]
@@ -97,48 +110,48 @@ class Distances:
             self.gradients[name] = torch.zeros_like(self.tables[name], dtype=self.accumulator)
         return self.gradients[name]
 
-    def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> Tensor | None:
-        """Change ``scores`` in place; returns what the factor multiplied, which its gradient needs."""
+    def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> None:
+        """Change ``scores`` in place; in a backward keep what the factor multiplied, which its gradient needs."""
         rows, overlaps = scores.shape[-2], self.overlaps(tile)
-        rectified = None
         if "factor" in self.tables:
-            rectified = scores.relu_().clone()
+            scores.relu_()
+            if self.learned:
+                self._empty("rectified", scores.shape, scores.dtype).copy_(scores)
             for overlap in overlaps:
-                view = toeplitz(self._slice("factor", heads, overlap, rows), overlap.stop - overlap.start)
-                scores[..., overlap.start : overlap.stop].mul_(view.unsqueeze(1))
+                scores[..., overlap.start : overlap.stop].mul_(self._toeplitz("factor", heads, overlap, rows))
         for overlap in overlaps:
             width = overlap.stop - overlap.start
             part = scores[..., overlap.start : overlap.stop]
             if "keys" in self.tables:
-                products = _spread(q, self._slice("keys", heads, overlap, rows))
-                part.add_(skew(products.flatten(0, 3), width).view(part.shape))
+                part.add_(skew(self._spread(q, "keys", heads, overlap), width))
             if "bias" in self.tables:
-                part.add_(toeplitz(self._slice("bias", heads, overlap, rows), width).unsqueeze(1))
-        return rectified
+                part.add_(self._toeplitz("bias", heads, overlap, rows))
 
-    def add_gradients(
-        self, errors: Tensor, q: Tensor, dq: Tensor, rectified: Tensor | None, tile: Tile, heads: slice
-    ) -> None:
+    def add_gradients(self, errors: Tensor, q: Tensor, dq: Tensor, tile: Tile, heads: slice) -> None:
         """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
-        rows = errors.shape[-2]
+        rows, rectified = errors.shape[-2], None
+        if "factor" in self.tables:
+            rectified = self._empty("rectified", errors.shape, errors.dtype)  # as the last ``add`` left it
         for overlap in self.overlaps(tile):
             part = errors[..., overlap.start : overlap.stop]
             if "bias" in self.tables and "bias" in self.learned:
                 self._collect("bias", part, heads, overlap)
             if "keys" in self.tables:
-                far = unskew(part).to(q.dtype)
+                far = self._unskewed(part, q.dtype)
                 dq.add_(_mix(far, self._slice("keys", heads, overlap, rows)))
                 _outer(far, q, self._gradient("keys", heads, overlap, rows))
             if rectified is not None:
                 if "factor" in self.learned:
-                    self._collect("factor", part * rectified[..., overlap.start : overlap.stop], heads, overlap)
-                view = toeplitz(self._slice("factor", heads, overlap, rows), overlap.stop - overlap.start)
-                part.mul_(view.unsqueeze(1))
-        if rectified is not None:
-            errors.masked_fill_(rectified <= 0, 0)
+                    product = self._empty("product", part.shape, part.dtype)
+                    torch.mul(part, rectified[..., overlap.start : overlap.stop], out=product)
+                    self._collect("factor", product, heads, overlap)
+                part.mul_(self._toeplitz("factor", heads, overlap, rows))
+        if rectified is not None:  # several times as fast as a mask
+            torch.ops.aten.threshold_backward.grad_input(errors, rectified, 0, grad_input=errors)
 
     def _collect(self, name: str, errors: Tensor, heads: slice, overlap: Overlap) -> None:
-        sums = antidiagonal_sums(errors.sum((0, 2)))
+        whole = errors.sum((0, 2), keepdim=True) if errors.shape[0] * errors.shape[2] > 1 else errors
+        sums = self._unskewed(whole, whole.dtype).sum(-2)[0, :, 0]
         target = self._gradient(name, heads, overlap, errors.shape[-2])
         target += sums.sum_to_size(target.shape)
 
@@ -147,68 +160,85 @@ class Distances:
         if "values" in self.tables:
             for overlap in self.overlaps(tile):
                 table = self._slice("values", heads, overlap, weights.shape[-2])
-                out.add_(_mix(unskew(weights[..., overlap.start : overlap.stop]).to(table.dtype), table))
+                out.add_(_mix(self._unskewed(weights[..., overlap.start : overlap.stop], table.dtype), table))
 
     def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
         """Gradients of ``values``, and of the weights in ``errors``, from that of the output."""
         if "values" in self.tables:
             rows = weights.shape[-2]
             for overlap in self.overlaps(tile):
+                width = overlap.stop - overlap.start
                 part = errors[..., overlap.start : overlap.stop]
-                products = _spread(grad, self._slice("values", heads, overlap, rows))
-                part.add_(skew(products.flatten(0, 3), overlap.stop - overlap.start).view(part.shape))
-                far = unskew(weights[..., overlap.start : overlap.stop]).to(grad.dtype)
+                part.add_(skew(self._spread(grad, "values", heads, overlap), width))
+                far = self._unskewed(weights[..., overlap.start : overlap.stop], grad.dtype)
                 _outer(far, grad, self._gradient("values", heads, overlap, rows))
 
+    def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that is used again for every tile, which the system would otherwise clear each time."""
+        count = math.prod(shape)
+        if name not in self.scratch or self.scratch[name].numel() < count:
+            self.scratch[name] = next(iter(self.tables.values())).new_empty(count + count // 2, dtype=dtype)
+        return self.scratch[name][:count].view(shape)
 
-def _spread(x: Tensor, table: Tensor) -> Tensor:
-    """x [r, h, c, g, rows, d] times table [h or 1, g or 1, n, d]: [r, h, c, g, rows, n]."""
+    def _spread(self, x: Tensor, name: str, heads: slice, overlap: Overlap) -> Tensor:
+        """x [r, h, c, g, rows, d] times a table [h or 1, g or 1, n, d]: [r, h, c, g, rows, n]."""
+        table = self.across[name][self._heads(name, heads), ..., self._distances(overlap, x.shape[-2])]
+        flat = _by_table(x, table)
+        out = self._empty("products", (*flat.shape[:2], table.shape[-1]), x.dtype)
+        torch.bmm(flat, table.flatten(0, 1), out=out)
+        return _by_tile(out, x.shape, table)
+
+    def _unskewed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [..., rows, width] as [..., rows, aligned(rows + width - 1)] with element (i, i + j) = x[i, j], else 0."""
+        *shape, rows, width = x.shape
+        span = aligned(rows + width - 1)
+        out = self._empty("unskewed", (*shape, rows, span), dtype)
+        flat = out.view(-1, rows * span)
+        # What is 0 at the end of a row and at the beginning of the next is one run of numbers.
+        strides, zeros = (rows * span, span + 1, 1), span + 1 - width
+        flat.as_strided((len(flat), rows - 1, zeros), strides, out.storage_offset() + width).zero_()
+        flat[:, (rows - 1) * (span + 1) + width :].zero_()
+        skew(out, width).copy_(x)
+        return out
+
+
+def _by_table(x: Tensor, table: Tensor) -> Tensor:
+    """x [r, h, c, g, rows, d] as [tables, rows of all that share one, d]."""
     if table.shape[:2] == (1, 1):
-        return (x.reshape(-1, x.shape[-1]) @ table[0, 0].mT).view(*x.shape[:-1], -1)
-    return torch.matmul(x, table.unsqueeze(1).mT)
+        return x.reshape(1, -1, x.shape[-1])
+    return x.permute(1, 3, 0, 2, 4, 5).reshape(x.shape[1] * x.shape[3], -1, x.shape[-1])
+
+
+def _by_tile(x: Tensor, shape: Sequence[int], table: Tensor) -> Tensor:
+    """The inverse of :func:`_by_table` for what had the ``shape``, but for its width; a view."""
+    r, h, c, g, rows, _ = shape
+    if table.shape[:2] == (1, 1):
+        return x.view(r, h, c, g, rows, -1)
+    return x.view(h, g, r, c, rows, -1).permute(2, 0, 3, 1, 4, 5)
 
 
 def _mix(far: Tensor, table: Tensor) -> Tensor:
     """far [r, h, c, g, rows, n] times table [h or 1, g or 1, n, d]: [r, h, c, g, rows, d]."""
-    if table.shape[:2] == (1, 1):
-        return (far.reshape(-1, far.shape[-1]) @ table[0, 0]).view(*far.shape[:-1], -1)
-    return torch.matmul(far, table.unsqueeze(1))
+    return _by_tile(torch.bmm(_by_table(far, table), table.flatten(0, 1)), far.shape, table)
 
 
 def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
     """gradient [h or 1, g or 1, n, d] += far^T x, summed over all that the table is shared by."""
-    if gradient.shape[:2] == (1, 1):
-        gradient[0, 0] += far.reshape(-1, far.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
-    else:
-        gradient += torch.matmul(far.mT, x).sum((0, 2)).sum_to_size(gradient.shape)
+    accumulate(gradient.flatten(0, 1), _by_table(far, gradient).mT, _by_table(x, gradient))
 
 
 # Between distances and pairs: a tile's element (i, j) stands at distance d0 + i + j when its keys are newest first.
 # Views and one strided write do it, in time linear in the tile: the "relative shift" of Transformer-XL (Dai et al.
-# 2019, appendix B) and its transpose.
+# 2019, appendix B) and its transpose, whose columns sum to those of a Toeplitz matrix.
 
 
-def toeplitz(table: Tensor, width: int) -> Tensor:
-    """[..., rows + width - 1] -> [..., rows, width] with element (i, j) = table[i + j]; a view."""
-    return table.unfold(-1, width, 1)
-
-
-def antidiagonal_sums(x: Tensor) -> Tensor:
-    """[..., rows, width] -> [..., rows + width - 1]: sums over i + j, the transpose of :func:`toeplitz`."""
-    return unskew(x).sum(-2)
+def aligned(count: int) -> int:
+    """``count`` or a little more: products with rows of any other length are slower."""
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def skew(x: Tensor, width: int) -> Tensor:
-    """[n, rows, rows + width - 1] -> [n, rows, width] with element (i, j) = x[i, i + j]; a view of a dense tensor."""
-    n, rows, span = x.shape
-    return x.as_strided((n, rows, width), (rows * span, span + 1, 1), x.storage_offset())
-
-
-def unskew(x: Tensor) -> Tensor:
-    """[..., rows, width] -> [..., rows, rows + width - 1] with element (i, i + j) = x[i, j], else 0."""
-    *shape, rows, width = x.shape
-    span = rows + width - 1
-    out = x.new_zeros(*shape, rows, span)
-    flat = out.view(-1, rows, span)
-    flat.as_strided((flat.shape[0], rows, width), (rows * span, span + 1, 1)).copy_(x.reshape(-1, rows, width))
-    return out
+    """[..., rows, rows + width - 1 or more] -> [..., rows, width] with element (i, j) = x[i, i + j]; a view of a tensor
+    whose rows are dense."""
+    *shape, rows, span = x.shape
+    return x.as_strided((*shape, rows, width), (*x.stride()[:-2], span + 1, 1), x.storage_offset())

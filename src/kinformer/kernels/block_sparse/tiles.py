@@ -56,7 +56,8 @@ class TileLoop:
         bias = self.distances.bias_alone(self.plan.tiles)
         if bias is None or bias.device.type != "cpu":  # elsewhere it would wait for the device
             return None
-        return reaches(self.q, self.k, bias, self.operands.heads)
+        found = reaches(self.q, self.k, bias, self.operands.heads)
+        return found if min(found) < self.k.shape[1] else None
 
     def _padding_bias(self, padding: Tensor) -> Tensor:
         """[rows, classes, units]: -inf for keys that are padding, else 0."""
@@ -128,21 +129,20 @@ class TileLoop:
             return transposed[block.n, :, tile.keys]
         return self.key_block(x, tile, block).mT
 
-    def scores(self, q: Tensor, kt: Tensor, tile: Tile, block: HeadBlock) -> tuple[Tensor, Tensor | None]:
-        """[n, group * rows, keys] in scratch memory, hidden pairs at -inf; and what a factor multiplied."""
+    def scores(self, q: Tensor, kt: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
+        """[n, group * rows, keys] in scratch memory, hidden pairs at -inf."""
         scratch = self.first[: q.shape[0] * q.shape[1] * tile.width].view(*q.shape[:2], tile.width)
         self.form.enter(block.shape, block.heads)
         scores = self.form.forward(q, kt, scratch)
-        rectified = None
         if self.distances is not None:
-            rectified = self.distances.add(self.axes(scores, block), self.axes(q, block), tile, block.heads)
+            self.distances.add(self.axes(scores, block), self.axes(q, block), tile, block.heads)
         for mask in tile.masks:
             view = self.axes(scores, block)[..., mask.start : mask.stop]
             values = mask.values if mask.values.dim() == 3 else mask.values[block.heads]
             view.add_(values[..., None, :, :].to(scores))
         if self.padding_bias is not None:
             self._add_padding(self.padding_bias, scores, tile, block)
-        return scores, rectified
+        return scores
 
     def _at_keys(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
         """x [rows, classes, units] at the tile's keys, [rows, heads or 1, classes, keys]."""
@@ -187,7 +187,7 @@ class TileLoop:
         lowest, kt = torch.finfo(self.accumulator).min, self.transposed(self.k)
         for tile, block in self.blocks:
             q, v = self.query_block(self.q, tile, block), self.key_block(self.v, tile, block)
-            scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            scores = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
             top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
             weights = self.powers(scores, top)
             total = weights.sum(-1, keepdim=True)
@@ -213,7 +213,7 @@ class TileLoop:
         for tile, block in self.blocks:
             q, k = self.query_block(self.q, tile, block), self.key_block(self.k, tile, block)
             grad_block = self.query_block(grad, tile, block)
-            scores, rectified = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            scores = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
             weights = self.powers(scores, self.query_block(top, tile, block))
             errors = product(
                 grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
@@ -236,8 +236,7 @@ class TileLoop:
             moved = torch.zeros_like(q) if self.distances is not None else None
             if self.distances is not None and moved is not None:
                 views = self.axes(errors, block), self.axes(q, block), self.axes(moved, block)
-                factor = None if rectified is None else self.axes(rectified, block)
-                self.distances.add_gradients(*views, factor, tile, block.heads)
+                self.distances.add_gradients(*views, tile, block.heads)
             with self.target(dk, tile, block) as target:
                 left = self.form.backward(errors, q, k, target)
             left = left if moved is None else left.add_(moved)
@@ -250,7 +249,7 @@ class TileLoop:
         sums = self.q.new_zeros(self.k.shape[0], self.k.shape[1], self.group, dtype=self.accumulator)
         for tile, block in self.blocks:
             q = self.query_block(self.q, tile, block)
-            scores, _ = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            scores = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
             weights = self.powers(scores, self.query_block(top, tile, block))
             with self.target(sums, tile, block) as target:
                 target += weights.unflatten(1, (self.group, -1)).sum(2).mT
