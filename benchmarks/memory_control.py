@@ -1,12 +1,13 @@
 """Who remembers a sign until the corridor ends? The T-maze, by recurrent proximal policy optimisation.
 
 A sign in the first cell says which way to turn at the end of a corridor, where nothing is to be seen of it: whoever
-does not remember gets 0 on average (chance), who does gets 1. All models have one layer of width 32 and learn from as
+does not remember gets 0 on average (chance), who does gets 1. All models have --layers of width 32 and learn from as
 many updates by one recipe; those with a segment memory have segments that are shorter than an episode, so that the sign
 is in the memory when it is needed. A run has solved the maze when its mean return of new episodes is above 0.9. Run
 folders in --runs that exist already go on where they were stopped:
 
     python benchmarks/memory_control.py --runs runs/maze
+    python benchmarks/memory_control.py --runs runs/deep --layers 6 --lr 5e-3 --name memory_control_deep
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Linear Transformer": ("linear-transformer", {}),
 }
 RECIPE = {
-    "task": "control", "recipe": "tiny", "length": 16, "batch_size": 64, "lr": 2e-3, "validate_every": 0,
-    "log_every": 20,
+    "task": "control", "recipe": "tiny", "length": 16, "batch_size": 64, "validate_every": 0, "log_every": 20,
 }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def acted(name: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:
     if (out / "config.json").exists():
         kinformer.train(member, out=out, resume=True, **machine)
     else:
-        own = {"env": options.env, "steps": options.steps, "seed": seed, "set": {"layers": 1} | changes}
-        kinformer.train(member, out=out, **RECIPE, **own, **machine)
+        own = {"env": options.env, "steps": options.steps, "seed": seed, "lr": options.lr}
+        kinformer.train(member, out=out, **RECIPE, **own, set={"layers": options.layers} | changes, **machine)
     found = kinformer.evaluate(out, episodes=options.episodes, threads=options.threads).facts
     log = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     above = (line["environment_steps"] for line in log if line.get("mean_return", 0) > SOLVED)
@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--env", default=ENV)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=300, help="updates")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--name", default="memory_control", help="of the result file")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="that are acted")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     options = prepare(parser)
@@ -86,7 +89,8 @@ def main() -> None:
     header = ("model", "seeds that solve it", "least return", "mean return", "environment steps until then")
     rows = [[each["name"], each["solved"], each["least"], each["mean"], each["solved_after"] or "-"] for each in means]
     show(f"{options.env}, {len(options.seeds)} seeds", header, rows)
-    save(options, "memory_control", {"env": options.env, "recipe": RECIPE, "means": means, "runs": runs})
+    recipe = RECIPE | {"layers": options.layers, "lr": options.lr, "steps": options.steps}
+    save(options, options.name, {"env": options.env, "recipe": recipe, "means": means, "runs": runs})
 
 
 if __name__ == "__main__":
