@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kinformer.compare.works import DECODED, Begin, Work, forward, step, tokens_for
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
+from kinformer.core.products import few_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def _decode(peer: Any, batch: int, length: int) -> Work:
 
     def work() -> None:
         nonlocal logits, state
-        with torch.inference_mode():
+        with torch.inference_mode(), few_rows(logits.device):
             for _ in range(DECODED):
                 drawn = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(logits.device)
                 logits, state = peer.last(drawn, state)

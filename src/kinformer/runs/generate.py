@@ -17,6 +17,7 @@ from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
 from kinformer.tasks.table import generating_options
 from kinformer.tasks.task import LoadedRun, Task
+from kinformer.training.precision import use_fast_products
 
 
 def generate(
@@ -40,6 +41,7 @@ def generate(
         temperature=run.task.temperature if options.temperature is None else options.temperature,
     )
     assert options.seed is not None
+    use_fast_products()
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.reads_lines else pack(model, options.samples)
