@@ -3,7 +3,8 @@
 Every member is trained from scratch on the clips in --data (telephone tones if none are given) by the same recipe and
 number of steps, and measured on the test split: the error rate, greedy. --runs keeps the run folders; there a run that
 was stopped goes on, and one that has ended is only measured. Beside it, a training step of each at rows of --frames
-frames (positions of the recipe: a fourth), taken in turns, as seconds for --epoch rows and as ratios to softmax.
+frames (the recipe has a fourth as many positions), taken in turns, as seconds for --epoch rows and as ratios to softmax,
+which is also timed by PyTorch's own attention.
 --only errors or --only times does one of them. Extra options of `kinformer train` stand after --:
 
     python benchmarks/speech.py --data clips/ --runs runs/speech -- --join 3-7 --test-clips '*_[0-4].wav'
@@ -23,6 +24,7 @@ from kinformer.family.build import configure
 from kinformer.tasks.speech_rows import CTC, SpeechBatch
 
 MEMBERS = ("speech-softmax", "speech-linear", "speech-lsh", "speech-lstm")
+FUSED = "speech-softmax by PyTorch's attention"
 TRAINED = ("steps", "parameters", "seconds", "best_step")
 MEASURED = ("error_rate", "substitutions", "deletions", "insertions", "symbols", "utterances", "right", "baselines")
 
@@ -67,10 +69,13 @@ def times(frames: int, options: Any) -> dict[str, Any]:
     """Seconds of a training step of every member, of as many frames in all whatever their number in a row."""
     rows = max(1, options.step_frames // frames)
     contestants = []
-    for member in options.members:
-        step = stepper(configure(member, options.recipe), frames, rows)
-        gate_learning(member, [step() for _ in range(4)])
-        contestants.append(Contestant(member, step))
+    configs = {member: configure(member, options.recipe) for member in options.members}
+    if "speech-softmax" in configs:
+        configs[FUSED] = configure("speech-softmax", options.recipe, set={"layers.*.mixer.impl": "sdpa"})
+    for name, config in configs.items():
+        step = stepper(config, frames, rows)
+        gate_learning(name, [step() for _ in range(4)])
+        contestants.append(Contestant(name, step, fast=True))
     interleave(contestants, options.rounds)
     epoch = options.epoch / rows
     found = {each.name: {"step": each.median, "epoch": each.median * epoch} for each in contestants}
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--frames", type=int, nargs="*", default=[100, 1000, 2400], help="of a row that is timed")
     parser.add_argument("--epoch", type=int, default=2700, help="rows of an epoch")
+    parser.add_argument("--name", default="speech", help="of the result file")
     parser.add_argument("--only", choices=("errors", "times"))
     parser.add_argument("further", nargs="*", metavar="-- OPTIONS", help="further options of kinformer train")
     options = prepare(parser)
@@ -111,7 +117,7 @@ def main() -> None:
             rows = [[name, m["step"], m["epoch"], m["speed"]] for name, m in each["members"].items()]
             title = f"training, {each['rows']} rows of {each['frames']} frames"
             show(title, ("member", "s a step", "s an epoch", "x softmax"), rows)
-    save(options, "speech", result)
+    save(options, options.name, result)
 
 
 if __name__ == "__main__":
