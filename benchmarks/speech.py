@@ -3,8 +3,8 @@
 Every member is trained from scratch on the clips in --data (telephone tones if none are given) by the same recipe and
 number of steps, and measured on the test split: the error rate, greedy. --runs keeps the run folders; there a run that
 was stopped goes on, and one that has ended is only measured. Beside it, a training step of each at rows of --frames
-frames (the recipe has a fourth as many positions), taken in turns, as seconds for --epoch rows and as ratios to softmax,
-which is also timed by PyTorch's own attention.
+frames (a fourth as many positions), taken in turns, as seconds for --epoch rows and as ratios to softmax, which is also
+timed by PyTorch's own attention.
 --only errors or --only times does one of them. Extra options of `kinformer train` stand after --:
 
     python benchmarks/speech.py --data clips/ --runs runs/speech -- --join 3-7 --test-clips '*_[0-4].wav'

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kinformer.core.host import known_values
 from kinformer.core.products import few_rows
+from kinformer.core.state import ReservedState
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
 from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
 
@@ -15,6 +16,8 @@ LONG = 512
 """Expected tokens for which a recording is worth its time, that of some fifty to a hundred steps."""
 EARLY, LATE = 16, 256
 """Steps before one is tried, where so many tokens are expected and where they are not."""
+_FEW = 32
+"""Rows from which on products are large, but those of each row with its past."""
 
 
 class Steps:
@@ -24,6 +27,7 @@ class Steps:
         self.model, self.recorded = model, recorded
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
         self.running: RecordedStep | RecordedExits | None = None
+        self._looks_back: bool | None = None
         self._recording: RecordedStep | RecordedExits | None = None
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -35,7 +39,9 @@ class Steps:
         self.made += 1
         if self.running is not None and not self.running.has_room:
             state = self.settled(state)
-        with known_values(), few_rows(tokens.device):
+        if self._looks_back is None:
+            self._looks_back = _has_slots(state)
+        with known_values(), few_rows(tokens.device, tokens.shape[0] < _FEW or self._looks_back):
             if self.running is None:
                 self.running = self._recorded(tokens, state)
             if self.running is None:
@@ -59,3 +65,10 @@ class Steps:
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
+
+
+def _has_slots(state: Any) -> bool:
+    """Whether each row attends to slots of its own."""
+    if isinstance(state, Tensor):
+        return False
+    return isinstance(state, ReservedState) or bool(getattr(state, "slots", ())) or any(map(_has_slots, state))

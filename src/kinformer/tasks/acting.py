@@ -23,6 +23,8 @@ from kinformer.core.progress import Progress
 from kinformer.data.permutation import mix
 from kinformer.environments.environment import Box, Discrete, Environment
 from kinformer.environments.table import make
+from kinformer.generation.recorded import logits_after
+from kinformer.generation.steps import LONG, Steps
 
 WAVE = 64
 """Episodes side by side."""
@@ -109,6 +111,9 @@ class Agent:
 
     def __init__(self, model: Any, drawing: Drawing, window: int | None) -> None:
         self.model, self.drawing, self.window = model, drawing, window
+        self.state: Any = None
+        self.past: np.ndarray | None = None
+        self._stepping = Steps(model, LONG, recorded=False)
 
     def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """What the model is to absorb before it acts, [rows, time, width] float32."""
@@ -119,9 +124,15 @@ class Agent:
         return predicted
 
     def begin(self, episodes: np.ndarray) -> None:
+        self._settle()
         self.episodes, self.timestep = episodes, 0
-        self.state: Any = None
-        self.past: np.ndarray | None = None
+        self.state, self.past = None, None
+        if self._stepping.recorded != (len(episodes) == 1):  # of several rows some end before others
+            self._stepping = Steps(self.model, LONG, recorded=len(episodes) == 1)
+
+    def _settle(self) -> None:
+        if self.state is not None:
+            self.state = self._stepping.settled(self.state)
 
     def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
         chunk = self.positions(observations, asked)
@@ -135,6 +146,7 @@ class Agent:
     def keep(self, rows: np.ndarray) -> None:
         self.episodes = self.episodes[rows]
         self.past = None if self.past is None else self.past[rows]
+        self._settle()
         if self.state is not None:
             self.state = states.select_rows(self.state, torch.from_numpy(np.flatnonzero(rows)))
 
@@ -147,9 +159,12 @@ class Agent:
         """What the head says at the last position of ``chunk`` [rows, time, width]."""
         values = torch.from_numpy(np.ascontiguousarray(chunk)).to(device_of(self.model))
         with torch.inference_mode(), few_rows(values.device, self.window is None):
-            inputs, state = self.model.head_inputs(values, self.state)
-            predicted = self.model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
-        self.state = state if self.window is None else None
+            if self.state is not None and values.shape[1] == 1:
+                predicted, self.state = self._stepping.step(values, self.state)
+            else:
+                predicted, state = logits_after(self.model, values, self.state)
+                fresh = self.window is None and self.state is None
+                self.state = states.reserve(state, LONG) if fresh else state if self.window is None else None
         require_finite(bool(predicted.isfinite().all()))
         return predicted
 
