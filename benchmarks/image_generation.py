@@ -30,6 +30,7 @@ from kinformer.core.contract import MixerConfig
 from kinformer.core.likelihood import Likelihood
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
+from kinformer.generation.recorded import logits_after
 from kinformer.generation.steps import Steps
 from kinformer.inputs.pixels import START
 from kinformer.mixers.linear import LinearAttention
@@ -62,6 +63,7 @@ class Drawing:
     position: int
     recompute: bool = False
     values: Tensor = field(init=False)
+    stepping: Steps = field(init=False)
     state: Any = None
 
     def __post_init__(self) -> None:
@@ -77,17 +79,20 @@ class Drawing:
                 state = self.model.initial_state(1)
             self.state = states.reserve(states.repeat_rows(state, self.batch), 16 * STEPS)
         self.values = begun[:, -1:].expand(self.batch, -1).contiguous()
+        self.stepping = Steps(self.model, STEPS, recorded=False)
 
     def step(self) -> None:
         """Draw STEPS values of every image; recomputing one value takes a pass over all before it, so it draws one."""
         head: Likelihood = self.model.head
         with torch.inference_mode():
             for _ in range(1 if self.recompute else STEPS):
-                inputs, state = self.model.head_inputs(self.values, self.state)
-                logits = self.model.logits(inputs[:, -1:])[:, 0]
+                if self.recompute:
+                    logits, _ = logits_after(self.model, self.values, None)
+                else:
+                    logits, self.state = self.stepping.step(self.values, self.state)
                 drawn = head.draw(logits, torch.rand(self.batch, head.draws), 1.0)
                 if not self.recompute:
-                    self.values, self.state = drawn[:, None], state
+                    self.values = drawn[:, None]
 
 
 @dataclass

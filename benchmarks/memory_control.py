@@ -30,7 +30,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LSTM": ("gpt", {"layers.*.mixer": "lstm", "position": "none"}),
     "Transformer-XL": ("transformer-xl", SEGMENTS),
     "GTrXL, gate bias 0": ("gtrxl", SEGMENTS | {"layers.*.residual.bias": 0.0}),
-    "TrXL-I (no gates)": ("gtrxl", SEGMENTS | {"layers.*.residual": "reordered", "norm": "layer"}),
+    "TrXL-I (no gates)": ("gtrxl", SEGMENTS | {"layers.*.residual": "reordered", "norm": "layer_norm"}),
     "GPT (the episode)": ("gpt", {}),
     "GPT, a window of 16": ("gpt", {"layers.*.mixer.pattern": {"kind": "local", "window": 16}}),
     "Linear Transformer": ("linear-transformer", {}),
