@@ -112,7 +112,8 @@ def peer(module: str) -> ModuleType | None:
         return import_module(module)
     except ImportError as error:
         name = PEERS[module.partition(".")[0]]
-        print(f"{name} is not installed ({error}), so it is left out; get it with: pip install 'kinformer[peers]'.")
+        how = "--no-build-isolation pytorch-fast-transformers" if module.startswith("fast") else "'kinformer[peers]'"
+        print(f"{name} is not installed ({error}), so it is left out; get it with: pip install {how}.")
         return None
 
 
