@@ -139,6 +139,25 @@ def test_what_gymnasium_does_not_have(name, told):
         make(name)
 
 
+def test_a_grid_is_seen_whole_but_for_its_text():
+    pytest.importorskip("minigrid")
+    environment = make("MiniGrid-MemoryS7-v0", 2)
+    observations, _ = environment.reset(seed=0)
+    assert environment.observation_dim == 4 + 7 * 7 * 3 and environment.actions == Discrete(7)
+    assert environment.most_steps == environment.copies[0].unwrapped.max_steps < 1000
+    assert (observations[:, :4].sum(1) == 1).all(), "the direction is one of four"
+    turned = environment.step(np.array([0, 0]))[0]
+    assert (turned[:, :4] != observations[:, :4]).any(1).all()
+    environment.close()
+
+
+def test_a_package_of_environments_that_is_not_installed(monkeypatch):
+    pytest.importorskip("gymnasium")
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(KinformerError, match="of minigrid; pip install minigrid gets it"):
+        make("MiniGrid-MemoryS7-v0")
+
+
 def test_without_gymnasium(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(KinformerError, match=r"not installed; pip install 'kinformer\[rl\]' gets it"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,10 +13,20 @@ from kinformer.environments.environment import Box, Discrete, Environment
 
 ENDLESS = 10_000
 """Steps of an environment that sets no limit."""
+PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
+"""What is imported for names that begin so, since packages announce their environments then."""
+
+
+class _Seen(NamedTuple):
+    """How many numbers an observation has, and how they are read from it."""
+
+    size: int
+    read: Callable[[Any], np.ndarray]
 
 
 class Gymnasium(Environment):
-    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot.
+    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot,
+    and of those with names all but texts are joined.
 
     Errors: ``KinformerError`` where gymnasium or the environment is not installed, and for spaces of other kinds.
     """
@@ -25,9 +37,10 @@ class Gymnasium(Environment):
         self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
         first = self.copies[0]
         spec = getattr(first, "spec", None)
-        self.most_steps = (spec.max_episode_steps if spec else None) or ENDLESS
-        self.one_hot = _observed(first.observation_space, name)
-        self.observation_dim = self.one_hot or int(np.prod(first.observation_space.shape))
+        said = spec.max_episode_steps if spec else None
+        self.most_steps = said or getattr(first.unwrapped, "max_steps", None) or ENDLESS
+        self.reading = _observed(first.observation_space, name)
+        self.observation_dim = self.reading.size
         self.actions = _actions(first.action_space, name)
         self.seen = np.zeros((count, self.observation_dim), np.float32)
 
@@ -60,10 +73,7 @@ class Gymnasium(Environment):
         return np.clip(action, space.low.reshape(-1), space.high.reshape(-1)).reshape(space.shape).astype(space.dtype)
 
     def _see(self, row: int, observation: Any) -> None:
-        if self.one_hot:
-            self.seen[row] = np.arange(self.one_hot) == int(observation)
-        else:
-            self.seen[row] = np.asarray(observation, np.float32).reshape(-1)
+        self.seen[row] = self.reading.read(observation)
 
 
 def _make(name: str, render_mode: str | None) -> Any:
@@ -74,6 +84,12 @@ def _make(name: str, render_mode: str | None) -> Any:
             f"--env {name}: is an environment of gymnasium, which is not installed; pip install 'kinformer[rl]' gets "
             f"it."
         ) from None
+    package = PACKAGES.get(name.partition("-")[0].partition("/")[0])
+    try:
+        if package is not None:
+            import_module(package)
+    except ImportError:
+        raise KinformerError(f"--env {name}: is an environment of {package}; pip install {package} gets it.") from None
     try:
         return gymnasium.make(name, render_mode=render_mode)
     except gymnasium.error.Error as error:
@@ -84,14 +100,22 @@ def _make(name: str, render_mode: str | None) -> Any:
         ) from None
 
 
-def _observed(space: Any, name: str) -> int:
-    """How many discrete observations there are; 0 of a box."""
+def _observed(space: Any, name: str) -> _Seen:
     kind = type(space).__name__
     if kind == "Discrete":
-        return int(space.n)
+        values = int(space.start) + np.arange(int(space.n))
+        return _Seen(len(values), lambda observation: values == int(observation))
     if kind == "Box":
-        return 0
-    raise KinformerError(f"--env {name}: observations are of the kind {kind}, but must be a Box or Discrete.")
+        return _Seen(int(np.prod(space.shape)), lambda observation: np.asarray(observation, np.float32).reshape(-1))
+    if kind == "Dict":
+        known = {key: part for key, part in space.spaces.items() if type(part).__name__ in ("Discrete", "Box", "Dict")}
+        if known:
+            parts = {key: _observed(part, name) for key, part in known.items()}
+            size = sum(part.size for part in parts.values())
+            return _Seen(size, lambda seen: np.concatenate([part.read(seen[key]) for key, part in parts.items()]))
+    raise KinformerError(
+        f"--env {name}: observations are of the kind {kind}, but must be a Box, Discrete or a Dict of such."
+    )
 
 
 def _actions(space: Any, name: str) -> Discrete | Box:
