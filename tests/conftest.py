@@ -64,6 +64,14 @@ def cli(capsys, monkeypatch):
     return run
 
 
+@pytest.fixture(autouse=True)
+def arithmetic():
+    """Every test leaves products and the smallest numbers as PyTorch has them; commands choose them for a process."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def run_cli(cli):
     """Runs a command line, which must succeed; returns its standard output."""

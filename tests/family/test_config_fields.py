@@ -187,6 +187,7 @@ UNSEEN = {
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
     "chunks": "the same",
+    "multiple": "how far behind a soft span is computed, where every weight is 0",
     "centroid_decay": "what the trainer does between its steps",
     "penalty": "what the trainer adds to the loss",
     "redraw": "what the trainer does between its steps",

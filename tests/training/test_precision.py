@@ -7,11 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import kinformer
 
 SCRIPT = """
 import torch
-from kinformer.training.precision import use_fast_products
-use_fast_products()
+from kinformer.training.precision import flush_subnormals
+flush_subnormals()
 torch.set_num_threads(2)
 small = torch.full((1 << 20,), 1e-30) * 1e-10
 print(int((small != 0).sum()), int((torch.full((1 << 20,), -100.0).exp() != 0).sum()))
@@ -22,3 +25,12 @@ print(int((small != 0).sum()), int((torch.full((1 << 20,), -100.0).exp() != 0).s
 def test_no_thread_leaves_subnormal_numbers() -> None:
     found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["0", "0"]
+
+
+def test_only_commands_flush_them(cli, tmp_path, monkeypatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda flushed: calls.append(flushed))
+    kinformer.train("gpt", recipe="tiny", steps=1, length=32, out=tmp_path / "own", quiet=True)
+    assert calls == []
+    cli("train", "gpt", "--recipe", "tiny", "--steps", 1, "--length", 32, "--out", tmp_path / "run")
+    assert calls == [True]

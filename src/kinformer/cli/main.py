@@ -98,6 +98,8 @@ COMMANDS = {
     ),
 }
 
+COMPUTING = ("train", "evaluate", "generate", "calibrate", "compare", "bench", "index")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
@@ -144,6 +146,10 @@ def _dispatch(arguments: list[str]) -> int:
     if options is None:
         print(f"example:\n  {command.example}")
         return 0
+    if name in COMPUTING:
+        from kinformer.training.precision import flush_subnormals
+
+        flush_subnormals()
     try:
         with printing_notes(options.quiet):
             return module.run(options)

@@ -17,11 +17,16 @@ ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
 
 
+@torch.compiler.assume_constant_result
+def _precision() -> str:
+    return torch.get_float32_matmul_precision()
+
+
 def by_onednn(x: Tensor) -> bool:
     """Whether large products of ``x`` are oneDNN's, and small ones slow; narrow ones always are."""
     if x.device.type != "cpu" or x.element_size() > 4:
         return False
-    return x.element_size() < 4 or torch.get_float32_matmul_precision() != "highest"
+    return x.element_size() < 4 or _precision() != "highest"
 
 
 @contextmanager

@@ -26,11 +26,11 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     """Measure the runs in ``folders``, side by side where their task compares them."""
     if not folders:
         raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
-    use_fast_products()
     options.check_store()
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
     own = [measuring_options(run.task, options.own, str(run.folder)) for run in runs]
+    use_fast_products()
     with spooled(options.data) as data:
         options = replace(options, data=data)
         if options.datastore is not None and not all(looks_up(run.config) for run in runs):

@@ -107,7 +107,6 @@ def train(options: TrainOptions, quiet: bool = False, begun: float | None = None
 
 def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
     """Check everything that can be checked, write the run folder's config, and say what is to be done."""
-    use_fast_products()
     if not options.resume:
         options = replace(options, member=member(options.member).name)
     if options.compile:

@@ -15,14 +15,18 @@ def use_fast_products() -> None:
 
     PyTorch calls the setting "medium". With AMX it would mean bfloat16, and for a GPU it does too, so it is made only
     where the processor is known to have no AMX and there is no GPU. It holds for the whole process.
-
-    Numbers below the smallest normal one become 0, since on some processors an operation with one of them takes a
-    hundred cycles: softmax leaves many. A thread inherits that when it starts, so this is to be called before the first
-    parallel operation.
     """
-    torch.set_flush_denormal(True)
     if platform.machine() in ("x86_64", "AMD64") and not has_amx() and not torch.cuda.is_available():
         torch.set_float32_matmul_precision("medium")
+
+
+def flush_subnormals() -> None:
+    """Numbers below the smallest normal one become 0 in this process, which must be our own, as a command's is.
+
+    On some processors an operation with one of them takes a hundred cycles, and softmax leaves many. A thread inherits
+    this when it starts, so it is to be called before the first parallel operation.
+    """
+    torch.set_flush_denormal(True)
 
 
 def has_amx() -> bool:
