@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from kinformer.core.autocast import autocast_together
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
+from kinformer.core.products import by_onednn
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
@@ -126,7 +127,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
     if visibility.pattern is None:
         folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
         pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
-        if lse or folds or pairs or q.shape[2] * k.shape[2] <= few.SETS:
+        small = by_onednn(q) and q.shape[2] * k.shape[2] <= few.SETS
+        if lse or folds or pairs or small:
             return few.attend(q, k, v, visibility, scoring)
         return _sets(q, k, v, visibility, scoring)
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
