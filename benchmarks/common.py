@@ -32,14 +32,15 @@ from torch import Tensor
 from kinformer.training.precision import has_amx, use_fast_products
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = {
-    "fast_transformers": "pytorch-fast-transformers",
-    "x_transformers": "x-transformers",
-    "transformers": "transformers",
-    "local_attention": "local-attention",
-    "performer_pytorch": "performer-pytorch",
-    "reformer_pytorch": "reformer-pytorch",
-    "routing_transformer": "routing-transformer",
+EXTRA = "'kinformer[peers]'"
+PEERS = {  # module: what pip is to install for it
+    "fast_transformers": "--no-build-isolation pytorch-fast-transformers",  # built against the PyTorch that is there
+    "x_transformers": EXTRA,
+    "transformers": EXTRA,
+    "local_attention": EXTRA,
+    "performer_pytorch": EXTRA,
+    "reformer_pytorch": EXTRA,
+    "routing_transformer": EXTRA,
 }
 
 
@@ -111,9 +112,8 @@ def peer(module: str) -> ModuleType | None:
     try:
         return import_module(module)
     except ImportError as error:
-        name = PEERS[module.partition(".")[0]]
-        how = "--no-build-isolation pytorch-fast-transformers" if module.startswith("fast") else "'kinformer[peers]'"
-        print(f"{name} is not installed ({error}), so it is left out; get it with: pip install {how}.")
+        package = module.partition(".")[0]
+        print(f"{package} is not installed ({error}), so it is left out; get it with: pip install {PEERS[package]}.")
         return None
 
 

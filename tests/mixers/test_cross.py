@@ -125,10 +125,11 @@ def test_neighbouring_rows_share_a_source(pair):
     assert (y - want).abs().max() < 1e-13 and len(after.k) == 2
     shared = states.repeat_rows((state, x), 3, sources=False)
     assert len(shared[0].k) == 2 and len(shared[1]) == 18
-    rows, nothing = torch.tensor([5, 0]), torch.empty(0, dtype=torch.int64)
-    assert torch.equal(states.select_rows(shared, rows, torch.tensor([1]))[0].k, state.k[1:])
-    assert states.select_rows(shared, rows, nothing)[0] is state
-    assert torch.equal(states.select_rows(shared, rows, nothing)[1], shared[1][rows])
+    rows = torch.tensor([5, 0])
+    selected = states.select_rows(shared, rows, sources=False)
+    assert selected[0] is state and torch.equal(selected[1], shared[1][rows])
+    second = states.select_sources(shared, torch.tensor([1]))
+    assert torch.equal(second[0].k, state.k[1:]) and second[1] is shared[1]
 
 
 def test_a_reset_keeps_the_source(pair):

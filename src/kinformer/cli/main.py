@@ -99,6 +99,7 @@ COMMANDS = {
 }
 
 COMPUTING = ("train", "evaluate", "generate", "calibrate", "compare", "bench", "index")
+"""Commands that run models for long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
+FEW = 32
+"""Rows below which a product is small whatever its width."""
 
 
 @torch.compiler.assume_constant_result

@@ -115,18 +115,25 @@ def detach(state: Any) -> Any:
     return map_tensors(torch.Tensor.detach, state)
 
 
-def select_rows(state: Any, rows: Tensor, sources: Tensor | None = None) -> Any:
-    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once.
-
-    ``sources`` [m] int64: other rows of the parts that outlive a reset, each for n / m neighbours (none: these stay).
-    """
+def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
+    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once. Without ``sources`` the
+    parts that outlive a reset stay as they are."""
     if isinstance(state, ReservedState):
         return state.select_rows(rows)
     if isinstance(state, Tensor):
         return state.index_select(0, rows.to(state.device))
-    if sources is not None and getattr(state, "outlives_reset", False):
-        return state if not len(sources) else select_rows(state, sources)
+    if not sources and getattr(state, "outlives_reset", False):
+        return state
     return _rebuild(state, [select_rows(item, rows, sources) for item in state])
+
+
+def select_sources(state: Any, rows: Tensor) -> Any:
+    """The state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all else stays as it is."""
+    if isinstance(state, (Tensor, ReservedState)):
+        return state
+    if getattr(state, "outlives_reset", False):
+        return select_rows(state, rows)
+    return _rebuild(state, [select_sources(item, rows) for item in state])
 
 
 def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:

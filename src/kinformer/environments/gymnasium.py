@@ -101,6 +101,7 @@ def _make(name: str, render_mode: str | None) -> Any:
 
 
 def _observed(space: Any, name: str) -> _Seen:
+    """How observations of ``space`` are read; texts among named ones are left out."""
     kind = type(space).__name__
     if kind == "Discrete":
         values = int(space.start) + np.arange(int(space.n))

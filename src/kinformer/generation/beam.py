@@ -20,8 +20,6 @@ from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
 from kinformer.core.products import few_rows
 
-_ALL_STAY = torch.empty(0, dtype=torch.int64)
-
 
 class Hypothesis(NamedTuple):
     """``tokens`` without BOS and EOS, and the ``score`` above."""
@@ -92,12 +90,14 @@ def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int
         running, origin = _continued(running, logits, search, width, found, most)
         if not len(running.sentences):
             return Found([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
-        sources = torch.searchsorted(before, running.sentences) if len(running.sentences) < len(before) else _ALL_STAY
+        some_end = len(running.sentences) < len(before)
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
-            state = states.select_rows(state, origin, sources)
-        elif width != search.beam and len(sources):
+            state = states.select_rows(state, origin, sources=False)
+        elif width != search.beam and some_end:
             kept = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
-            state = states.select_rows(state, kept, sources)
+            state = states.select_rows(state, kept, sources=False)
+        if some_end:
+            state = states.select_sources(state, torch.searchsorted(before, running.sentences))
         width = search.beam
         inputs, state = model.head_inputs(running.tokens[:, :, -1].reshape(-1, 1).to(device), state)
         size = max(size, states.nbytes(state))

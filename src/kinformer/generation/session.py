@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.products import few_rows
+from kinformer.core.products import FEW, few_rows
 from kinformer.generation.recorded import logits_after
 from kinformer.generation.sampling import Sampling, SamplingOptions, TokenSampler
 from kinformer.generation.steps import Steps
@@ -21,8 +21,6 @@ from kinformer.generation.stops import StopTokens
 
 _MOST_RESERVED = 4096
 _CHECKED_EVERY = 256
-_FEW = 32
-"""Tokens of all rows, below which products of a chunk are small."""
 
 
 class Session:
@@ -171,7 +169,7 @@ class Session:
     def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
         """One chunk into the state; the logits after each row's last token (unchanged where a row has none)."""
         if valid is None:
-            with few_rows(tokens.device, tokens.numel() < _FEW):
+            with few_rows(tokens.device, tokens.numel() < FEW):
                 self._logits, self._state = logits_after(self.model, tokens, self._state)
             return
         inputs, self._state = self.model.head_inputs(tokens, self._state, valid=valid)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kinformer.core.host import known_values
-from kinformer.core.products import few_rows
+from kinformer.core.products import FEW, few_rows
 from kinformer.core.state import ReservedState
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
 from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
@@ -16,8 +16,6 @@ LONG = 512
 """Expected tokens for which a recording is worth its time, that of some fifty to a hundred steps."""
 EARLY, LATE = 16, 256
 """Steps before one is tried, where so many tokens are expected and where they are not."""
-_FEW = 32
-"""Rows from which on products are large, but those of each row with its past."""
 
 
 class Steps:
@@ -41,7 +39,7 @@ class Steps:
             state = self.settled(state)
         if self._looks_back is None:
             self._looks_back = _has_slots(state)
-        with known_values(), few_rows(tokens.device, tokens.shape[0] < _FEW or self._looks_back):
+        with known_values(), few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
             if self.running is None:
                 self.running = self._recorded(tokens, state)
             if self.running is None:

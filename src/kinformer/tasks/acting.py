@@ -163,8 +163,9 @@ class Agent:
                 predicted, self.state = self._stepping.step(values, self.state)
             else:
                 predicted, state = logits_after(self.model, values, self.state)
-                fresh = self.window is None and self.state is None
-                self.state = states.reserve(state, LONG) if fresh else state if self.window is None else None
+                if self.window is None:
+                    recorded = self._stepping.recorded and self.state is None
+                    self.state = states.reserve(state, LONG) if recorded else state
         require_finite(bool(predicted.isfinite().all()))
         return predicted
 

@@ -24,7 +24,7 @@ from kinformer.kernels.block_sparse.tile import Tile
 
 TABLES = ("bias", "factor", "keys", "values")
 
-_ALIGNED = 16
+_ALIGNED = 16  # numbers in a row of a product are a multiple of it
 
 
 class Overlap(NamedTuple):
@@ -46,6 +46,7 @@ class Distances:
     ) -> None:
         self.pad, self.accumulator, self.learned = rows, accumulator, learned
         self.scratch: dict[str, Tensor] = {}
+        self.rectified: Tensor | None = None
         self.lowest = -(-relative.lowest // stride)
         skip = self.lowest * stride - relative.lowest
         self.tables: dict[str, Tensor] = {}
@@ -116,7 +117,7 @@ class Distances:
         if "factor" in self.tables:
             scores.relu_()
             if self.learned:
-                self._empty("rectified", scores.shape, scores.dtype).copy_(scores)
+                self.rectified = self._empty("rectified", scores.shape, scores.dtype).copy_(scores)
             for overlap in overlaps:
                 scores[..., overlap.start : overlap.stop].mul_(self._toeplitz("factor", heads, overlap, rows))
         for overlap in overlaps:
@@ -129,9 +130,7 @@ class Distances:
 
     def add_gradients(self, errors: Tensor, q: Tensor, dq: Tensor, tile: Tile, heads: slice) -> None:
         """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
-        rows, rectified = errors.shape[-2], None
-        if "factor" in self.tables:
-            rectified = self._empty("rectified", errors.shape, errors.dtype)  # as the last ``add`` left it
+        rows, rectified = errors.shape[-2], self.rectified
         for overlap in self.overlaps(tile):
             part = errors[..., overlap.start : overlap.stop]
             if "bias" in self.tables and "bias" in self.learned:
