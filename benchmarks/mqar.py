@@ -2,10 +2,11 @@
 
 Each member's mixer as its page has it, but of one head, in two layers of width 64 without feed-forwards and positions:
 a causal convolution of four tokens, then the mixer, each behind a norm and in a residual (the setting in which Zoology
-compares recall and state; a convolution of a mixer's own is left out). 256 symbols, 64 tokens, 8 pairs; AdamW with
-weight decay 0.1, one cycle of the learning rate, clipping at 1; training ends when 99 % of a validation are right. The
-learning rate is swept with the first seed, the best one is run with further seeds, and the last weights are measured on
-new rows.
+compares recall and state; a convolution of a mixer's own is left out). Weights begin as PyTorch's modules do: from
+N(0, 0.02) the delta rules know 2 % after 1,000 steps in which they learn 92 % here. 256 symbols, 64 tokens, 8 pairs;
+AdamW with weight decay 0.1, one cycle of the learning rate, clipping at 1; training ends when 99 % of a validation are
+right. The learning rate is swept with the first seed until one gets there, the best one is run with further seeds, and
+the last weights are measured on new rows.
 
 It can be stopped at any time: every finished run is in the result file, and the next call goes on from there.
 """
@@ -64,7 +65,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "routing": {"local_heads": 0, "num_clusters": 8, "window": 8},
 }
 """What is changed of each member's mixer beside the number of heads; windows are shorter than a row."""
-RATES, SEEDS = (3e-3, 1e-3, 1e-2), (0, 1, 2)
+RATES, SEEDS = (3e-3, 1e-2, 1e-3), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
 
@@ -133,7 +134,7 @@ def build(member: str) -> Decoder:
         layers=(layer,) * DEPTH,
         position=NoPosition.Config(),
         head=LanguageModelHead.Config(tied=True),
-        initialisation=Initialisation(),
+        initialisation=Initialisation(scheme="framework"),
     ).build()
 
 
@@ -193,11 +194,12 @@ def best_rate(records: list[dict[str, Any]], member: str) -> float:
 def wanted(records: list[dict[str, Any]], members: list[str]) -> Iterator[Run]:
     """What is to be run and can be by now: first the rates, then further seeds at a member's best."""
     done = {Run(each["member"], each["rate"], each["seed"]) for each in records}
-    sweep = [Run(member, rate, SEEDS[0]) for rate in RATES for member in members]
+    solved = {each["member"] for each in records if each["curve"][-1][1] >= SOLVED}
+    sweep = [Run(member, rate, SEEDS[0]) for rate in RATES for member in members if member not in solved]
     yield from (run for run in sweep if run not in done)
     for seed in SEEDS[1:]:
         for member in members:
-            if all(Run(member, rate, SEEDS[0]) in done for rate in RATES):
+            if member in solved or all(Run(member, rate, SEEDS[0]) in done for rate in RATES):
                 run = Run(member, best_rate(records, member), seed)
                 if run not in done:
                     yield run

@@ -19,6 +19,17 @@ torch.set_num_threads(2)
 small = torch.full((1 << 20,), 1e-30) * 1e-10
 print(int((small != 0).sum()), int((torch.full((1 << 20,), -100.0).exp() != 0).sum()))
 """
+FAULTS = """
+import resource, torch
+from kinformer.core.host import keep_memory
+keep_memory()
+for step in range(13):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = [torch.ones(1 << 22) for _ in range(4)]
+    del made
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere nothing is flushed")
@@ -34,3 +45,10 @@ def test_only_commands_flush_them(cli, tmp_path, monkeypatch) -> None:
     assert calls == []
     cli("train", "gpt", "--recipe", "tiny", "--steps", 1, "--length", 32, "--out", tmp_path / "run")
     assert calls == [True]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_freed_memory_is_not_asked_for_again() -> None:
+    """Forty tensors of 4,096 pages: otherwise most of those, and with it at most what the memory has yet to grow by."""
+    found = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(found.stdout) <= 4 * 4096

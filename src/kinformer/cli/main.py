@@ -148,9 +148,11 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"example:\n  {command.example}")
         return 0
     if name in COMPUTING:
+        from kinformer.core.host import keep_memory
         from kinformer.training.precision import flush_subnormals
 
         flush_subnormals()
+        keep_memory()
     try:
         with printing_notes(options.quiet):
             return module.run(options)

