@@ -1,11 +1,11 @@
 """Images seen whole: which encoder makes the most of the same computation?
 
 ViT reads an image as 64 patches of 4 x 4 pixels, all of which see each other; Swin as 256 of 2 x 2, which see each
-other within windows that shift, and in its second half as 64 patches of twice the width. Their sizes are such that a step
-costs about as many FLOPs; what remains is made up by steps (--steps are ViT's). Everything else is the same: images,
-their augmentation, AdamW, the learning rate's schedule; the rates are swept with the first seed, and further seeds run
-at the best. Run folders in --runs that are finished are only measured, and those that were stopped go on. Extra options
-of `kinformer train` for all contestants stand after --:
+other within windows that shift, and in its second half as 64 patches of twice the width. Their sizes are such that a
+step costs about as many FLOPs; what remains is made up by steps (--steps are ViT's). Everything else is the same:
+images, their augmentation, AdamW, the learning rate's schedule; the rates are swept with the first seed, and further
+seeds run at the best. Run folders in --runs that are finished are only measured, and those that were stopped go on.
+Extra options of `kinformer train` for all contestants stand after --:
 
     python benchmarks/equal_flops.py --data pictures/ --steps 2000 --runs runs/equal -- --augment crop,flip
 """

@@ -96,3 +96,15 @@ def test_the_losses_of_exits_have_no_weights_but_keep_logits_of_every_exit(membe
     config = configure(member, "tiny", 64, {"stack.rule": rule})
     own = objective_cost(config, "exits", length=128, batch=4, optimizer="adamw")
     assert own["weights"] == 0 and own["activations"] >= 2 * 4 * 128 * 64 * 4
+
+
+def test_logits_in_pieces_cost_the_same_products_and_less_memory(monkeypatch):
+    config, sizes, found = configure("gpt", "tiny", 4096), {"length": 96, "batch": 8}, []
+    for least in (1 << 60, 1):
+        monkeypatch.setattr("kinformer.training.cross_entropy.LOGITS", least)
+        told = estimate(config, **sizes)
+        found.append((told.flops_forward, told.flops_step, sum(peak(config, told, **sizes).values())))
+    whole, pieces = found
+    assert pieces[:2] == whole[:2]
+    logits = 4 * 96 * 8 * 4096
+    assert logits < whole[2] - pieces[2] < 4 * logits

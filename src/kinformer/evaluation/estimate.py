@@ -22,7 +22,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.core.stack import units_of
 from kinformer.evaluation.estimate_checkpoint import held_bytes, measure_held
 from kinformer.evaluation.estimate_length import at_length, through
-from kinformer.evaluation.estimate_parts import Costs, distinct, measure, measure_state
+from kinformer.evaluation.estimate_parts import Costs, distinct, in_pieces, measure, measure_state
 from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
@@ -165,7 +165,9 @@ def _window(module: Any) -> int:
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
     """The costs of the model of distinct layers."""
     single = distinct(config)
-    measures = [measure, measure_held] if config.stack.recomputes else [measure]
+    pieces = in_pieces(model, batch * length)
+    usual = [partial(each, pieces=pieces) for each in (measure, measure_held)]
+    measures = usual if config.stack.recomputes else usual[:1]
     costs: Costs = {}
     for one in measures:
         costs |= at_length(partial(one, single, batch), length, horizon_of(model), is_even(model))

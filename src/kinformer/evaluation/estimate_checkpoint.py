@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kinformer.core.scratch import scratch_bytes
-from kinformer.evaluation.estimate_parts import Costs, imitated, loss_of, outputs, without_data
+from kinformer.evaluation.estimate_parts import (
+    Costs,
+    head_inputs,
+    imitated,
+    loss_in_pieces,
+    loss_of,
+    outputs,
+    without_data,
+)
 from kinformer.training.optimiser import sparse_tables
 
 FLOAT = 4
@@ -57,7 +65,9 @@ class Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def measure_held(config: Any, batch: int, length: int, autocast: bool = False, inside: bool = False) -> Costs:
+def measure_held(
+    config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
+) -> Costs:
     """Bytes ``held`` at most until the ``loss`` is known, and in the ``backward``, in which the state is let go of.
 
     Arguments as of ``estimate_parts.measure``; ``inside``: with the operators' own temporaries. Weights
@@ -72,10 +82,10 @@ def measure_held(config: Any, batch: int, length: int, autocast: bool = False, i
         gradients = (parameter.grad for parameter in model.parameters() if parameter not in sparse)
         with Live([*model.parameters(), *model.buffers(), *gradients, tokens], inside) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                logits, state = outputs(model, tokens)
-                loss = loss_of(model, logits, tokens)
+                made, state = head_inputs(model, tokens) if pieces else outputs(model, tokens)
+                loss = loss_in_pieces(model, made) if pieces else loss_of(model, made, tokens)
             until_loss = live.most
-            del logits, state
+            del made, state
             live.most = live.now
             loss.backward()
     return {("held", "loss"): until_loss, ("held", "backward"): live.most}

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
 from kinformer.core.likelihood import Likelihood
+from kinformer.core.output import OutputProduct
 from kinformer.core.stack import Stack, units_of
+from kinformer.training import cross_entropy
 
 Costs = dict[tuple[str, str], int]
 """Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
@@ -68,6 +70,12 @@ class _Ledger:
         self._mark([loss])
         self.book()
         self._direction, self._stack = "backward", ["loss"]
+
+    def move(self, part: str, share: float) -> None:
+        """Let a share of the part's forward be its backward."""
+        moved = round(share * self.costs["forward", part])
+        self.costs["forward", part] -= moved
+        self.costs["backward", part] += moved
 
     def _entering(self, part: str) -> Any:
         return lambda module, args: self.enter(part)
@@ -128,10 +136,11 @@ def distinct(config: Any) -> Any:
     return config.replace(layers=layers, stack=stack)
 
 
-def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Costs:
+def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """The costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
-    With ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
+    ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
+    ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
     imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
@@ -141,10 +150,12 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False) -> Cos
         ledger = _Ledger(model, counter)
         with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                logits = outputs(model, tokens)[0]
+                made = head_inputs(model, tokens)[0] if pieces else outputs(model, tokens)[0]
                 ledger.enter("loss")
-                loss = loss_of(model, logits, tokens)
+                loss = loss_in_pieces(model, made) if pieces else loss_of(model, made, tokens)
             ledger.begin_backward(loss)
+            if pieces:  # of the three products that it made, two are those of a backward
+                ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
     return ledger.costs
@@ -164,7 +175,25 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
     if isinstance(model.head, Likelihood):
         return model.head.nats(logits, tokens).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def in_pieces(model: Any, rows: int) -> bool:
+    """Whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
+    plain = hasattr(model, "head_inputs") and not hasattr(model, "begin") and isinstance(model.head, OutputProduct)
+    return plain and rows * model.vocab_size >= cross_entropy.LOGITS
+
+
+def head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Hidden states of ``tokens`` and the state after them."""
+    return model.head_inputs(tokens)
+
+
+def loss_in_pieces(model: Any, hidden: Tensor) -> Tensor:
+    """As :func:`loss_of`, of hidden states [batch, time, dim]."""
+    targets = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.int64, device=hidden.device)
+    weight, bias = model.head.product(model.input)
+    return cross_entropy.summed(hidden.flatten(0, -2), weight, bias, targets) / targets.numel()
 
 
 def without_data(config: Any) -> Any:

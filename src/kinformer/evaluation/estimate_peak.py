@@ -15,7 +15,7 @@ from typing import Any
 from kinformer.evaluation.estimate import Estimate, horizon_of, is_even
 from kinformer.evaluation.estimate_checkpoint import FLOAT, measure_held
 from kinformer.evaluation.estimate_length import at_length
-from kinformer.evaluation.estimate_parts import distinct, measure, without_data
+from kinformer.evaluation.estimate_parts import distinct, in_pieces, measure, without_data
 
 INTERPRETER = 360 << 20
 ALLOCATOR, ALLOCATOR_LARGE = 0.35, 0.55
@@ -46,8 +46,10 @@ def _temporaries(config: Any, length: int, batch: int) -> int:
     single = distinct(config)
     model = without_data(single)
     usual = measure_held if config.stack.recomputes else measure
-    measures = (partial(usual, single, batch), partial(measure_held, single, batch, inside=True))
-    known, held = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
+    pieces = in_pieces(model, batch * length)
+    held = partial(measure_held, single, batch, pieces=pieces, inside=True)
+    measures = (partial(usual, single, batch, pieces=pieces), held)
+    known, most = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
     if config.stack.recomputes:
-        return max(held.values()) - max(known.values())
-    return max(0, max(held.values()) - sum(amount for (kind, _), amount in known.items() if kind == "saved"))
+        return max(most.values()) - max(known.values())
+    return max(0, max(most.values()) - sum(amount for (kind, _), amount in known.items() if kind == "saved"))

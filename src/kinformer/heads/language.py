@@ -10,9 +10,10 @@ from torch.nn import functional
 
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
+from kinformer.core.output import OutputProduct
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(OutputProduct):
     """hidden_states [batch, time, dim] -> logits [batch, time, vocab].
 
     ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
@@ -40,3 +41,6 @@ class LanguageModelHead(nn.Module):
         if self.output is not None:
             return self.output(hidden_states)
         return functional.linear(hidden_states, input.table, self.bias)
+
+    def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
+        return (input.table, self.bias) if self.output is None else (self.output.weight, self.output.bias)

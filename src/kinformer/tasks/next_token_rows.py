@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.figure import BITS_PER_BYTE
 from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
+from kinformer.training import cross_entropy
 from kinformer.training.data_module import DataModule
 from kinformer.training.objective import Outcome
 from kinformer.training.settings import Settings
@@ -122,8 +123,14 @@ class NextTokenLoss:
     """Cross-entropy of each next token, in nats, over the valid tokens."""
 
     def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> Outcome:
-        logits, state = model(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
-        loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)
+        tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
+        if cross_entropy.in_pieces(model, tokens.numel()):
+            each: Any = model
+            inputs, state = each.head_inputs(tokens, state, **marks)
+            loss, nats = hidden_nats(each, inputs, targets, batch.valid)
+        else:
+            logits, state = model(tokens, state, **marks)
+            loss, nats = next_token_nats(logits, targets, batch.valid)
         return loss, {"nats": nats, "predicted": predicted(batch)}, state
 
 
@@ -138,6 +145,18 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
     if valid is not None:
         targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
     nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return nats / count, nats.detach()
+
+
+def hidden_nats(model: Any, inputs: Any, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As :func:`next_token_nats`, of the head's ``inputs``; of hidden states without all logits at once."""
+    if not isinstance(inputs, Tensor):
+        return next_token_nats(model.logits(inputs), targets, valid)
+    count: Tensor | int = max(1, targets.numel())
+    if valid is not None:
+        inputs, targets, count = inputs[valid], targets[valid], valid.sum().clamp_min(1)
+    weight, bias = model.head.product(model.input)
+    nats = cross_entropy.summed(inputs.flatten(0, -2), weight, bias, targets.flatten())
     return nats / count, nats.detach()
 
 

@@ -1,0 +1,82 @@
+"""The cross-entropy of logits that are a product, without all of them in memory at once.
+
+    loss = sum_i -ln softmax(x_i W^T + b)_(y_i),    dloss / dlogits_i = softmax(x_i W^T + b) - onehot(y_i)
+
+Some rows of logits are made at a time, and with their loss their share of the gradients, while they lie in the cache;
+so no product is made twice. Over a large vocabulary logits, their softmax and their gradient are most of what a step of
+a small model needs in memory, and most of its time is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.autocast import autocast_dtype, no_autocast
+from kinformer.core.derivatives import check_reverse, first_order
+from kinformer.core.output import OutputProduct
+
+LOGITS = 1 << 22
+"""Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""
+PIECE, LEAST = 1 << 21, 128
+"""Elements of a piece, and its rows at least."""
+_NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_entropy of the model's logits for that"
+
+
+def in_pieces(model: nn.Module, rows: int) -> bool:
+    """Whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
+    head: Any = getattr(model, "head", None)
+    if not isinstance(head, OutputProduct) or model._compiled_call_impl is not None:
+        return False
+    weight = head.product(model.input)[0]  # type: ignore[arg-type]
+    return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and rows * len(weight) >= LOGITS
+
+
+def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """The sum over rows of the cross-entropies of ``targets`` [rows] int64, a scalar in float32 or wider.
+
+    x: [rows, dim]; weight: [vocab, dim]; bias: [vocab] or None. Under autocast the products are in its type.
+    """
+    check_reverse(_NAME, x, weight, bias, remedy=_REMEDY)
+    return _InPieces.apply(x, weight, bias, targets, torch.is_grad_enabled())
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, learning: bool) -> Tensor:
+        narrow = autocast_dtype(x.device) or x.dtype
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((), dtype=wide)
+        gradients = [torch.empty_like(x), weight.new_zeros(weight.shape, dtype=wide)] if learning else []
+        if learning and bias is not None:
+            gradients.append(bias.new_zeros(bias.shape, dtype=wide))
+        rows = max(LEAST, PIECE // len(weight))
+        with no_autocast(x.device):
+            product = weight.to(narrow)
+            for begin in range(0, len(x), rows):
+                piece, wanted = x[begin : begin + rows].to(narrow), targets[begin : begin + rows, None]
+                logits = (piece @ product.mT).to(wide)
+                if bias is not None:
+                    logits += bias
+                likely = logits.softmax(-1)
+                # ln of the sum of exponentials, by the largest of them: its share is 1 over that sum
+                top = logits.amax(-1, keepdim=True) - logits.gather(1, wanted)
+                total += (top - likely.amax(-1, keepdim=True).log()).sum()
+                if not learning:
+                    continue
+                likely.scatter_add_(1, wanted, likely.new_full((), -1).expand_as(wanted))
+                if bias is not None:
+                    gradients[2] += likely.sum(0)
+                likely = likely.to(narrow)
+                gradients[0][begin : begin + rows] = likely @ product
+                gradients[1] += likely.mT @ piece
+        ctx.save_for_backward(x, weight, *gradients)
+        return total
+
+    @staticmethod
+    @first_order(_NAME, _REMEDY)
+    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *bias = (each * gradient.to(each.dtype) for each in saved[2:])
+        return x, weight, bias[0] if bias else None, None, None
