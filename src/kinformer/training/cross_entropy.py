@@ -3,8 +3,8 @@
     loss = sum_i -ln softmax(x_i W^T + b)_(y_i),    dloss / dlogits_i = softmax(x_i W^T + b) - onehot(y_i)
 
 Some rows of logits are made at a time, and with their loss their share of the gradients, while they lie in the cache;
-so no product is made twice. Over a large vocabulary logits, their softmax and their gradient are most of what a step of
-a small model needs in memory, and most of its time is theirs.
+so no product is made twice. Over a large vocabulary logits, their softmax and their gradient are much of what a small
+model's step needs in memory: of a process that learns from 1,024 tokens of 50,257 more than a third.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class _InPieces(torch.autograd.Function):
                     gradients[2] += likely.sum(0)
                 likely = likely.to(narrow)
                 gradients[0][begin : begin + rows] = likely @ product
-                gradients[1] += likely.mT @ piece
+                if narrow == wide:
+                    gradients[1].addmm_(likely.mT, piece)
+                else:
+                    gradients[1] += likely.mT @ piece
         ctx.save_for_backward(x, weight, *gradients)
         return total
 
