@@ -72,7 +72,7 @@ class _InPieces(torch.autograd.Function):
                 likely = likely.to(narrow)
                 gradients[0][begin : begin + rows] = likely @ product
                 if narrow == wide:
-                    gradients[1].addmm_(likely.mT, piece)
+                    torch.addmm(gradients[1], likely.mT, piece, out=gradients[1])
                 else:
                     gradients[1] += likely.mT @ piece
         ctx.save_for_backward(x, weight, *gradients)
