@@ -27,7 +27,7 @@ STAGES = {
 }
 PLAIN = {"dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 CONTESTANTS: dict[str, dict[str, Any]] = {"vit": PLAIN, "swin": STAGES}
-RATES = (1e-3, 3e-3)
+RATES = (3e-4, 1e-3, 3e-3)
 MEASURED = ("accuracy", "bits_per_label", "calibration_error", "guessing", "measured_images", "data")
 
 
