@@ -12,14 +12,19 @@ from kinformer.family.table import MEMBERS
 
 
 def generate(docs: Path) -> None:
-    """Write the pages into ``docs/results``."""
-    folder = docs / "results"
+    """Write the pages into ``docs/results``; those of result files that are gone go, too."""
+    folder, written = docs / "results", {"index.md"}
     for result in results():
         if result.picture is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / result.picture.name).write_bytes(result.picture.read_bytes())
+            written.add(result.picture.name)
         write(folder / f"{result.name}.md", page(*_result(result)))
+        written.add(f"{result.name}.md")
     write(folder / "index.md", overview())
+    for path in folder.iterdir():
+        if path.name not in written:
+            path.unlink()
 
 
 def _result(result: Result) -> Iterator[str]:
