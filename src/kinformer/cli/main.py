@@ -148,11 +148,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"example:\n  {command.example}")
         return 0
     if name in COMPUTING:
-        from kinformer.core.host import keep_memory
-        from kinformer.training.precision import flush_subnormals
+        from kinformer.training.precision import begin_process
 
-        flush_subnormals()
-        keep_memory()
+        begin_process()
     try:
         with printing_notes(options.quiet):
             return module.run(options)

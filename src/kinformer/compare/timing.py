@@ -121,9 +121,8 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _begin(threads: int) -> None:
-    from kinformer.core.host import keep_memory
-    from kinformer.training.precision import use_fast_products
+    from kinformer.training.precision import begin_process, use_fast_products
 
+    begin_process()
     torch.set_num_threads(threads)
     use_fast_products()
-    keep_memory()

@@ -84,7 +84,7 @@ def keep_memory() -> None:
 
     Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
     asks for it again and has the system clear it page by page: a training step of 8 x 128 tokens over a vocabulary of
-    4,096 then takes a third longer (AMD EPYC, two cores). The largest resident set stays the same within 3 %.
+    4,096 then takes a third longer (AMD EPYC, two cores). The largest resident set grows by at most 4 %.
     """
     if sys.platform != "linux":
         return

@@ -19,15 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kinformer.core.scratch import scratch_bytes
-from kinformer.evaluation.estimate_parts import (
-    Costs,
-    head_inputs,
-    imitated,
-    loss_in_pieces,
-    loss_of,
-    outputs,
-    without_data,
-)
+from kinformer.evaluation.estimate_parts import Costs, imitated, making, without_data
 from kinformer.training.optimiser import sparse_tables
 
 FLOAT = 4
@@ -73,6 +65,7 @@ def measure_held(
     Arguments as of ``estimate_parts.measure``; ``inside``: with the operators' own temporaries. Weights
     and their gradients, which are there before, do not count.
     """
+    make, judge = making(pieces)
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
         model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
@@ -82,8 +75,8 @@ def measure_held(
         gradients = (parameter.grad for parameter in model.parameters() if parameter not in sparse)
         with Live([*model.parameters(), *model.buffers(), *gradients, tokens], inside) as live:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                made, state = head_inputs(model, tokens) if pieces else outputs(model, tokens)
-                loss = loss_in_pieces(model, made) if pieces else loss_of(model, made, tokens)
+                made, state = make(model, tokens)
+                loss = judge(model, made, tokens)
             until_loss = live.most
             del made, state
             live.most = live.now

@@ -10,7 +10,7 @@ Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
 from kinformer.core.likelihood import Likelihood
-from kinformer.core.output import OutputProduct
 from kinformer.core.stack import Stack, units_of
 from kinformer.training import cross_entropy
 
@@ -144,15 +143,16 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces
     imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
+    make, judge = making(pieces)
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
         model, tokens = imitated(model, batch, length, "cpu" if autocast else "meta")
         ledger = _Ledger(model, counter)
         with counter, saved_tensors_hooks(ledger.save, lambda tensor: tensor):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                made = head_inputs(model, tokens)[0] if pieces else outputs(model, tokens)[0]
+                made = make(model, tokens)[0]
                 ledger.enter("loss")
-                loss = loss_in_pieces(model, made) if pieces else loss_of(model, made, tokens)
+                loss = judge(model, made, tokens)
             ledger.begin_backward(loss)
             if pieces:  # of the three products that it made, two are those of a backward
                 ledger.move("loss", 2 / 3)
@@ -180,16 +180,19 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
 
 def in_pieces(model: Any, rows: int) -> bool:
     """Whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
-    plain = hasattr(model, "head_inputs") and not hasattr(model, "begin") and isinstance(model.head, OutputProduct)
-    return plain and rows * model.vocab_size >= cross_entropy.LOGITS
+    return hasattr(model, "head_inputs") and not hasattr(model, "begin") and cross_entropy.large(model, rows)
 
 
-def head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-    """Hidden states of ``tokens`` and the state after them."""
+def making(pieces: bool) -> tuple[Callable[[Any, Tensor], tuple[Tensor, Any]], Callable[[Any, Tensor, Tensor], Tensor]]:
+    """(model, tokens) -> what the loss is made of, and the state after them; (model, that, tokens) -> the loss."""
+    return (_head_inputs, _loss_in_pieces) if pieces else (outputs, loss_of)
+
+
+def _head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     return model.head_inputs(tokens)
 
 
-def loss_in_pieces(model: Any, hidden: Tensor) -> Tensor:
+def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     """As :func:`loss_of`, of hidden states [batch, time, dim]."""
     targets = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.int64, device=hidden.device)
     weight, bias = model.head.product(model.input)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.figure import BITS_PER_BYTE
@@ -122,12 +122,11 @@ class RetrievedTokens(DataModule):
 class NextTokenLoss:
     """Cross-entropy of each next token, in nats, over the valid tokens."""
 
-    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: Any, state: Any, progress: float) -> Outcome:
         tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
         if cross_entropy.in_pieces(model, tokens.numel()):
-            each: Any = model
-            inputs, state = each.head_inputs(tokens, state, **marks)
-            loss, nats = hidden_nats(each, inputs, targets, batch.valid)
+            inputs, state = model.head_inputs(tokens, state, **marks)
+            loss, nats = hidden_nats(model, inputs, targets, batch.valid)
         else:
             logits, state = model(tokens, state, **marks)
             loss, nats = next_token_nats(logits, targets, batch.valid)

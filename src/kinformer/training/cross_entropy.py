@@ -25,13 +25,18 @@ PIECE, LEAST = 1 << 21, 128
 _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_entropy of the model's logits for that"
 
 
-def in_pieces(model: nn.Module, rows: int) -> bool:
+def in_pieces(model: Any, rows: int) -> bool:
     """Whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
-    head: Any = getattr(model, "head", None)
-    if not isinstance(head, OutputProduct) or model._compiled_call_impl is not None:
+    if not large(model, rows) or model._compiled_call_impl is not None:
         return False
-    weight = head.product(model.input)[0]  # type: ignore[arg-type]
-    return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and rows * len(weight) >= LOGITS
+    weight = model.head.product(model.input)[0]
+    return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
+
+
+def large(model: Any, rows: int) -> bool:
+    """Whether the logits of so many ``rows`` are one product, and many."""
+    head = getattr(model, "head", None)
+    return isinstance(head, OutputProduct) and rows * len(head.product(model.input)[0]) >= LOGITS
 
 
 def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from kinformer.core.errors import KinformerError
-from kinformer.core.host import keep_memory
 from kinformer.core.stack import Stack, units_of
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
-from kinformer.training.precision import flush_subnormals
+from kinformer.training.precision import begin_process
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -257,8 +256,7 @@ class _Withheld(logging.Filter):
 
 
 def _guarded(function: Callable[..., T], arguments: tuple[Any, ...]) -> T | KinformerError:
-    flush_subnormals()
-    keep_memory()
+    begin_process()
     try:
         return function(*arguments)
     except KinformerError as error:

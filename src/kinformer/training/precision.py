@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kinformer.core.host import processor
+from kinformer.core.host import keep_memory, processor
 
 
 def use_fast_products() -> None:
@@ -27,6 +27,12 @@ def flush_subnormals() -> None:
     this when it starts, so it is to be called before the first parallel operation.
     """
     torch.set_flush_denormal(True)
+
+
+def begin_process() -> None:
+    """What a process of our own does before it computes: a command's, and those that it starts."""
+    flush_subnormals()
+    keep_memory()
 
 
 def has_amx() -> bool:
