@@ -83,8 +83,8 @@ def keep_memory() -> None:
     """Memory that was freed stays with this process, which must be our own, as a command's is; Linux with glibc only.
 
     Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
-    asks for it again and has the system clear it page by page: a training step of 8 x 128 tokens over a vocabulary of
-    4,096 then takes a third longer (AMD EPYC, two cores). The largest resident set grows by at most 4 %.
+    asks for it again and has the system clear it page by page: training steps then take 2 to 17 % longer (AMD EPYC,
+    two cores, ``benchmarks/kept_memory.py``). The largest resident set grows by up to a quarter.
     """
     if sys.platform != "linux":
         return

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kinformer.core.compiling import constant
+
 ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
 FEW = 32
 """Rows below which a product is small whatever its width."""
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _precision() -> str:
     return torch.get_float32_matmul_precision()
 

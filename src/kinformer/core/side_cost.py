@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
+
+from kinformer.core.compiling import uncompiled
 
 
 class SideCost(nn.Module):
@@ -17,7 +18,7 @@ class SideCost(nn.Module):
         self.name = name
         self.costs: dict[str, Tensor] | None = None
 
-    @torch.compiler.disable(reason="what is gathered is no output of the model's graph")
+    @uncompiled("what is gathered is no output of the model's graph")
     def forward(self, cost: Tensor) -> None:
         if self.costs is not None:
             self.costs[self.name] = self.costs[self.name] + cost if self.name in self.costs else cost

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.compiling import uncompiled
 from kinformer.core.contract import state_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.host import has_data
@@ -120,7 +121,7 @@ class Values(nn.EmbeddingBag):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
-    @torch.compiler.disable
+    @uncompiled("gradients of the table are rows alone")
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         weights = weights.to(self.weight.dtype)
         if self.sparse:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.core.compiling import uncompiled
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
 from kinformer.core.errors import KinformerError
@@ -244,7 +245,7 @@ class BidirectionalAttention(EncoderMixer):
         return found.out
 
 
-@torch.compiler.disable
+@uncompiled("the pattern of a length is made by the host, between two graphs")
 def _sized(pattern: Pattern, length: int) -> Pattern:
     """``pattern.sized(length)``, made between two graphs where they are captured."""
     return pattern.sized(length)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.compiling import uncompiled
 from kinformer.core.config import check_unused
 from kinformer.core.contract import AS_THEY_ARE, CausalMixer, Chunk, MixerConfig, activation_dtype, state_dtype
 from kinformer.core.errors import KinformerError
@@ -169,7 +170,7 @@ class Compressive(CausalMixer):
         self._absorb(chunk, state, norm, watch)
         return watch / watch.sum()
 
-    @torch.compiler.disable
+    @uncompiled("segments are cut where each row has come to, which the host reads")
     def _absorb(
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
     ) -> tuple[Tensor, CompressiveState]:

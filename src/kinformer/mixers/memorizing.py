@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.compiling import uncompiled
 from kinformer.core.config import check_unused, describe
 from kinformer.core.contract import (
     CausalMixer,
@@ -213,7 +214,7 @@ class Memorizing(CausalMixer):
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
         return self.out(merge_heads(y))
 
-    @torch.compiler.disable
+    @uncompiled("memories are searched and evicted by the host")
     def _external(
         self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, before: Tensor, state: MemorizingState
     ) -> tuple[Tensor | None, Evicted]:

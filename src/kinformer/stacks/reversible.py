@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
+from kinformer.core.compiling import uncompiled
 from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.derivatives import check_reverse
 from kinformer.core.encoder import Text
@@ -120,7 +121,7 @@ class Reversible(Stack):
                 tapped.append(joined(a, b, self.mean, x.dtype))
         return joined(a, b, self.mean, x.dtype), tuple(after), tuple(tapped)
 
-    @torch.compiler.disable(reason="a reversible stack computes layers again in the backward pass; recompute = false")
+    @uncompiled("a reversible stack computes layers again in the backward pass; recompute = false")
     def _recomputed(
         self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from kinformer.training.spread import gathered, is_spread
 
 EPS = 1e-10
 
@@ -42,9 +43,9 @@ class ClippedAdagrad(Optimizer):
         update = gradient / state["sum"].sqrt().add_(EPS)
         if group["clip"]:
             norm = torch.linalg.vector_norm(gradient)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = gathered(norm)
             factor = torch.where(norm > group["clip"], group["clip"] / (norm + EPS), torch.ones_like(norm))
-            update.mul_(float(factor) if isinstance(update, DTensor) else factor)
+            update.mul_(float(factor) if is_spread(update) else factor)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kinformer.core.files import load_tensors
 from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.optimiser import like
+from kinformer.training.spread import like
 
 
 def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.stack import units_of
 from kinformer.training.adagrad import ClippedAdagrad
 from kinformer.training.settings import Settings
+from kinformer.training.spread import gathered, like, whole
 
 MOMENTUM = 0.9
 Named = list[tuple[str, nn.Parameter]]
@@ -72,7 +72,7 @@ class Optimiser:
         the optimiser clips each parameter by itself."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = gathered(norm)
         if largest and not self.clips_itself:
             nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
         return norm
@@ -137,22 +137,8 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     return AdamW(groups, lr=settings.lr, betas=(MOMENTUM, settings.beta2), fused=True)
 
 
-def like(parameter: Tensor, value: Tensor) -> Tensor:
-    """``value`` spread over processes as ``parameter`` is, where it has its shape."""
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over processes, gathered (by all of them together), on the CPU, sharing no memory."""
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.to("cpu", copy=True)
-
-
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Every tensor :func:`whole`, one at a time; processes that do not ``keep`` them only take part."""
+    """Every tensor whole, one at a time; processes that do not ``keep`` them only take part."""
     kept = {}
     for name, tensor in named:
         value = whole(tensor)

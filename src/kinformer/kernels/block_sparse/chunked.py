@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kinformer.core.compiling import constant
 from kinformer.core.contract import state_dtype
 from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.parts import Relative
@@ -35,7 +36,7 @@ _MOST = 4096
 _next_number = count()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def number_of(pattern: Pattern) -> int:
     """A number that stands for ``pattern`` in the operator's arguments, which must be plain."""
     if pattern not in _NUMBERS:

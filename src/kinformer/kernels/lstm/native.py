@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kinformer.core.compiling import uncompiled
 
-@torch.compiler.disable
+
+@uncompiled("PyTorch's own LSTM is one operation")
 def whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Every row is one sequence of full length that goes on from h and c."""
     y, after, memory = torch._VF.lstm(  # type: ignore[attr-defined]
@@ -29,7 +31,7 @@ def whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[T
     return y, after[0], memory[0]
 
 
-@torch.compiler.disable
+@uncompiled("PyTorch's own LSTM is one operation")
 def ragged(
     x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor, reset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,33 @@
+"""Tensors that are spread over processes (PyTorch's DTensor, whose module takes half a second to load)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether each process has a part of it only."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of it, by all processes together where it is spread; itself where it is not."""
+    spread: Any = tensor
+    return spread.full_tensor() if is_spread(tensor) else tensor
+
+
+def like(parameter: Tensor, value: Tensor) -> Tensor:
+    """``value`` spread over processes as ``parameter`` is, where it has its shape."""
+    if not is_spread(parameter) or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = parameter
+    return distribute_tensor(value.to(parameter.device), spread.device_mesh, spread.placements)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor :func:`gathered`, on the CPU, sharing no memory."""
+    return gathered(tensor.detach()).to("cpu", copy=True)
