@@ -21,7 +21,7 @@ from typing import Any
 from common import arguments, prepare, save
 from kinformer.evaluation.estimate import estimate
 from kinformer.evaluation.estimate_parts import without_data
-from kinformer.evaluation.estimate_peak import peak
+from kinformer.evaluation.estimate_peak import interpreter_bytes, peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of
@@ -74,7 +74,7 @@ def told(member: str, config: Any, length: int, batch: int) -> dict[str, int]:
     """What ``kinformer estimate`` tells of the peak, by what holds it."""
     sizes = {"length": length, "batch": batch}
     own = objective_cost(config, record_of(member).objective, **sizes, optimizer="adamw")
-    return peak(config, estimate(config, **sizes), **sizes, objective=own)
+    return peak(config, estimate(config, **sizes), **sizes, objective=own, interpreter=interpreter_bytes())
 
 
 def sizes_of(member: str, quick: bool) -> list[tuple[int, int]]:

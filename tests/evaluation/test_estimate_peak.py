@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core.scratch import scratch_bytes
+from kinformer.evaluation import estimate_peak
 from kinformer.evaluation.estimate import estimate
 from kinformer.evaluation.estimate_checkpoint import Live
 from kinformer.evaluation.estimate_parts import outputs
@@ -108,3 +109,14 @@ def test_logits_in_pieces_cost_the_same_products_and_less_memory(monkeypatch):
     assert pieces[:2] == whole[:2]
     logits = 4 * 96 * 8 * 4096
     assert logits < whole[2] - pieces[2] < 4 * logits
+
+
+def test_the_interpreter_is_asked_and_what_is_usual_is_said_where_it_does_not_answer(monkeypatch):
+    asked = estimate_peak.interpreter_bytes()
+    assert 150 << 20 < asked < 8 << 30
+    config = configure("gpt", "tiny", 64)
+    assert peak(config, estimate(config, length=8), length=8, batch=1, interpreter=asked)["interpreter"] == asked
+    monkeypatch.setattr(estimate_peak, "BEGUN", "raise SystemExit(1)")
+    estimate_peak.interpreter_bytes.cache_clear()
+    assert estimate_peak.interpreter_bytes() == estimate_peak.INTERPRETER
+    estimate_peak.interpreter_bytes.cache_clear()

@@ -43,7 +43,7 @@ class Options(CommonOptions):
 def run(options: Options) -> int:
     """Print the estimate; returns the exit status."""
     from kinformer.evaluation.estimate import estimate
-    from kinformer.evaluation.estimate_peak import peak
+    from kinformer.evaluation.estimate_peak import interpreter_bytes, peak
     from kinformer.evaluation.estimate_rules import rules_of_thumb
     from kinformer.family.build import configure
     from kinformer.family.table import member
@@ -62,7 +62,7 @@ def run(options: Options) -> int:
     )
     sizes = {"length": options.length, "batch": options.batch}
     own = objective_cost(config, member(options.member).objective, **sizes, optimizer=options.optimizer)
-    process = peak(config, result, **sizes, objective=own)
+    process = peak(config, result, **sizes, objective=own, interpreter=interpreter_bytes())
     rules = rules_of_thumb(
         config,
         length=options.length,
