@@ -42,10 +42,13 @@ def measured(member: str, length: int, batch: int) -> tuple[int, Any, int]:
         folder = Path(name)
         words = [sys.executable, "-m", "kinformer", "train", member, "--out", f"{folder}/run", "--quiet"]
         words += ["--steps", "3", "--validate-every", "3", "--threads", "1", "--batch-size", str(batch)]
-        process = subprocess.Popen(words + rows(member, length, folder), stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"kinformer train {member} failed; run it by hand to see why.")
+        words += rows(member, length, folder)
+        with (folder / "said.txt").open("w+") as said:
+            process = subprocess.Popen(words, stderr=said)
+            _, status, usage = os.wait4(process.pid, 0)
+            said.seek(0)
+            if status:
+                raise SystemExit(f"kinformer train {member} ended with {status}: {said.read()}")
         config = open_run(folder / "run").config
     return usage.ru_maxrss * 1024, config, config.input.length or length
 
@@ -53,7 +56,7 @@ def measured(member: str, length: int, batch: int) -> tuple[int, Any, int]:
 def rows(member: str, length: int, folder: Path) -> list[str]:
     """Options that give ``member`` rows of ``length`` positions, with what they need in ``folder``."""
     config = configure(member, "small")
-    if config.input.kind == "patches":
+    if getattr(config.input, "whole", False):
         return []
     if config.input.kind == "frames":
         for index in range(96):
@@ -80,7 +83,7 @@ def told(member: str, config: Any, length: int, batch: int) -> dict[str, int]:
 def sizes_of(member: str, quick: bool) -> list[tuple[int, int]]:
     """Lengths and rows that are measured; of images the length is the model's own (0)."""
     config = configure(member, "small")
-    if config.input.kind == "patches":
+    if getattr(config.input, "whole", False):
         return [(0, many) for many in IMAGES]
     most = getattr(without_data(config), "max_length", None) or SIZES[-1][0]
     return [(min(length, most), many) for length, many in SIZES[: 1 if quick else None]]

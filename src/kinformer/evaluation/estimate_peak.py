@@ -33,7 +33,7 @@ layer(torch.ones(1, 8)).sum().backward()
 optimiser.step()
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
-ALLOCATOR, ALLOCATOR_LARGE = 0.35, 0.55
+ALLOCATOR, ALLOCATOR_LARGE = 0.45, 0.8
 """Of activations and temporaries: what the allocator holds beyond them, where a layer's input is LARGE or is not."""
 LARGE = 2 << 20
 
