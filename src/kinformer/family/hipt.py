@@ -74,6 +74,7 @@ MEMBER = Member(
         "weights begin Glorot-uniform",
     ),
     exact_limit="its lowest encoder is a ViT; attention is exact within tiles, within regions and among regions",
+    results=("pyramid",),
     recipes={
         "tiny": _recipe(4, (Shape(16, 1, 2), 8), (Shape(24, 1, 2), 16), (Shape(32, 2, 2), 32), classes=10),
         "small": _recipe(4, (Shape(64, 2, 4), 16), (Shape(64, 2, 4), 64), (Shape(64, 2, 4), 256), classes=10),
