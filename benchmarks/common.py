@@ -174,7 +174,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "load_average": {"before": options.load, "after": [round(load, 2) for load in os.getloadavg()]},
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("kinformer", "torch", *PEERS.values())},
+        "versions": {name: _version(name) for name in ("kinformer", "torch", *map(_distribution, PEERS))},
     }
 
 
@@ -184,6 +184,10 @@ def _field(path: str, name: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def _distribution(module: str) -> str:
+    return "pytorch-fast-transformers" if module == "fast_transformers" else module.replace("_", "-")
 
 
 def _version(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps, one
 too small has learnt what it can. How fast a step is here is measured; how many steps a size needs to be better than the
-one before is the table below. Its rows up to dim 128, the recipe and the vocabularies were chosen by sweeps
+one before is the table below. Its rows up to dim 192, the recipe and the vocabularies were chosen by sweeps
 (``benchmarks/minutes.py``), the rows beyond by proportion. What was given is kept.
 """
 
