@@ -137,6 +137,11 @@ def sets(changes: Mapping[str, Any]) -> list[str]:
     return [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
 
 
+def of_width(dim: int) -> dict[str, int]:
+    """The changes that make a member's recipe so wide, with heads of 64."""
+    return {"dim": dim, "layers.*.mixer.num_heads": dim // 64, "layers.*.feed_forward.hidden_dim": 4 * dim}
+
+
 def in_process(script: str, *words: Any) -> dict[str, Any]:
     """The JSON object that ``script`` prints when it is run with ``words`` in a fresh process of as many threads."""
     command = [sys.executable, script, "--threads", str(torch.get_num_threads()), *map(str, words)]

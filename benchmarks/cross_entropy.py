@@ -10,13 +10,12 @@ own, which keeps the memory that it has freed, as commands do. Bytes are the pea
 from __future__ import annotations
 
 import json
-import resource
 from functools import partial
 from typing import Any
 
 import torch
 
-from common import Contestant, arguments, gate_equal, in_process, interleave, prepare, save, show
+from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
 from kinformer.core.host import keep_memory
 from kinformer.family.build import configure
 from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
@@ -45,9 +44,8 @@ WAYS = {"whole": NEVER, "pieces": 1}
 
 def made(shape: tuple[int, ...], precision: str) -> tuple[Step, TokenBatch]:
     vocabulary, dim, rows, length = shape
-    changes = {"dim": dim, "layers.*.mixer.num_heads": dim // 64, "layers.*.feed_forward.hidden_dim": 4 * dim}
     torch.manual_seed(0)
-    engine = Step(configure("gpt", "small", vocabulary, changes).build(), NextTokenLoss(), precision)
+    engine = Step(configure("gpt", "small", vocabulary, of_width(dim)).build(), NextTokenLoss(), precision)
     return engine, TokenBatch(torch.randint(vocabulary, (rows, length + 1)))
 
 
@@ -64,7 +62,7 @@ def peak(engine: Step, batch: TokenBatch, way: str) -> dict[str, Any]:
     """Bytes of the largest resident set of this process, which makes three steps."""
     for _ in range(3):
         step(engine, batch, WAYS[way])
-    return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {"bytes": memory("VmHWM")}
 
 
 def main() -> None:

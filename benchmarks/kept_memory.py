@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from common import arguments, gate_equal, in_process, prepare, save, show
+from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
 from kinformer.core.host import keep_memory
 from kinformer.family.build import configure
 from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
@@ -42,9 +42,8 @@ def point(member: str, sizes: list[int], precision: str, way: str, steps: int) -
         keep_memory()
     use_fast_products()
     vocabulary, dim, rows, length = sizes
-    changes = {"dim": dim, "layers.*.mixer.num_heads": dim // 64, "layers.*.feed_forward.hidden_dim": 4 * dim}
     torch.manual_seed(0)
-    model = configure(member, "small", vocabulary, changes).build()
+    model = configure(member, "small", vocabulary, of_width(dim)).build()
     settings = Settings(optimizer="adamw", lr=1e-3, steps=100, length=length, batch_size=rows)
     optimiser, engine = Optimiser(model, settings), Step(model, NextTokenLoss(), precision)
     batch, seconds, loss, pages = TokenBatch(torch.randint(vocabulary, (rows, length + 1))), [], 0.0, 0
@@ -56,9 +55,8 @@ def point(member: str, sizes: list[int], precision: str, way: str, steps: int) -
         seconds.append(time.perf_counter() - begun)
         if number == WARM_UP - 1:
             loss, pages = float(found.detach()), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    pages = (used.ru_minflt - pages) // steps
-    return {"seconds": seconds[WARM_UP:], "pages": pages, "bytes": 1024 * used.ru_maxrss, "loss": loss}
+    pages = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages) // steps
+    return {"seconds": seconds[WARM_UP:], "pages": pages, "bytes": memory("VmHWM"), "loss": loss}
 
 
 def main() -> None:

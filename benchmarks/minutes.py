@@ -16,16 +16,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, kinformer, prepare, save, show
+from common import arguments, kinformer, of_width, prepare, save, sets, show
 
 RECIPE = "--optimizer muon --lr 5e-3 --precision bf16-mixed --length 128 --batch-size 8"
 
 
 def width(dim: int) -> str:
     """The flags of a model so wide, with heads of 64."""
-    return (
-        f"--set dim={dim} --set layers.*.mixer.num_heads={dim // 64} --set layers.*.feed_forward.hidden_dim={4 * dim}"
-    )
+    return " ".join(sets(of_width(dim)))
 
 
 ROPE = "--set position=none --set layers.*.mixer.position=rope"

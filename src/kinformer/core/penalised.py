@@ -34,9 +34,3 @@ def measures_of(modules: list[Penalised]) -> dict[str, float]:
     counts = {name: sum(name in each for each in found) for name in means}
     penalty = float(torch.stack([module.penalty() for module in modules]).sum())
     return {"penalty": penalty} | {name: total / counts[name] for name, total in means.items()}
-
-
-def whole_parameter(parameter: Tensor) -> Tensor:
-    """A parameter outside of its module's forward, where an engine may have spread it over processes; all of them
-    must ask together."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

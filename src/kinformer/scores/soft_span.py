@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from kinformer.core.contract import state_dtype
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
-from kinformer.core.penalised import Penalised, whole_parameter
+from kinformer.core.penalised import Penalised
 from kinformer.core.span import Cut, Span, SpanConfig, host, readable, stamp_of
+from kinformer.core.spread import gathered
 
 
 class SoftSpan(Span, Penalised):
@@ -67,19 +68,19 @@ class SoftSpan(Span, Penalised):
         return self._pattern
 
     def spans(self) -> list[float]:
-        return host(self._tokens(whole_parameter(self.span)))
+        return host(self._tokens(gathered(self.span)))
 
     def bias(self, farthest: int) -> Tensor:
         z = self._tokens(self.span)[:, None]
         return log_mask(z, torch.arange(farthest, device=z.device), self.config.ramp)
 
     def penalty(self) -> Tensor:
-        return self.config.penalty * self._tokens(whole_parameter(self.span)).mean()
+        return self.config.penalty * self._tokens(gathered(self.span)).mean()
 
     @torch.no_grad()
     def constrain(self) -> None:
         self.span.clamp_(0, 1)
-        self._trim(whole_parameter(self.span))
+        self._trim(gathered(self.span))
 
     def measures(self) -> dict[str, float]:
         spans = self.spans()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kinformer.training.spread import gathered, is_spread
+from kinformer.core.spread import gathered, is_spread
 
 EPS = 1e-10
 
@@ -42,8 +42,7 @@ class ClippedAdagrad(Optimizer):
         state["sum"].addcmul_(gradient, gradient)
         update = gradient / state["sum"].sqrt().add_(EPS)
         if group["clip"]:
-            norm = torch.linalg.vector_norm(gradient)
-            norm = gathered(norm)
+            norm = gathered(torch.linalg.vector_norm(gradient))
             factor = torch.where(norm > group["clip"], group["clip"] / (norm + EPS), torch.ones_like(norm))
             update.mul_(float(factor) if is_spread(update) else factor)
         if group["weight_decay"]:

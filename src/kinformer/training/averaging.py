@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.files import load_tensors
+from kinformer.core.spread import like
 from kinformer.training.checkpoint import Checkpoints
-from kinformer.training.spread import like
 
 
 def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
+from kinformer.core.spread import gathered, like, whole
 from kinformer.core.stack import units_of
 from kinformer.training.adagrad import ClippedAdagrad
 from kinformer.training.settings import Settings
-from kinformer.training.spread import gathered, like, whole
 
 MOMENTUM = 0.9
 Named = list[tuple[str, nn.Parameter]]
@@ -71,8 +71,7 @@ class Optimiser:
         """The norm of all gradients, a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0 or
         the optimiser clips each parameter by itself."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        norm = gathered(norm)
+        norm = gathered(nn.utils.get_total_norm(gradients))
         if largest and not self.clips_itself:
             nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
         return norm

@@ -1,4 +1,7 @@
-"""Tensors that are spread over processes (PyTorch's DTensor, whose module takes half a second to load)."""
+"""Tensors that are spread over processes: parameters outside of their modules' forward, their gradients and norms.
+
+They are PyTorch's DTensor, whose module takes half a second to load and is not asked for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of it, by all processes together where it is spread; itself where it is not."""
+    """All of it where it is spread, for which all processes must ask together; itself where it is not."""
     spread: Any = tensor
     return spread.full_tensor() if is_spread(tensor) else tensor
 
