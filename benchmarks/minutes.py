@@ -5,16 +5,23 @@ measured first, in turns; then each makes the steps that fit into the budget at 
 quiet machine, whatever else it does later, and the settings can be trained one after the other. With --steps all make
 so many instead, which a busy machine can tell apart too.
 
+The result is written after every setting. A call with --resume and the same --out goes on with it: speeds that it has
+are not measured again, nor settings trained that have their bits. So speeds can be measured on quiet cores (--measure)
+and the settings trained later, on a thread each.
+
     python benchmarks/minutes.py --data book.txt --minutes 1
     python benchmarks/minutes.py --data book.txt --minutes 4 --member local --settings my-settings.txt
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from common import arguments, kinformer, of_width, prepare, save, sets, show
 
@@ -61,6 +68,7 @@ SETTINGS = {
     "--optimizer adamw --lr 1e-3 --beta2 0.99",
 }
 PROBE_STEPS = 24
+COLUMNS = ("steps", "tokens_per_second", "bits_per_byte")
 
 
 def trained(options: Any, flags: str, steps: int, *further: Any) -> tuple[dict[str, Any], float]:
@@ -81,29 +89,50 @@ def main() -> None:
     parser.add_argument("--member", default="gpt", help="a causal member")
     parser.add_argument("--settings", type=Path, help="lines of NAME: FLAGS, instead of those of this file")
     parser.add_argument("--only", nargs="*", help="only the settings of these names")
+    parser.add_argument("--measure", action="store_true", help="measure the settings' speeds and train none")
+    parser.add_argument("--resume", action="store_true", help="go on with the result in --out")
     options = prepare(parser)
     settings = dict(SETTINGS)
     if options.settings:
         settings = dict(line.split(": ", 1) for line in options.settings.read_text().splitlines() if line.strip())
     settings = {name: flags for name, flags in settings.items() if not options.only or name in options.only}
-    speeds: dict[str, float] = {}
-    for _ in range(0 if options.steps else 1 if options.quick else options.rounds or 3):
-        for name, flags in settings.items():
-            told, _ = trained(options, flags, PROBE_STEPS, "--validate-every", 0)
-            speeds[name] = max(speeds.get(name, 0.0), told["tokens_per_second"])
-    rows, result = [], {}
-    for name, flags in settings.items():
-        words = shlex.split(flags)
-        last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
-        tokens = int(last["--length"]) * int(last["--batch-size"])
-        steps = options.steps or (10 if options.quick else int(60 * options.minutes * speeds[name] / tokens))
-        _, bits = trained(options, flags, steps)
-        speed = {"tokens_per_second": speeds[name]} if speeds else {}
-        result[name] = {"flags": flags, **speed, "steps": steps, "bits_per_byte": bits}
-        rows.append([name, steps, speeds.get(name, "-"), bits])
+    found = json.loads(options.out.read_text(encoding="utf-8"))["settings"] if options.resume else {}
+    result = {name: found.get(name, {"flags": flags}) for name, flags in settings.items()}
+    if not options.steps:
+        measure(options, [each for each in result.values() if "tokens_per_second" not in each])
+        keep(options, result)
+    for name, each in result.items():
+        if options.measure or "bits_per_byte" in each:
+            continue
+        steps = options.steps or (10 if options.quick else steps_in(60 * options.minutes, each))
+        _, bits = trained(options, each["flags"], steps)
+        each |= {"steps": steps, "bits_per_byte": bits, "threads": torch.get_num_threads()}
         print(f"{name}: {steps} steps, {bits:.4f} bits per byte", flush=True)
-    facts = {"member": options.member, "data": Path(options.data).name, "minutes": options.minutes, "settings": result}
-    show(f"{options.member}, {options.minutes:g} minutes", ["setting", "steps", "tokens/s", "bits per byte"], rows)
+        keep(options, result)
+    budget = f"{options.steps} steps" if options.steps else f"{options.minutes:g} minutes"
+    rows = [[name, *(each.get(column) for column in COLUMNS)] for name, each in result.items()]
+    show(f"{options.member}, {budget}", ["setting", "steps", "tokens/s", "bits per byte"], rows)
+
+
+def measure(options: Any, settings: list[dict[str, Any]]) -> None:
+    """How fast steps of ``settings`` are, in turns: the fastest of each."""
+    for _ in range(1 if options.quick else options.rounds or 3):
+        for each in settings:
+            told, _ = trained(options, each["flags"], PROBE_STEPS, "--validate-every", 0)
+            each["tokens_per_second"] = max(each.get("tokens_per_second", 0.0), told["tokens_per_second"])
+
+
+def steps_in(seconds: float, setting: dict[str, Any]) -> int:
+    """How many steps of ``setting`` are made meanwhile at the speed that was measured."""
+    words = shlex.split(setting["flags"])
+    last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
+    return int(seconds * setting["tokens_per_second"] / (int(last["--length"]) * int(last["--batch-size"])))
+
+
+def keep(options: Any, result: dict[str, Any]) -> None:
+    """Write what is known so far."""
+    budget = {"steps": options.steps} if options.steps else {"minutes": options.minutes}
+    facts = {"member": options.member, "data": Path(options.data).name, **budget, "settings": result}
     save(options, "minutes", facts)
 
 
