@@ -1,6 +1,6 @@
 """Bits per dimension of drawn images after so many minutes, and what the models make of occluded ones.
 
-    python benchmarks/image_bits.py --data mnist --minutes 60            # twice the minutes, and measuring
+    python benchmarks/image_bits.py --data mnist --minutes 60            # four times the minutes, and measuring
     python benchmarks/image_bits.py --data mnist --runs runs/digits      # measures runs that are there already
 
 Every member is trained for the same minutes by one recipe at width 128, measured on the test images, every value
@@ -15,14 +15,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, arguments, kinformer, prepare, save, show
+from common import RESULTS, arguments, kinformer, prepare, save, sets, show
 from kinformer.runs.run import open_run
 
-SMALL = ("--set", "dim=128", "--set", "layers.*.feed_forward.hidden_dim=512")
+SMALL = {"dim": 128, "layers.*.feed_forward.hidden_dim": 512}
+LSH = {"stack.recompute": "false"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear-transformer": ("linear-transformer", {}),
+    "gpt": ("gpt", {}),
+    "lsh-1": ("reformer", LSH | {"layers.*.mixer.rounds": 1}),
+    "lsh-4": ("reformer", LSH | {"layers.*.mixer.rounds": 4}),
+}
+"""The four of Katharopoulos et al. 2020, table 1; reversible layers keep their activations, as its LSH models do."""
 
 
-def trained(member: str, folder: Path, options: Any) -> Path:
-    """The run of ``member``, begun or gone on with."""
+def trained(name: str, folder: Path, options: Any) -> Path:
+    """The run of the model ``name``, begun or gone on with."""
+    member, changes = MODELS.get(name, (name, {}))
     words = ["train", member, "--out", folder, "--minutes", options.minutes]
     if options.threads:
         words += ["--threads", options.threads]
@@ -30,7 +39,7 @@ def trained(member: str, folder: Path, options: Any) -> Path:
         kinformer(*words, "--resume")
     else:
         more = ("--task", "image", "--data", options.data, "--batch-size", 8, "--optimizer", "muon", "--lr", 1e-2)
-        kinformer(*words, *more, *SMALL, *(("--recipe", "tiny") if options.quick else ()))
+        kinformer(*words, *more, *sets(SMALL | changes), *(("--recipe", "tiny") if options.quick else ()))
     return folder
 
 
@@ -42,12 +51,13 @@ def measured(folder: Path, options: Any) -> dict[str, Any]:
     found = kinformer("evaluate", folder, *limits, *threads)
     picture = (
         options.out.parent if options.out else folder if options.quick else RESULTS
-    ) / f"image_bits_{run.member}.png"
+    ) / f"image_bits_{folder.name}.png"
     completing = ("--complete", options.data, "--rows", options.rows, "--samples", 3, "--seed", 0)
     drawn = kinformer("generate", folder, *completing, "--out", picture, *threads)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = max((json.loads(line).get("step", 0) for line in lines), default=0)
     return {
+        "name": folder.name,
         "member": run.member,
         "recipe": run.recipe,
         "dim": run.config.dim,
@@ -64,7 +74,7 @@ def measured(folder: Path, options: Any) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="digits", help="images, as kinformer train takes them")
-    parser.add_argument("--members", nargs="+", default=["linear-transformer", "gpt"])
+    parser.add_argument("--members", nargs="+", default=list(MODELS), help="of the four, or members")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--work", type=Path, default=Path("runs/image_bits"), help="where the runs are")
     parser.add_argument("--runs", type=Path, nargs="+", help="measure these runs instead of training")
@@ -75,7 +85,7 @@ def main() -> None:
         options.minutes, options.images, options.rows = 0.05, 8, 4
     folders = options.runs or [trained(member, options.work / member, options) for member in options.members]
     found = [measured(folder, options) for folder in folders]
-    rows = [[each["member"], each["minutes"], each["steps"], each["bits_per_dim"]] for each in found]
+    rows = [[each["name"], each["minutes"], each["steps"], each["bits_per_dim"]] for each in found]
     floors = [[name, None, None, found[0][f"{name}_bits"]] for name in ("neighbours", "histogram")]
     show("bits per dimension", ("", "minutes", "steps", "bits"), rows + floors)
     save(options, "image_bits", {"runs": found})
