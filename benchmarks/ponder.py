@@ -1,8 +1,9 @@
 """Where do tokens of a Universal Transformer stop thinking, what does that save, and does it solve longer problems?
 
-Trains three models on problems of an algorithm on digits, by one recipe, with RoPE in attention and no other position,
-for each of three seeds: ``act``, one layer that every token applies up to --most times, as its ACT decides; ``fixed``,
-that layer always so often; ``stack``, three layers (gpt) of as many parameters in all. Then
+Trains three models on problems of an algorithm on digits, by one recipe, with one position in attention (RoPE unless
+--position says another) and no other, for each of three seeds: ``act``, one layer that every token applies up to --most
+times, as its ACT decides; ``fixed``, that layer always so often; ``stack``, three layers (gpt) of as many parameters in
+all. Then
 
 * measures how many problems and tokens of answers are right, in training's lengths and beyond;
 * tells ``act``'s steps by the token's place in the answer, and in an addition by how far the carry has come;
@@ -30,14 +31,15 @@ from kinformer.generation.session import generate
 from kinformer.runs.run import open_run
 
 SEEDS, ROUNDS = (0, 1, 2), 9
-ROPE = {"dim": 64, "position.kind": "none", "layers.*.mixer.position.kind": "rope"}
-UNIVERSAL = ROPE | {"layers.*.feed_forward.hidden_dim": 1024}
+PLAIN = {"dim": 64, "position.kind": "none"}
+UNIVERSAL = PLAIN | {"layers.*.feed_forward.hidden_dim": 1024}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "act": ("universal", UNIVERSAL | {"stack.halting.bias": -1}),
     "fixed": ("universal", UNIVERSAL | {"stack.halting": "null"}),
-    "stack": ("gpt", ROPE | {"layers": 3, "layers.*.feed_forward.hidden_dim": 256}),
+    "stack": ("gpt", PLAIN | {"layers": 3, "layers.*.feed_forward.hidden_dim": 256}),
 }
 TRAINING = ("--optimizer", "muon", "--lr", 1e-2, "--batch-size", 64)
+SETTINGS = ("algorithm", "position", "digits", "steps", "most", "length", "rows")
 MEASURED = ("sequence_accuracy", "accuracy", "bits_per_label", "ponder_steps", "by_digits")
 
 
@@ -45,6 +47,7 @@ def trained(name: str, seed: int, options: Any) -> Path:
     """The run of one model, begun, gone on with or already there."""
     folder = options.runs / f"{options.algorithm}-{name}-{seed}"
     member, changes = MODELS[name]
+    changes = changes | {"layers.*.mixer.position.kind": options.position}
     steps = {"stack.steps": options.most} if member == "universal" else {}
     task = ("--task", "algorithm", "--algorithm", options.algorithm, "--digits", options.digits)
     budget = ("--length", options.length, "--steps", options.steps, "--seed", seed)
@@ -100,6 +103,7 @@ def steps(model: Any, tokens: torch.Tensor) -> float:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--algorithm", choices=("copy", "reverse", "addition", "parity"), default="reverse")
+    parser.add_argument("--position", default="rope", help="in attention: rope, alibi, t5, ...")
     parser.add_argument("--digits", default="1-10", help="of training's problems")
     parser.add_argument("--at-digits", default="5,10,12,15,20", help="of the measured problems")
     parser.add_argument("--length", type=int, default=40, help="tokens of a row, at least those of the longest problem")
@@ -136,7 +140,9 @@ def measure(options: Any, seeds: tuple[int, ...]) -> None:
         [each["seed"], each["steps_per_token"], each["read"]["speedup"], each["answer"]["speedup"]] for each in times
     ]
     show("act against fixed", ("seed", "steps per token", "read, times as fast", "answer, times as fast"), speeds)
-    settings = {name: getattr(options, name) for name in ("algorithm", "digits", "steps", "most", "length", "rows")}
+    settings = {
+        name: getattr(options, name) for name in ("algorithm", "position", "digits", "steps", "most", "length", "rows")
+    }
     settings |= {"models": {name: {"member": member, "set": changes} for name, (member, changes) in MODELS.items()}}
     name = "ponder" if options.algorithm == "reverse" else f"ponder_{options.algorithm}"
     save(options, name, {"settings": settings, "training": list(TRAINING), "runs": runs, "times": times})
