@@ -49,9 +49,8 @@ def measured(folder: Path, options: Any) -> dict[str, Any]:
     limits = ("--images", options.images) if options.images else ()
     threads = ("--threads", options.threads) if options.threads else ()
     found = kinformer("evaluate", folder, *limits, *threads)
-    picture = (
-        options.out.parent if options.out else folder if options.quick else RESULTS
-    ) / f"image_bits_{folder.name}.png"
+    beside = options.out or (folder if options.quick else RESULTS) / "image_bits.json"
+    picture = beside.with_name(f"{beside.stem}_{folder.name}.png")
     completing = ("--complete", options.data, "--rows", options.rows, "--samples", 3, "--seed", 0)
     drawn = kinformer("generate", folder, *completing, "--out", picture, *threads)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
