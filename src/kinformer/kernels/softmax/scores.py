@@ -79,4 +79,7 @@ def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> T
     if scoring.form == "additive":
         assert vector is not None
         return scoring.scale * ((q[..., None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
-    return (q * scoring.scale) @ k.mT
+    q = q * scoring.scale
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[-2] < k.shape[-2]:
+        return (k @ q.mT).mT  # oneDNN reads many keys up to three times as fast as a left side
+    return q @ k.mT
