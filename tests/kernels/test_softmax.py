@@ -306,6 +306,7 @@ AUTO = [
     ("a long one after a past", "chunked", (1, 8, 4096, 9, 64), Band(), torch.float32, None),
     ("generating", "sdpa", (1, 8, 1, 783, 32), Band(), torch.float32, None),
     ("generating many", "chunked", (16, 8, 1, 783, 32), Band(), torch.float32, None),
+    ("beginning to generate many", "chunked", (16, 8, 1, 3, 32), Band(), torch.float32, None),
     ("dropout", "chunked", (1, 2, 8, 0, 4), Band(), torch.float32, Dropout(0.1, 1)),
 ]
 

@@ -21,11 +21,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows."""
     batch, heads, _, head_dim = q.shape
     accumulator, relative = state_dtype(q.dtype), scoring.relative
-    k, v, seen, distance = _seen_slots(q, k, v, visibility)
+    k, v, seen, distance = _seen_slots(q, k, v, visibility, relative is not None)
     grouped = q.reshape(batch, k.shape[1], -1, head_dim)
     vector = None if scoring.vector is None else scoring.vector.view(*grouped.shape[1:3], 1, head_dim)
     scores = products(grouped, k, scoring, vector)
     if relative is not None:
+        assert distance is not None
         scores = _moved(scores.flatten(1, 2).to(accumulator), q, distance, scoring.scale, relative).view(scores.shape)
     if seen is None:
         weights = torch.softmax(scores, -1, dtype=accumulator)
@@ -36,14 +37,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     weights = weights.to(v.dtype)
     out = torch.matmul(weights, v).reshape(batch, heads, 1, v.shape[-1])
     if relative is not None and relative.values is not None:
+        assert distance is not None
         out = out + weights.flatten(1, 2)[:, :, None] @ relative_at(relative.values, distance, relative.lowest).to(v)
     return Attended(out.to(q.dtype))
 
 
 def _seen_slots(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The keys and values that some head may see, which head does [batch, heads or 1, slots] (None: all); distances."""
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, measured: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The keys and values that some head may see; which head does [batch, heads or 1, slots], None where all do; how
+    far behind the query they are [slots], which may be None where that is not to be ``measured``."""
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
@@ -60,10 +63,11 @@ def _seen_slots(
     first, end = interval(visibility, 1, slots)
     if end - first < slots:
         k, v = k[:, :, first:end], v[:, :, first:end]
+    positions = None if visibility.whole else visibility.positions
+    if positions is None and not measured:
+        return k, v, None, None
     distance = torch.arange(slots - 1 - first, slots - 1 - end, -1, device=q.device)
-    if visibility.whole or visibility.positions is None:
-        return k, v, None, distance
-    return k, v, (distance <= visibility.positions)[:, None], distance
+    return k, v, None if positions is None else (distance <= positions)[:, None], distance
 
 
 def _visible(pattern: Pattern, positions: Tensor, distance: Tensor) -> Tensor:

@@ -94,14 +94,17 @@ def check_impl(impl: str, needs: Needs, place: str = "attention") -> None:
 class Thresholds(NamedTuple):
     """Where torch's own kernel is the faster one on a device.
 
-    It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query with keys of
-    less than ``few_keys`` elements, of less than ``few_pairs`` pairs in a head, or, in types below 32 bits, of at most
-    ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or ``narrow_long``,
-    it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small products, as it does
-    narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or ``narrow_set_pairs``.
+    It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query in less than
+    ``few_heads`` heads of all rows (which stay as many while the past grows, so that steps can be recorded) with keys
+    of less than ``few_keys`` elements, of less than ``few_pairs`` pairs in a head, or, in types below 32 bits, of at
+    most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
+    ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
+    products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
+    ``narrow_set_pairs``.
     ``where``: measured on what.
     """
 
+    few_heads: int
     few_keys: int
     few_pairs: int
     few_narrow_pairs: int
@@ -113,7 +116,15 @@ class Thresholds(NamedTuple):
 
 
 _EPYC = Thresholds(
-    1 << 20, 1 << 15, 1 << 16, 2048, sys.maxsize, 1 << 19, sys.maxsize, "AMD EPYC, two cores, torch 2.13"
+    few_heads=32,
+    few_keys=1 << 20,
+    few_pairs=1 << 15,
+    few_narrow_pairs=1 << 16,
+    long=2048,
+    narrow_long=sys.maxsize,
+    set_pairs=1 << 19,
+    narrow_set_pairs=sys.maxsize,
+    where="AMD EPYC, two cores, torch 2.13",
 )
 _UNKNOWN = _EPYC._replace(where="not measured, as on the EPYC")
 _TILES = (
@@ -124,7 +135,15 @@ TABLE = {
     "AMX": _UNKNOWN._replace(narrow_long=0, narrow_set_pairs=0, where=_TILES),
     "other": _UNKNOWN,
     "cuda": Thresholds(
-        sys.maxsize, sys.maxsize, sys.maxsize, 0, 0, 0, 0, "not measured: torch's kernel wherever it has the mask"
+        few_heads=sys.maxsize,
+        few_keys=sys.maxsize,
+        few_pairs=sys.maxsize,
+        few_narrow_pairs=sys.maxsize,
+        long=0,
+        narrow_long=0,
+        set_pairs=0,
+        narrow_set_pairs=0,
+        where="not measured: torch's kernel wherever it has the mask",
     ),
 }
 
@@ -155,7 +174,7 @@ def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, 
     if by_onednn(q) and q.element_size() >= 4:
         few = not _slow_to_begin(q, k)
     elif time == 1:
-        few = k.numel() < table.few_keys
+        few = q.shape[0] * q.shape[1] < table.few_heads and k.numel() < table.few_keys
     elif q.element_size() < 4:
         few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
     else:
