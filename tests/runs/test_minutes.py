@@ -17,7 +17,6 @@ from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
-from kinformer.runs import minutes
 from kinformer.runs.minutes import SIZES, resized, rotated
 from kinformer.runs.run import open_run
 from kinformer.training.settings import Settings
@@ -119,8 +118,9 @@ def test_a_given_recipe_keeps_its_model(book: Path, steps_of: Any) -> None:
 
 
 def test_text_that_is_learnt_by_heart_gets_dropout(book: Path, steps_of: Any, tmp_path: Path) -> None:
-    steps_of(0.001)
-    assert chosen(book).config.layers[0].dropout == minutes.DROPOUT
+    for seconds, dropout in ((1.0, 0.1), (0.001, 0.2)):
+        steps_of(seconds)
+        assert chosen(book, out=str(tmp_path / str(dropout))).config.layers[0].dropout == dropout
     assert chosen(book, minutes=1e-4, out=str(tmp_path / "short")).config.layers[0].dropout == 0
     kept = {"layers.*.dropout": 0.3}
     assert chosen(book, out=str(tmp_path / "kept"), set=kept).config.layers[0].dropout == 0.3

@@ -59,8 +59,8 @@ VOCABULARIES = ((100_000, 0, 512), (300_000, 0, 2048), (1_000_000, 400_000, 4096
 heart the sooner the more tokens there are."""
 ENCODED_A_MINUTE = 7_000_000
 """Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; of more text than that, bytes are learnt."""
-PASSES, DROPOUT = 6.0, 0.1
-"""Text that is read more often than that is learnt by heart; dropout then."""
+DROPOUTS = ((6.0, 0.1), (15.0, 0.2))
+"""Text that is read more often than that is learnt by heart without so much dropout."""
 PROBED, PROBE_SHARE = 1, 0.01
 """Which of the sizes is measured first, and the share of the time that measuring takes."""
 
@@ -210,8 +210,9 @@ class Chooser:
         plan = self.plan(options)
         tokens = plan.settings.batch_size * plan.settings.length
         passes = steps * tokens / max(1, len(plan.data.splits["train"]))
-        if passes > PASSES and self.recipe is not None and not any("dropout" in path for path in self.options.set):
-            dropout = replace(options, set={**options.set, "layers.*.dropout": DROPOUT})
+        needed = [share for least, share in DROPOUTS if passes > least]
+        if needed and self.recipe is not None and not any("dropout" in path for path in self.options.set):
+            dropout = replace(options, set={**options.set, "layers.*.dropout": needed[-1]})
             with suppress(KinformerError):
                 self.plan(dropout)
                 options = dropout
