@@ -140,9 +140,7 @@ def measure(options: Any, seeds: tuple[int, ...]) -> None:
         [each["seed"], each["steps_per_token"], each["read"]["speedup"], each["answer"]["speedup"]] for each in times
     ]
     show("act against fixed", ("seed", "steps per token", "read, times as fast", "answer, times as fast"), speeds)
-    settings = {
-        name: getattr(options, name) for name in ("algorithm", "position", "digits", "steps", "most", "length", "rows")
-    }
+    settings = {name: getattr(options, name) for name in SETTINGS}
     settings |= {"models": {name: {"member": member, "set": changes} for name, (member, changes) in MODELS.items()}}
     name = "ponder" if options.algorithm == "reverse" else f"ponder_{options.algorithm}"
     save(options, name, {"settings": settings, "training": list(TRAINING), "runs": runs, "times": times})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kinformer.core.products import by_onednn
 from kinformer.kernels.softmax.request import Scoring
 
 EPS = 1e-12
@@ -80,6 +81,6 @@ def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> T
         assert vector is not None
         return scoring.scale * ((q[..., None, :] + k[..., None, :, :]).tanh() * vector).sum(-1)
     q = q * scoring.scale
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[-2] < k.shape[-2]:
-        return (k @ q.mT).mT  # oneDNN reads many keys up to three times as fast as a left side
+    if q.dtype == torch.bfloat16 and by_onednn(q) and q.shape[-2] < k.shape[-2]:
+        return (k @ q.mT).mT  # it reads many keys up to three times as fast as the left side
     return q @ k.mT
