@@ -179,9 +179,10 @@ def test_a_query_that_sees_nothing_gives_zero_and_takes_no_gradient(impl, time):
         assert bool((lse == -math.inf).all())
 
 
+@pytest.mark.parametrize(("time", "past"), [(40, 9), (1, 48)])
 @pytest.mark.parametrize("impl", ["chunked", "sdpa"])
-def test_bfloat16_is_near_float64(impl):
-    qkv = operands(6, 2, 4, 2, 40, 9, 16, 16, torch.bfloat16)
+def test_bfloat16_is_near_float64(impl, time, past):
+    qkv = operands(6, 2, 4, 2, time, past, 16, 16, torch.bfloat16)
     options = {"span": Band(behind=20), "scale": 0.25}
     expected = outcome("reference", [x.double() for x in qkv], with_lse=False, **options)
     found = outcome(impl, qkv, with_lse=False, **options)
