@@ -23,19 +23,19 @@ def in_a_process(*arguments, **options):
 @pytest.mark.parametrize(
     "arguments", [[], ["--help"], ["--version"], ["list"], ["train", "--help"], ["show", "--help"]]
 )
-def test_what_computes_nothing_never_imports_pytorch(arguments):
+def test_what_computes_nothing_imports_little(arguments):
     code = (
-        "import sys, time; begun = time.process_time()\n"
+        "import sys\n"
         "from kinformer.cli.main import main\n"
         f"status = main({arguments!r})\n"
-        "print('torch' in sys.modules, time.process_time() - begun, file=sys.stderr)\n"
+        "print(*sys.modules, file=sys.stderr)\n"
         "sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    imported, seconds = done.stderr.split()
-    assert imported == "False"
-    assert float(seconds) < 0.5
+    imported = done.stderr.split()
+    assert not {"torch", "numpy", "safetensors", "tokenizers", "transformers", "matplotlib"} & set(imported)
+    assert len(imported) < 600
     assert "kinformer" in done.stdout or "linear-transformer" in done.stdout
 
 
