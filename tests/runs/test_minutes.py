@@ -17,7 +17,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
-from kinformer.runs.minutes import SIZES, resized, rotated
+from kinformer.runs.minutes import REREAD, SIZES, resized, rotated
 from kinformer.runs.run import open_run
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater
@@ -117,13 +117,15 @@ def test_a_given_recipe_keeps_its_model(book: Path, steps_of: Any) -> None:
     assert chosen(book, recipe="tiny", tokenizer="bytes").config == configure("gpt", "tiny", 256)
 
 
-def test_text_that_is_learnt_by_heart_gets_dropout(book: Path, steps_of: Any, tmp_path: Path) -> None:
-    for seconds, dropout in ((1.0, 0.1), (0.001, 0.2)):
+def test_text_that_is_learnt_by_heart_gets_dropout_and_weight_decay(book: Path, steps_of: Any, tmp_path: Path) -> None:
+    for seconds, reread in zip((1.0, 0.001), REREAD, strict=True):
         steps_of(seconds)
-        assert chosen(book, out=str(tmp_path / str(dropout))).config.layers[0].dropout == dropout
-    assert chosen(book, minutes=1e-4, out=str(tmp_path / "short")).config.layers[0].dropout == 0
-    kept = {"layers.*.dropout": 0.3}
-    assert chosen(book, out=str(tmp_path / "kept"), set=kept).config.layers[0].dropout == 0.3
+        run = chosen(book, out=str(tmp_path / str(seconds)))
+        assert run.config.layers[0].dropout == reread.dropout and run.training["weight_decay"] == reread.weight_decay
+    run = chosen(book, minutes=1e-4, out=str(tmp_path / "short"))
+    assert run.config.layers[0].dropout == 0 and run.training["weight_decay"] == Settings().weight_decay
+    run = chosen(book, out=str(tmp_path / "kept"), set={"layers.*.dropout": 0.3}, weight_decay=0.0)
+    assert run.config.layers[0].dropout == 0.3 and run.training["weight_decay"] == 0.0
 
 
 def test_a_member_has_what_it_needs(book: Path, steps_of: Any) -> None:

@@ -59,8 +59,18 @@ VOCABULARIES = ((100_000, 0, 512), (300_000, 0, 2048), (1_000_000, 400_000, 4096
 heart the sooner the more tokens there are."""
 ENCODED_A_MINUTE = 7_000_000
 """Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; of more text than that, bytes are learnt."""
-DROPOUTS = ((6.0, 0.1), (15.0, 0.2))
-"""Text that is read more often than that is learnt by heart without so much dropout."""
+
+
+class Reread(NamedTuple):
+    """What keeps a model from learning by heart a text that is read more than ``passes`` times: more dropout and, worth
+    more, weight decay beyond the usual (as Kim et al. 2025, arXiv 2509.14786, found for data that is repeated)."""
+
+    passes: float
+    dropout: float
+    weight_decay: float
+
+
+REREAD = (Reread(6.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
 PROBED, PROBE_SHARE = 1, 0.01
 """Which of the sizes is measured first, and the share of the time that measuring takes."""
 
@@ -210,13 +220,20 @@ class Chooser:
         plan = self.plan(options)
         tokens = plan.settings.batch_size * plan.settings.length
         passes = steps * tokens / max(1, len(plan.data.splits["train"]))
-        needed = [share for least, share in DROPOUTS if passes > least]
-        if needed and self.recipe is not None and not any("dropout" in path for path in self.options.set):
-            dropout = replace(options, set={**options.set, "layers.*.dropout": needed[-1]})
+        for reread in [each for each in REREAD if passes > each.passes][-1:]:
+            options = self._regularised(options, reread)
+        return Choice(options, tuple(_flags(self.asked, options)), steps, tokens, seconds, passes)
+
+    def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
+        """``options`` with dropout and weight decay for text that is read so often, each unless given."""
+        if options.weight_decay is None:
+            options = replace(options, weight_decay=reread.weight_decay)
+        if self.recipe is not None and not any("dropout" in path for path in self.options.set):
+            dropout = replace(options, set={**options.set, "layers.*.dropout": reread.dropout})
             with suppress(KinformerError):
                 self.plan(dropout)
-                options = dropout
-        return Choice(options, tuple(_flags(self.asked, options)), steps, tokens, seconds, passes)
+                return dropout
+        return options
 
     def _complete(self, size: Size) -> TrainOptions:
         """The options with what ``size`` gives to those that are open."""

@@ -80,6 +80,8 @@ class TrainOptions(Settings, Machine):
     lr: float | None = None  # type: ignore[assignment]
     """Highest learning rate (0.001, or what suits --minutes)."""
     schedule: Literal["cosine", "inverse-sqrt"] | None = None  # type: ignore[assignment]
+    weight_decay: float | None = None  # type: ignore[assignment]
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits --minutes)."""
     average: int | None = None  # type: ignore[assignment]
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
