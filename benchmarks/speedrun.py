@@ -73,7 +73,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="only the contestants of these names")
     parser.add_argument("--note", default="", help="what is new in this entry of the history")
     options = prepare(parser)
-    entries = []
+    path = options.out or RESULTS / "speedrun.json"
+    before = json.loads(path.read_text())["history"] if path.exists() else []
+    entries: list[dict[str, Any]] = []
+    told = {"date": time.strftime("%Y-%m-%d"), "note": options.note, "data": Path(options.data).name, "runs": entries}
     for seed in range(1 if options.quick else options.runs):
         for minutes in [0.1] if options.quick else options.minutes:
             for name, flags in CONTESTANTS.items():
@@ -81,6 +84,7 @@ def main() -> None:
                     continue
                 entries.append({"name": name} | run(options, flags, minutes, seed))
                 print(f"{name}, {minutes:g} minutes, seed {seed}: {entries[-1]['bits_per_byte']:.3f}", flush=True)
+                save(options, "speedrun", {"history": [*before, told]})  # so that a run cut short leaves what it has
     rows = []
     for name, minutes in dict.fromkeys((each["name"], each["minutes"]) for each in entries):
         own = [each for each in entries if (each["name"], each["minutes"]) == (name, minutes)]
@@ -95,10 +99,6 @@ def main() -> None:
     baseline = entries[0]["ngram"]
     header = ["", "minutes", "wall s", "bits per byte", "spread", f"s to {baseline:.3f}", "s to 2.0", "s to 1.8"]
     show(f"{Path(options.data).name}: the 5-gram has {baseline:.3f}", header, rows)
-    path = options.out or RESULTS / "speedrun.json"
-    before = json.loads(path.read_text())["history"] if path.exists() else []
-    told = {"date": time.strftime("%Y-%m-%d"), "note": options.note, "data": Path(options.data).name, "runs": entries}
-    save(options, "speedrun", {"history": [*before, told]})
 
 
 if __name__ == "__main__":
