@@ -62,15 +62,16 @@ ENCODED_A_MINUTE = 7_000_000
 
 
 class Reread(NamedTuple):
-    """What keeps a model from learning by heart a text that is read more than ``passes`` times: more dropout and, worth
-    more, weight decay beyond the usual (as Kim et al. 2025, arXiv 2509.14786, found for data that is repeated)."""
+    """What keeps a model from learning by heart a text that is read more than ``passes`` times: weight decay beyond the
+    usual (as Kim et al. 2025, arXiv 2509.14786, found for data that is repeated) and, for text that is read so often
+    that it gains more than it costs, dropout."""
 
     passes: float
     dropout: float
     weight_decay: float
 
 
-REREAD = (Reread(6.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
+REREAD = (Reread(4.5, 0.0, 0.3), Reread(7.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
 PROBED, PROBE_SHARE = 1, 0.01
 """Which of the sizes is measured first, and the share of the time that measuring takes."""
 
@@ -228,7 +229,7 @@ class Chooser:
         """``options`` with dropout and weight decay for text that is read so often, each unless given."""
         if options.weight_decay is None:
             options = replace(options, weight_decay=reread.weight_decay)
-        if self.recipe is not None and not any("dropout" in path for path in self.options.set):
+        if reread.dropout and self.recipe is not None and not any("dropout" in path for path in self.options.set):
             dropout = replace(options, set={**options.set, "layers.*.dropout": reread.dropout})
             with suppress(KinformerError):
                 self.plan(dropout)
