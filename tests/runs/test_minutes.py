@@ -175,3 +175,16 @@ def test_too_little_data_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(KinformerError, match="short.txt|tokens"):
         kinformer.train("gpt", data=str(tmp_path / "short.txt"), out=str(tmp_path / "run"), minutes=0.01, quiet=True)
+
+
+def test_speed_is_measured_with_the_threads_that_train(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, measured = torch.get_num_threads(), []
+    monkeypatch.setattr(
+        Updater, "seconds_per_step", lambda self, limit: measured.append(torch.get_num_threads()) or 1.0
+    )
+    try:
+        torch.set_num_threads(2)
+        chosen(book, threads=1)
+    finally:
+        torch.set_num_threads(before)
+    assert set(measured) == {1}

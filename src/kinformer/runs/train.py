@@ -116,15 +116,14 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
         raise KinformerError(
             f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
         )
+    _begin_process(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
     return Job(run, settings, device, options.strategy, options.threads, quiet, begun)
 
 
 def work(job: Job, group: Group) -> Summary:
     """Train in this process, one of ``group``."""
-    use_fast_products()
-    if group.world > 1 and group.device.type == "cpu":
-        torch.set_num_threads(job.threads or max(1, (os.cpu_count() or 1) // group.world))
+    _begin_process(job.threads, group.world, group.device.type)
     run, settings = job.run, job.settings
     data = rows_of(run, plan_of(run, settings), job.device, job.quiet)
     torch.manual_seed(settings.seed)
@@ -142,6 +141,17 @@ def work(job: Job, group: Group) -> Summary:
     return Summary(run.folder, run.member, parameters, result, data.figures)
 
 
+def _begin_process(threads: int | None, processes: int, device: str) -> None:
+    """The products and threads of one of so many processes, for training and for measuring how fast it will be."""
+    use_fast_products()
+    if threads is not None:
+        require("--threads", threads, 1)
+    elif processes > 1 and device == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // processes)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def _join_and_work(job: Job) -> Summary:
     with distributed.join(job.device, job.strategy) as group:
         summary = work(job, group)
@@ -155,6 +165,7 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
     if options.devices not in (1, world):
         raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
     with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
+        _begin_process(options.threads, world, group.device.type)
 
         def prepared() -> Job:
             held.enter_context(writing(Path(options.out)))
