@@ -84,6 +84,7 @@ def test_what_is_given_is_kept(book: Path, steps_of: Any) -> None:
     assert {name: run.training[name] for name in given} == given
     assert run.config.dim == 48 and run.config.layers[0].mixer.num_heads == 3 and run.vocabulary == "bytes"
     assert run.config.layers[0].feed_forward.hidden_dim == configure("gpt").layers[0].feed_forward.hidden_dim
+    assert positions(run.config)[1] == "rope"
 
 
 def test_the_flags_that_are_told_choose_the_same(book: Path, steps_of: Any, capsys: Any, tmp_path: Path) -> None:

@@ -192,9 +192,9 @@ def _completed(chooser: Chooser, quiet: bool) -> TrainOptions:
 
 
 def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
-    """The config whose width the minutes decide; None where a recipe, a width or a model to begin with was given."""
-    sized = any(path == "dim" or path == "layers" or path.endswith("hidden_dim") for path in options.set)
-    return None if base is not None or sized or options.recipe is not None else recipe_config(options, base, None)
+    """The config that the minutes change; None where a recipe, all layers or a model to begin with was given."""
+    given = base is not None or options.recipe is not None or "layers" in options.set
+    return None if given else recipe_config(options, base, None)
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:

@@ -188,8 +188,8 @@ def _sizes(layer: Any, before: int, dim: int) -> Iterator[tuple[str, int]]:
 class Chooser:
     """Chooses what ``options`` leave open: those ``asked`` for, with a vocabulary.
 
-    plan: gives the training plan of complete options, or refuses them. recipe: the config whose width is open; None
-    where the model is given. begun: since when the minutes count.
+    plan: gives the training plan of complete options, or refuses them. recipe: the config that is open to changes;
+    None where the model is given. begun: since when the minutes count.
     """
 
     asked: TrainOptions
@@ -245,8 +245,13 @@ class Chooser:
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         known = {**RECIPE, **sizes, **needs}
         chosen = {name: value for name, value in known.items() if getattr(self.options, name) is None}
-        changes = {} if self.recipe is None else resized(self.recipe, size.dim) | self._positions(self.recipe)
+        changes = {} if self.recipe is None else self._widths(self.recipe, size) | self._positions(self.recipe)
         return replace(self.options, **chosen, own={**own, **self.options.own}, set={**changes, **self.options.set})
+
+    def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, Any]:
+        """The width that ``size`` has, unless ``set`` says what width there is."""
+        given = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
+        return {} if given else resized(recipe, size.dim)
 
     def _positions(self, recipe: ModelConfig) -> dict[str, Any]:
         """Rotary positions for learned ones, unless ``set`` says what positions there are."""
