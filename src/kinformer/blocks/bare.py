@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
+from kinformer.core.dropout import Dropout
 from kinformer.core.encoder import EncoderMixerConfig, Text
 
 
@@ -25,7 +26,7 @@ class BareLayer(nn.Module):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.mixer = config.mixer.build(dim)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor, text: Text) -> Tensor:
         return self.dropout(self.mixer(x, text))

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.slices import per_slice
+from kinformer.core.dropout import Dropout
 from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 
@@ -133,7 +134,7 @@ class Boom(nn.Module):
             )
         self.activation, self.chunks = config.activation, config.chunks
         self.up = nn.Linear(dim, hidden_dim, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
 
     def forward(self, x: Tensor) -> Tensor:
         return in_chunks(self._part, x, self.chunks, random=self.dropout is not None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.config import Config
+from kinformer.core.dropout import Dropout
 
 
 class Residual(nn.Module):
@@ -29,7 +30,7 @@ class Residual(nn.Module):
     def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
         super().__init__()
         self.norm = norm.build(dim)
-        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.dropout = Dropout(dropout) if dropout else None
 
     def enter(self, x: Tensor) -> Tensor:
         """What the sublayer reads of the stream x [batch, time, dim]."""

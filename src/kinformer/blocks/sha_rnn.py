@@ -18,6 +18,7 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
+from kinformer.core.dropout import Dropout
 from kinformer.core.parts import FeedForwardConfig
 
 
@@ -42,7 +43,7 @@ class ShaRnnLayer(nn.Module):
         self.attention = None if config.attention is None else config.attention.build(dim)
         self.feed_forward = tokenwise(config.feed_forward, dim)
         self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
     @property
     def mixers(self) -> tuple[CausalMixer, ...]:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.dropout import Dropout
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
@@ -39,7 +40,7 @@ class ClassificationHead(PoolingHead):
         super().__init__(dim, config.pooling, config.dropout)
         self.activation = config.activation
         self.dense = nn.Linear(dim, dim)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
         self.output = nn.Linear(dim, config.classes)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
@@ -91,7 +92,7 @@ class TokenClassificationHead(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
         self.output = nn.Linear(dim, config.classes)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:

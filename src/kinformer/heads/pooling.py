@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
+from kinformer.core.dropout import Dropout
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 
@@ -52,7 +53,7 @@ class GatedWeights(nn.Module):
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
         self.content, self.gate, self.score = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         gated = self.dropout(self.content(hidden_states).tanh()) * self.dropout(self.gate(hidden_states).sigmoid())

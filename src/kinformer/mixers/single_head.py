@@ -27,6 +27,7 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
+from kinformer.core.dropout import Dropout
 from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import ReservedSlots
@@ -76,7 +77,7 @@ class SingleHead(CausalMixer):
         self.query = nn.Linear(dim, dim)
         self.q_gate, self.k_gate, self.v_gate = (nn.Parameter(torch.zeros(dim)) for _ in range(3))
         self.value = nn.Linear(dim, 2 * dim)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
 
     @property
     def retained(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import CausalMixer, select_valid
+from kinformer.core.dropout import Dropout
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
@@ -62,7 +63,7 @@ class Trunk(nn.Module):
         self.norm = config.norm.build(config.stack.width(dim)) if config.norm else nn.Identity()
         mixers = (each.max_length for each in self.stack.modules() if isinstance(each, CausalMixer | EncoderMixer))
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.dropout = Dropout(config.dropout) if config.dropout else None
 
     def _build_entrance(self, config: Any, dim: int) -> None:
         """Build what else stands before the stack."""

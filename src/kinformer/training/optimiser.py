@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
+from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
 from kinformer.core.errors import KinformerError
 from kinformer.core.spread import gathered, like, whole
 from kinformer.core.stack import units_of
 from kinformer.training.adagrad import ClippedAdagrad
+from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings
 
 MOMENTUM = 0.9
@@ -126,7 +127,7 @@ def _groups(named: Named, weight_decay: float) -> list[dict]:
 
 def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
     if kind == "muon":
-        return Muon(groups, lr=settings.lr, adjust_lr_fn="match_rms_adamw")
+        return StackedMuon(groups, settings.lr)
     if kind == "adafactor":
         return Adafactor(groups, lr=settings.lr)
     if kind == "adagrad":

@@ -1,0 +1,29 @@
+"""Dropout (Srivastava et al. 2014) by 16 random bits an element, on a CPU.
+
+PyTorch's CPU draws a mask one double at a time on one thread: in training steps of small models that took a tenth of
+the time. Four elements share one draw of 64 bits here, so the probability is rounded to a multiple of 2^-16; the scale
+is that of the rounded one, so expectations are exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_LEVELS = 1 << 16
+_EACH = 4
+"""Elements that a draw of 64 bits decides."""
+
+
+class Dropout(nn.Dropout):
+    """``nn.Dropout``, elsewhere than on a CPU PyTorch's own. Masks follow PyTorch's global generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape -> x with elements zeroed with probability p and the others grown by 1 / (1 - p)."""
+        dropped = round(self.p * _LEVELS)
+        ours = self.training and 0 < dropped < _LEVELS and x.device.type == "cpu" and not self.inplace
+        if not ours or torch.compiler.is_compiling():
+            return super().forward(x)
+        words = torch.empty(-(-x.numel() // _EACH), dtype=torch.int64).random_(-(2**63), None)
+        kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
+        return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

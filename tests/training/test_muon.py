@@ -1,0 +1,54 @@
+"""Muon with matrices of one shape in one product makes the updates of PyTorch's, one matrix after the other."""
+
+import pytest
+import torch
+from torch.optim import Muon
+
+from kinformer.training import muon
+from kinformer.training.muon import StackedMuon
+
+SHAPES = [(16, 16), (48, 16), (16, 16), (16, 48), (48, 16), (5, 3)]
+
+
+def weights():
+    torch.manual_seed(0)
+    return [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("small", [0, 256, 1 << 18])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_updates_are_those_of_pytorch(monkeypatch, small, nesterov):
+    monkeypatch.setattr(muon, "SMALL", small)
+    ours, theirs = weights(), weights()
+    stacked = StackedMuon([{"params": ours[:4], "weight_decay": 0.3}, {"params": ours[4:], "weight_decay": 0.0}], 0.02)
+    single = Muon(
+        [{"params": theirs[:4], "weight_decay": 0.3}, {"params": theirs[4:], "weight_decay": 0.0}],
+        lr=0.02,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for optimiser in (stacked, single):
+        for group in optimiser.param_groups:
+            group["nesterov"] = nesterov
+    for step in range(4):
+        torch.manual_seed(step)
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours[2].grad = theirs[2].grad = None  # has no part in the loss
+        stacked.step()
+        single.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)  # products of bfloat16 in another order
+        first, second = stacked.state.get(a, {}), single.state.get(b, {})
+        assert first.keys() == second.keys()
+        for key in first:
+            torch.testing.assert_close(first[key], second[key])
+
+
+def test_directions_have_singular_values_near_one():
+    torch.manual_seed(0)
+    stack = torch.randn(3, 24, 8).bfloat16()
+    directions = muon.orthogonalised(stack, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    values = torch.linalg.svdvals(directions.float())
+    assert directions.shape == stack.shape
+    assert float(values.min()) > 0.4 and float(values.max()) < 1.6
