@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "segments, accumulated": {"model": LINEAR, "segments": True, "accumulate": 2},
     "growing state": {"model": {"position": "none"}, "segments": True, "accumulate": 2},
     "muon": {"optimizer": "muon"},
+    "moving average": {"ema": 0.3},
     "adafactor": {"optimizer": "adafactor", "lr": 1e-2},
     "adagrad": {"optimizer": "adagrad", "lr": 1e-2, "clip": 0.03},
     "spans": {"model": {"member": "adaptive-span"}, "segments": True, "lr": 3e-2},
@@ -265,6 +266,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         ({"lr": math.nan}, "--lr"),
         ({"batch_size": 0}, "--batch-size"),
         ({"min_lr_ratio": 2.0}, "--min-lr-ratio"),
+        ({"ema": -0.1}, "--ema"),
         ({"steps": 0}, "--steps"),
     ],
 )

@@ -83,6 +83,9 @@ class TrainOptions(Settings, Machine):
     weight_decay: float | None = None  # type: ignore[assignment]
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits --minutes)."""
     average: int | None = None  # type: ignore[assignment]
+    ema: float | None = None  # type: ignore[assignment]
+    """Measure and keep a moving average of the weights, which looks back over about this share of the steps so far
+    (0, the weights themselves, or what suits --minutes)."""
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
     --minutes what is faster)."""

@@ -1,4 +1,11 @@
-"""The mean of the weights of the last checkpoints of a run (Vaswani et al. 2017, section 6.1)."""
+"""Means of weights: of the last checkpoints of a run (Vaswani et al. 2017, section 6.1), or a moving one of all steps.
+
+The moving mean forgets with the length of the run (polynomial-decay averaging, Shamir and Zhang 2013, section 4):
+
+    mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t),   t = 0, 1, ...
+
+so that it looks back over about a ``share`` of the steps so far, whenever it is asked.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,45 @@ from torch import Tensor, nn
 from kinformer.core.files import load_tensors
 from kinformer.core.spread import like
 from kinformer.training.checkpoint import Checkpoints
+
+
+class MovingAverage:
+    """The moving mean of the parameters of ``model``, not of its buffers; of none where ``share`` is 0."""
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        self.share = share
+        self.named = {name: each.detach() for name, each in model.named_parameters() if share}
+        self.means = {name: each.clone() for name, each in self.named.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after update number ``step``, counted from 0."""
+        if self.named:
+            torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with the mean for its weights meanwhile."""
+        own = {name: each.clone() for name, each in self.named.items()}
+        self._put(self.means)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The means by the names of their parameters, spread over processes as these are."""
+        return self.means
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from the means of a checkpoint, whole tensors by name."""
+        for name, mean in self.means.items():
+            mean.copy_(like(mean, tensors[name]))
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, each in self.named.items():
+            each.copy_(weights[name])
 
 
 def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PLAN = "plan.json"
-_GROUPS = {"model", "optimizer", "objective", "carried", "rows"}
+_GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows"}
 _PREFIX, _PARTIAL = "step-", ".partial"
 PAUSE = "KINFORMER_PAUSE"
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from kinformer.core.files import load_weights, reading
 from kinformer.core.lock import is_here
 from kinformer.core.penalised import measures_of
 from kinformer.core.stack import units_of
-from kinformer.training.averaging import mean_weights, replaced
+from kinformer.training.averaging import MovingAverage, mean_weights, replaced
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
@@ -76,12 +77,16 @@ class Trainer:
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
             sharded = group.world > 1 and group.strategy == "fsdp"
-            _compile(self.model, by_layer=sharded or getattr(objective, "reads_hidden", False))
+            by_layer = sharded or getattr(objective, "reads_hidden", False)
+            for module in units_of(self.model) if by_layer else (self.model,):
+                module.compile()
         self.penalised, self.engine = whole.penalised, group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
+        self.moving = MovingAverage(self.model, settings.ema)
         if saved:
             with reading(self._place(saved), "holds an optimiser of another model", "use its own run folder"):
                 optimiser.load(saved.files["optimizer"], self._place(saved))
+                self.moving.load_state_dict(saved.files.get("average", {}))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
         self.best = Best(folder, data.figures)
@@ -142,6 +147,7 @@ class Trainer:
         while self.step < self.total:
             rate = self._rate()
             self.window.add(self.update(self.step, rate, self.course.at(self.step) / self.total))
+            self.moving.update(self.step)
             self.step += 1
             if pace and self.step >= look:
                 look = self._look(pace)
@@ -221,9 +227,14 @@ class Trainer:
         count = min(self.settings.average, len(self.checkpoints.steps()))
         if count > 1:
             with replaced(self.model, mean_weights(self.checkpoints, count)):
-                self._validate(f"mean of {count} checkpoints", "averaged")
+                self._measure(f"mean of {count} checkpoints", "averaged")
 
-    def _validate(self, what: str = "validation", prefix: str = "validation") -> None:
+    def _validate(self) -> None:
+        with self.moving.applied():
+            self._measure("validation", "validation")
+
+    def _measure(self, what: str, prefix: str) -> None:
+        """Validate the weights as they are, and keep them where they are the best."""
         means = self.validation(self.engine)
         figures = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(figures)}")
@@ -236,14 +247,11 @@ class Trainer:
             self.group.on_first(lambda: self._write_best(weights))
 
     def _save(self) -> None:
-        weights = gather(self.model.state_dict().items(), self.group.first)
-        files = {"model": weights, "optimizer": gather(self.update.optimiser.tensors(), self.group.first)}
-        if extras := self.extras.state_dict():
-            files["objective"] = gather(extras.items(), self.group.first)
-        if carried := self.update.carried.tensors(self.group):
-            files["carried"] = carried
-        if rows := self.data.kept():
-            files["rows"] = rows
+        holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
+        files = {name: gather(each.state_dict().items(), self.group.first) for name, each in holders.items()}
+        files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.kept()}
+        files = {name: tensors for name, tensors in files.items() if tensors}
+        files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
         numbers = vars(self.course) | {"seconds": self.seconds}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
@@ -266,7 +274,7 @@ class Trainer:
             raise self._diverged(f"a weight is no longer finite after step {self.step}")
         self.checkpoints.save(checkpoint)
         if self.best.step is None:
-            self.best.write(checkpoint.files["model"], checkpoint.step)
+            self.best.write({**checkpoint.files["model"], **checkpoint.files.get("average", {})}, checkpoint.step)
 
     def _pace(self) -> Pace:
         """How many steps the minutes buy, and how often to validate and to save meanwhile."""
@@ -289,8 +297,3 @@ def _seconds(work: Callable[[], None]) -> float:
     begun = time.monotonic()
     work()
     return time.monotonic() - begun
-
-
-def _compile(model: nn.Module, by_layer: bool) -> None:
-    for module in units_of(model) if by_layer else (model,):
-        module.compile()

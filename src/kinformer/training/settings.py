@@ -64,6 +64,9 @@ class Settings:
     average: int = 0
     """At the end, also measure the mean of the weights of the last so many checkpoints, and keep it if it is better
     (none; for translation 5)."""
+    ema: float = 0.0
+    """Measure and keep a moving average of the weights, which looks back over about this share of the steps so far; 0
+    for the weights themselves."""
     keep: int = 2
     """Checkpoints that are kept; older ones are removed."""
     log_every: int = 10
@@ -79,7 +82,7 @@ class Settings:
             require(flag_of(name), getattr(self, name), 0)
         for name in ("lr", "table_lr", "weight_decay", "clip", "seed", "average"):
             require(flag_of(name), getattr(self, name), 0)
-        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0)):
+        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0), ("ema", 1.0)):
             if not 0 <= getattr(self, name) <= high:
                 raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
         if self.steps == 0 or self.minutes == 0:
