@@ -17,7 +17,7 @@ from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
-from kinformer.runs.minutes import RATE, RATE_STEPS, REREAD, SIZES, learning_rate, resized, rotated
+from kinformer.runs.minutes import REREAD, SIZES, resized, rotated
 from kinformer.runs.run import open_run
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater
@@ -79,7 +79,15 @@ def test_a_faster_machine_gets_a_larger_model(book: Path, steps_of: Any, tmp_pat
 
 def test_what_is_given_is_kept(book: Path, steps_of: Any) -> None:
     steps_of(0.01)
-    given = {"length": 24, "batch_size": 3, "lr": 7e-4, "optimizer": "adamw", "precision": "fp32", "weight_decay": 0.2}
+    given = {
+        "length": 24,
+        "batch_size": 3,
+        "lr": 7e-4,
+        "optimizer": "adamw",
+        "precision": "fp32",
+        "weight_decay": 0.2,
+        "ema": 0.0,
+    }
     run = chosen(book, **given, tokenizer="bytes", set={"dim": 48, "layers.*.mixer.num_heads": 3})
     assert {name: run.training[name] for name in given} == given
     assert run.config.dim == 48 and run.config.layers[0].mixer.num_heads == 3 and run.vocabulary == "bytes"
@@ -127,16 +135,6 @@ def test_text_that_is_learnt_by_heart_gets_dropout_and_weight_decay(book: Path, 
     assert run.config.layers[0].dropout == 0 and run.training["weight_decay"] == Settings().weight_decay
     run = chosen(book, out=str(tmp_path / "kept"), set={"layers.*.dropout": 0.3}, weight_decay=0.0)
     assert run.config.layers[0].dropout == 0.3 and run.training["weight_decay"] == 0.0
-
-
-def test_a_longer_run_has_a_smaller_learning_rate(book: Path, steps_of: Any, tmp_path: Path) -> None:
-    assert learning_rate(1) == learning_rate(RATE_STEPS) == RATE
-    assert learning_rate(4 * RATE_STEPS) == RATE / 2
-    rates = []
-    for number, each in enumerate((10.0, 0.01, 0.001)):
-        steps_of(each)
-        rates.append(chosen(book, out=str(tmp_path / str(number))).training["lr"])
-    assert rates[0] == RATE and rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
 
 def test_a_member_has_what_it_needs(book: Path, steps_of: Any) -> None:
