@@ -70,6 +70,13 @@ def test_resumed_run_ends_with_the_same_bits(corpus: Corpus, tmp_path: Path, var
     assert curve(again) == curve(tmp_path / "whole")
 
 
+def test_minutes_that_are_given_for_more_are_spent(corpus: Corpus, tmp_path: Path) -> None:
+    first = train(corpus, tmp_path, steps=None, minutes=0.03)
+    more = trainer(corpus, tmp_path, steps=None, minutes=0.07).run()
+    assert more.steps > first.steps
+    assert trainer(corpus, tmp_path, steps=None, minutes=0.03).run().steps == more.steps
+
+
 @pytest.mark.parametrize("options", [{}, {"model": LINEAR, "segments": True}], ids=["windows", "segments"])
 def test_accumulation_is_the_big_batch(corpus: Corpus, tmp_path: Path, options: dict[str, Any]) -> None:
     train(corpus, tmp_path / "one", **options)

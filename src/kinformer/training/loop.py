@@ -282,8 +282,9 @@ class Trainer:
         found = self.spent / self.step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
         each = self.group.on_first(lambda: found)
         pace = Pace(each, FORWARD_SHARE * each * self.data.validations)
-        if not self.total:
-            self.course = Course(self.group.on_first(lambda: max(1, pace.steps(budget - self.seconds))))
+        if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
+            more = self.group.on_first(lambda: pace.steps(budget - self.seconds))
+            self.course = Course(max(1, self.step + more))
         validate_every, checkpoint_every = self.settings.cadences(self.total)
         if self.settings.validate_every is None:  # as many as parts of a run, where they take little of its time
             parts = min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * budget / max(pace.validation, 1e-9))))
