@@ -22,8 +22,8 @@ class Dropout(nn.Dropout):
         """x of any shape -> x with elements zeroed with probability p and the others grown by 1 / (1 - p)."""
         dropped = round(self.p * _LEVELS)
         ours = self.training and 0 < dropped < _LEVELS and x.device.type == "cpu" and not self.inplace
-        if not ours or torch.compiler.is_compiling():
+        if not ours:
             return super().forward(x)
-        words = torch.empty(-(-x.numel() // _EACH), dtype=torch.int64).random_(-(2**63), None)
+        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // _EACH),), device=x.device)
         kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
         return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))
