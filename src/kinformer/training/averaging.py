@@ -1,6 +1,6 @@
 """Means of weights: of the last checkpoints of a run (Vaswani et al. 2017, section 6.1), or a moving one of all steps.
 
-The moving mean forgets with the length of the run (polynomial-decay averaging, Shamir and Zhang 2013, section 4):
+The moving mean forgets with the length of the run (polynomial-decay averaging, Shamir and Zhang 2013):
 
     mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t),   t = 0, 1, ...
 
@@ -10,7 +10,7 @@ so that it looks back over about a ``share`` of the steps so far, whenever it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,9 @@ class MovingAverage:
         if self.named:
             torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """The model with the mean for its weights meanwhile."""
-        own = {name: each.clone() for name, each in self.named.items()}
-        self._put(self.means)
-        try:
-            yield
-        finally:
-            self._put(own)
+        return _swapped(self.named, self.means)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The means by the names of their parameters, spread over processes as these are."""
@@ -52,11 +46,6 @@ class MovingAverage:
         """Go on from the means of a checkpoint, whole tensors by name."""
         for name, mean in self.means.items():
             mean.copy_(like(mean, tensors[name]))
-
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, each in self.named.items():
-            each.copy_(weights[name])
 
 
 def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:
@@ -75,18 +64,24 @@ def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:
     }
 
 
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """``model`` with other weights meanwhile, whole tensors by name."""
+    own = model.state_dict()
+    return _swapped(own, {name: like(weight, weights[name]) for name, weight in own.items()})
+
+
 @contextmanager
-def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """``model`` with other weights meanwhile."""
-    own = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-    _put(model, weights)
+def _swapped(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """``own`` tensors with what the ``others`` hold meanwhile."""
+    before = {name: each.detach().clone() for name, each in own.items()}
+    _put(own, others)
     try:
         yield
     finally:
-        _put(model, own)
+        _put(own, before)
 
 
 @torch.no_grad()
-def _put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    for name, weight in model.state_dict().items():
-        weight.copy_(like(weight, weights[name]))
+def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, each in own.items():
+        each.copy_(values[name])

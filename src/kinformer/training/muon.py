@@ -3,8 +3,8 @@
     X_0 = B / |B|,   A = X X^T,   X <- a X + (b A + c A^2) X,   W <- (1 - lr decay) W - 0.2 sqrt(max(m, n)) lr X
 
 PyTorch's optimiser, with the matrices of one shape in one product: those of small models are so small that an
-operation takes longer to begin than to run: on two threads of an AMD EPYC those of four layers of dim 128 take two
-thirds of the time (``benchmarks/small_operations.py``).
+operation takes longer to begin than to run: on two threads of an AMD EPYC those of four layers of dim 128 take six
+tenths of the time (``benchmarks/small_operations.py``).
 """
 
 from __future__ import annotations
