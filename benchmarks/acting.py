@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from common import arguments, prepare, products, save, show
+from kinformer.control.acting import Drawing
+from kinformer.control.environments.environment import Environment
+from kinformer.control.environments.table import make
 from kinformer.core.config import override
-from kinformer.environments.environment import Environment
-from kinformer.environments.table import make
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.tasks.acting import Drawing
-from kinformer.tasks.control_acting import ControlAgent
-from kinformer.tasks.control_data import fitted, open_environment
-from kinformer.tasks.control_options import ControlOptions
+from kinformer.tasks.control.data import fitted, open_environment
+from kinformer.tasks.control.options import ControlOptions
+from kinformer.tasks.control.policy import ControlAgent
 
 ENV, WINDOW, STEPS, ROUNDS, AGREES = "masked-cartpole", 64, 4, 9, 1e-3
 WINDOWED = {"layers.*.mixer.pattern": {"kind": "local", "window": WINDOW}}

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.core.parts import FeatureMap
-from kinformer.evaluation.figure import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
-from kinformer.evaluation.figure import save as save_figure
 from kinformer.features.favor import Favor
 from kinformer.features.random_fourier import RandomFourier
+from kinformer.figures.style import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
+from kinformer.figures.style import save as save_figure
 
 LENGTH, WIDTH, SPREADS = 1024, 16, (1.0, 0.5)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)

@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
+from kinformer.calibration.calibrate import Samples, at_threshold
+from kinformer.calibration.options import CalibrateOptions
 from kinformer.data import Split
 from kinformer.evaluation.calibration import upper_bound
-from kinformer.evaluation.exiting import noting_exits, with_rule
+from kinformer.evaluation.early_exit import noting_exits, with_rule
 from kinformer.generation.packed import pack
 from kinformer.generation.session import generate
-from kinformer.runs.calibrate import Samples, at_threshold
-from kinformer.runs.calibrate_options import CalibrateOptions
 from kinformer.runs.run import Run, open_run
+from kinformer.tasks.shared.text import held_out
 from kinformer.tasks.task import Measuring
-from kinformer.tasks.text import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 LR = 5e-3

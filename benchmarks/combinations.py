@@ -31,7 +31,6 @@ from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core.config import Config
 from kinformer.core.encoder import GLOBAL
-from kinformer.core.errors import KinformerError
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -44,6 +43,7 @@ from kinformer.patterns.full import Full
 from kinformer.patterns.local import Local
 from kinformer.positions.none import NoPosition
 from kinformer.positions.slots import AtTokens
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, ContractError, EncoderModelSubject, ModelSubject
 from kinformer.testing.errors import agree
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
-from kinformer.core.host import keep_memory
 from kinformer.family.build import configure
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.runtime.host import keep_memory
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training import cross_entropy
 from kinformer.training.objective import Step
 

@@ -22,10 +22,10 @@ import torch
 
 from common import arguments, prepare, save, show
 from kinformer.data import open_corpus
-from kinformer.memory.datastore import RECORD, Datastore
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.lists import ListSearch
-from kinformer.models.attached import KeyedDecoder
+from kinformer.datastore.attached import KeyedDecoder
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.lists import ListSearch
+from kinformer.datastore.store import RECORD, Datastore
 from kinformer.runs.run import open_run
 from kinformer.training.precision import use_fast_products
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, prepare, save
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.estimate_parts import without_data
-from kinformer.evaluation.estimate_peak import interpreter_bytes, peak
+from kinformer.estimate.estimate import estimate
+from kinformer.estimate.parts import without_data
+from kinformer.estimate.peak import interpreter_bytes, peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, arguments, kinformer, prepare, save, show, train
-from kinformer.evaluation.figure import SERIES
-from kinformer.evaluation.plot_lengths import Curve, Stroke, plot
+from kinformer.figures.lengths import Curve, Stroke, plot
+from kinformer.figures.style import SERIES
 
 MEMBER = "gpt"
 NO_POSITION = {"position": "none"}

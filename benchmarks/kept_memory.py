@@ -1,7 +1,7 @@
 """What is it worth that a process keeps the memory that it has freed? Training steps with it and without.
 
     given back   as glibc has it: freed memory is the system's again, which clears it when it is asked for
-    kept         as commands have it (core/host.py)
+    kept         as commands have it (runtime/host.py)
 
 Every measurement has a process of its own, in turns; told are the median seconds of a step over all of them, the pages
 that a step asks for, and the most memory that any process had. Both must have the same loss after the first steps.
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
-from kinformer.core.host import keep_memory
 from kinformer.family.build import configure
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.runtime.host import keep_memory
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training.objective import Step
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.precision import use_fast_products

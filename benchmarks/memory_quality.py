@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.runs.rows import plan_of
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
 from kinformer.training.settings import Settings

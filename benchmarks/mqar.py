@@ -37,16 +37,16 @@ from kinformer.core.online import Online
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.mqar import Recall
-from kinformer.evaluation.figure import FAINT, QUIET, SERIES, bare, figure
-from kinformer.evaluation.figure import save as save_figure
 from kinformer.family.build import configure
+from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure
+from kinformer.figures.style import save as save_figure
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
-from kinformer.tasks.made_rows import AskedBatch, answers
-from kinformer.tasks.recall_rows import RecallLoss
+from kinformer.tasks.recall.rows import RecallLoss
+from kinformer.tasks.shared.answer_rows import AskedBatch, answers
 from kinformer.training.objective import Step
 
 DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64

@@ -31,7 +31,7 @@ from torch.nn import functional
 from common import arguments, kinformer, prepare, save, sets, show, train
 from kinformer.data.images import DIGITS, read_images
 from kinformer.runs.run import open_run
-from kinformer.tasks.dino_measure import vectors_of
+from kinformer.tasks.dino.evaluate import vectors_of
 
 CLASSES, TILES, REGION, PIXELS = 4, 16, 4, 16
 SAME = 10

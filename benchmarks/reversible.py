@@ -29,7 +29,7 @@ import kinformer
 from common import arguments, in_process, memory, prepare, save, show, text_bytes
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.evaluation.estimate_checkpoint import Live
+from kinformer.estimate.checkpoint import Live
 from kinformer.stacks.reversal import Use
 
 MEMBERS = ("linear-transformer", "gpt")

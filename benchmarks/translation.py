@@ -23,8 +23,8 @@ from common import Contestant, arguments, interleave, kinformer, prepare, save, 
 from kinformer.runs.rows import data_of
 from kinformer.runs.run import open_run
 from kinformer.tasks.task import LoadedRun
-from kinformer.tasks.translate_generate import Translator
-from kinformer.tasks.translate_options import Decoding
+from kinformer.tasks.translate.generate import Translator
+from kinformer.tasks.translate.options import Decoding
 
 BEAM, BATCH, ROUNDS = 4, 32, 5
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")

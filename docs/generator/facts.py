@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from kinformer.compare.charts import Chart, Series, svg
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.state_size import state_bytes
+from kinformer.estimate.estimate import estimate
+from kinformer.estimate.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.record import Member
+from kinformer.runtime.errors import KinformerError
 
 RECIPE = "small"
 LENGTHS = (256, 1024, 4096)

@@ -17,15 +17,15 @@ from generator.text import contents, escaped, figure, html, literal, page, table
 from kinformer.cli.list_ import COSTS, GROWTHS
 from kinformer.cli.show import folded, tree
 from kinformer.core.config import parts_in
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import flops, size
-from kinformer.evaluation.draw import draw, draw_small
-from kinformer.evaluation.formulas import formulas, symbols
-from kinformer.evaluation.panels import Panel
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.figures.subject import find
-from kinformer.runs.draw_options import DrawOptions
+from kinformer.figures.draw import draw, draw_small
+from kinformer.figures.formulas import formulas, symbols
+from kinformer.figures.panels import Panel
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.drawing.subject import find
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.metric import flops, size
 
 MOST_PANELS = 6
 

@@ -11,13 +11,13 @@ from generator import commands
 from generator.facts import config_of
 from generator.text import contents, escaped, literal, page, table, write
 from kinformer.cli.form import option_docs
-from kinformer.core.errors import flag_of
-from kinformer.core.figure import SHARE, Figure
 from kinformer.core.model import PROTOCOLS
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
+from kinformer.runtime.errors import flag_of
 from kinformer.tasks.table import TASKS
 from kinformer.tasks.task import Task
+from kinformer.training.metric import SHARE, Figure
 
 OPTIONS = {"Options": "train", "MeasuringOptions": "evaluate", "GeneratingOptions": "generate"}
 

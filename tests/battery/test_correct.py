@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kinformer.core.contract import MixerConfig
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (
     CHECKS,
     MODEL_CHECKS,

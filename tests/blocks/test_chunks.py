@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kinformer.blocks.feed_forward import MLP, Boom, SwiGLU
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.estimate_checkpoint import Live
+from kinformer.estimate.checkpoint import Live
+from kinformer.runtime.errors import KinformerError
 
 CONFIGS = [
     MLP.Config(hidden_dim=24),

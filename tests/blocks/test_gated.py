@@ -10,9 +10,9 @@ import kinformer
 from kinformer.blocks.gated import Gated, Reordered
 from kinformer.blocks.norms import LayerNorm
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.segment_memory import SegmentState
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.runtime.errors import KinformerError
 
 DIM = 12
 GATES = ("gru", "input", "output", "highway", "sigtanh")

@@ -10,8 +10,8 @@ from kinformer.blocks.residual import PreNorm
 from kinformer.blocks.sha_rnn import ShaRnnLayer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.memory.compression import Convolution
 from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.compressive.compression import Convolution
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.positions.none import NoPosition
 from kinformer.testing import MODEL_CHECKS, ModelSubject

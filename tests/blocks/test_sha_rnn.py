@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import kinformer
 from kinformer.blocks.feed_forward import Boom
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.estimate import estimate
+from kinformer.estimate.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.single_head import SingleHead, SingleHeadState
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sha_rnn.npz"
 NAMES = {

@@ -5,7 +5,7 @@ import torch
 
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 @pytest.mark.parametrize("config", [LayerNorm(slices=3), MLP.Config(hidden_dim=7, slices=3)])

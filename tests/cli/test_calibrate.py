@@ -49,7 +49,7 @@ def test_reports_of_evaluate_and_generate(cli, calm_run):
 
 
 def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
-    from kinformer.runs import calibrate
+    from kinformer.calibration import calibrate
 
     monkeypatch.setattr(calibrate, "dissimilarity", lambda left, right: (left >= 0).mean(1))
     code, out, err = cli("calibrate", calm_run, *FEW)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data import open_corpus
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
+from kinformer.runtime.errors import KinformerError
 
 PLACE = "layers.*.mixer.position"
 YARN = {f"{PLACE}.scaling": "yarn", f"{PLACE}.factor": "4", f"{PLACE}.original_length": "32"}

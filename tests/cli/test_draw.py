@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.evaluation.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.family.build import configure
-from kinformer.figures.exits import coloured_text
+from kinformer.figures.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Complement, Intersection, Union
 from kinformer.patterns.image_2d import Image2D
 from kinformer.patterns.local import Local
 from kinformer.patterns.strided import Strided
-from kinformer.runs.draw_options import DrawOptions
+from kinformer.runs.drawing.exits import coloured_text
+from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import open_run
 
 pytest.importorskip("matplotlib")
@@ -236,7 +236,7 @@ def test_mistakes_are_one_sentence(cli, tmp_path, monkeypatch, arguments, told):
 
 def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kinformer.evaluation.figure.find_spec", lambda name: None)
+    monkeypatch.setattr("kinformer.figures.style.find_spec", lambda name: None)
     code, out, err = cli("draw", "local")
     assert (code, out) == (2, "") and "pip install 'kinformer[plot]'" in err and err.count("\n") == 1
 

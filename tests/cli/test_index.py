@@ -10,18 +10,18 @@ import torch
 
 import kinformer
 from kinformer.data import open_corpus
+from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import Datastore
+from kinformer.datastore.writer import Writer
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.heads.knn import KnnMixture
-from kinformer.memory.datastore import Datastore
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.writer import Writer
-from kinformer.models.attached import AttachedDecoder, KeyedDecoder
 from kinformer.runs import datastore_measure
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import open_run
+from kinformer.tasks.shared.text import held_out
 from kinformer.tasks.task import Measuring
-from kinformer.tasks.text import held_out
 
 CHUNK = ("--chunk", 256)
 

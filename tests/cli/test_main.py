@@ -13,7 +13,7 @@ import pytest
 import kinformer
 from kinformer.cli import main as command_line
 from kinformer.cli.parsing import overrides
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 def in_a_process(*arguments, **options):

@@ -9,11 +9,11 @@ import torch
 
 import kinformer
 from kinformer.data import open_corpus
+from kinformer.datastore.attached import KeyedDecoder
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import Datastore
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
-from kinformer.memory.datastore import Datastore
-from kinformer.memory.exact import ExactSearch
-from kinformer.models.attached import KeyedDecoder
 from kinformer.runs.rows import plan_of, rows_of
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store

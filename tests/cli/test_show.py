@@ -9,8 +9,8 @@ import torch
 import kinformer
 from kinformer.cli.show import DEFAULTS, folded, tree
 from kinformer.core.state import nbytes, value
-from kinformer.evaluation.formulas import formulas
 from kinformer.family.build import configure
+from kinformer.figures.formulas import formulas
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])

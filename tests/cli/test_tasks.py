@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from kinformer.core.files import load_tensors
 from kinformer.runs.run import open_run
+from kinformer.runtime.files import load_tensors
 
 TINY = ["--recipe", "tiny", "--batch-size", "4", "--steps", "4", "--validation-tokens", "300", "--threads", "1"]
 pytestmark = pytest.mark.usefixtures("cache")

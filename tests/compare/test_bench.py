@@ -11,7 +11,7 @@ from kinformer.compare import bench as benching
 from kinformer.compare import floor, peers, works
 from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.timing import in_fresh_process, in_turns
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1, "--device", "cpu")
 

@@ -10,7 +10,7 @@ from kinformer.compare import training
 from kinformer.compare.options import DEFAULT_MEMBERS, CompareOptions, default_budget
 from kinformer.compare.record import read
 from kinformer.compare.words import summary
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 def test_all_measures_are_there(report):

@@ -4,9 +4,9 @@ import pytest
 
 from kinformer.compare.entrants import TOLERANCE, entrants, parameters_of, sized
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.runtime.errors import KinformerError
 
 
 def test_names_hybrids_and_changes_of_one():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kinformer.compare.record import as_json, merged, read, save
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from tests.compare.conftest import comparison, entrant
 
 

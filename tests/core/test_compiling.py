@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from kinformer.core.compiling import constant, uncompiled
+from kinformer.runtime.compiling import constant, uncompiled
 
 
 @pytest.fixture(autouse=True)

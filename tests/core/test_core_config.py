@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
-from kinformer.core.errors import KinformerError, choose, nearest
+from kinformer.runtime.errors import KinformerError, choose, nearest
 
 
 class PatternConfig(Config):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kinformer.core.dropout import Dropout
+from kinformer.runtime.dropout import Dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import reading
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading
 
 
 def test_its_contents_are_blamed():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kinformer.core import host
 from kinformer.generation import packed
 from kinformer.kernels.attention import route
+from kinformer.runtime import host
 
 
 @pytest.mark.parametrize(

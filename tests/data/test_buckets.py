@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, BosEos, Buckets, Examples, Rows
 from kinformer.data.buckets import POOL
+from kinformer.runtime.errors import KinformerError
 
 ENDS = BosEos(257, 258)
 

@@ -12,11 +12,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import corpus as corpus_module
 from kinformer.data import open_corpus, spool
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import atomic_write
+from kinformer.runtime.errors import KinformerError
 
 HUGE = """
 import resource, sys

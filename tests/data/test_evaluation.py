@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import EvaluationStream
+from kinformer.runtime.errors import KinformerError
 
 
 @given(size=st.integers(2, 256), length=st.integers(1, 300), streams=st.integers(1, 12), cut=st.integers(1, 255))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.filterbank import FLOOR, Filterbank, RunningNorm, mel_filters, normalised, windows
+from kinformer.runtime.errors import KinformerError
 
 RATE, MELS = 2000, 5
 

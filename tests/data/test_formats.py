@@ -8,8 +8,8 @@ import lzma
 import pytest
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data import open_corpus
+from kinformer.runtime.errors import KinformerError
 
 TEXT = "the wind sings under the river\n" * 200
 ROWS = "".join(

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.images import ImageData, read_images
+from kinformer.runtime.errors import KinformerError
 
 RANDOM = np.random.default_rng(0)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import Labelled, labelled, open_labelled
+from kinformer.runtime.errors import KinformerError
 
 TEXTS = [
     (f"{'a good' if index % 2 else 'a bad'} film, number {index}", ("bad", "good")[index % 2]) for index in range(60)

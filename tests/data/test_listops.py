@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import listops
 from kinformer.data.listops import SYMBOLS, examples, open_listops, spell
+from kinformer.runtime.errors import KinformerError
 
 NUMBER = 1500
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, ByteTokenizer
 from kinformer.data.masking import Masking, Words, ordinary
 from kinformer.data.permutation import mix
+from kinformer.runtime.errors import KinformerError
 
 MASK = 256
 PLAIN = Masking(MASK, ordinary(256, set()))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED
 from kinformer.data.mqar import Recall
+from kinformer.runtime.errors import KinformerError
 
 DATA = Recall(pairs=(3, 8), symbols=40)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import NgramModel, ngram, open_corpus
+from kinformer.runtime.errors import KinformerError
 
 
 def probability(train, history, byte):

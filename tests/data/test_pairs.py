@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.progress import LOGGER
 from kinformer.data import number_words
 from kinformer.data.pairs import Languages, open_pairs
 from kinformer.data.token_batches import TokenBatches
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import LOGGER
 
 ENGLISH = [f"line {index}" for index in range(40)]
 GERMAN = [f"Zeile {index}" for index in range(40)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.recall import AssociativeRetrieval
+from kinformer.runtime.errors import KinformerError
 
 
 @pytest.mark.parametrize("replace", [False, True])

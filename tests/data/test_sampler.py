@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import RandomWindows, SegmentStreams
 from kinformer.data.permutation import mix, permute
+from kinformer.runtime.errors import KinformerError
 
 SEED = 7
 

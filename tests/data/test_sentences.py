@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data.sentences import line_sentences
+from kinformer.runtime.errors import KinformerError
 
 
 def rows(*texts):

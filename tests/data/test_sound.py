@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.clips import Holdout
 from kinformer.data.dtmf import HIGH, LOW, PAD, Calls
 from kinformer.data.resample import Resampler, resample
 from kinformer.data.sound import SoundOptions, open_sound
 from kinformer.data.wav import WavStream, read_sound, sound_info
+from kinformer.runtime.errors import KinformerError
 
 
 def tone(seconds=0.1, rate=8000, hertz=440.0):

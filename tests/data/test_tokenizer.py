@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.lock import take
 from kinformer.data import ByteTokenizer, EvaluationStream, FileTokenizer, first_bytes, open_corpus, train_tokenizer
 from kinformer.data import corpus as corpus_module
 from kinformer.data.tokenised import encode_split
 from kinformer.data.tokenizer import PIECE, text_pieces
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.lock import take
 
 
 @pytest.fixture

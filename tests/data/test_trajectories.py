@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
-from kinformer.data.made_trajectories import random_walks
-from kinformer.data.trajectories import open_trajectories
-from kinformer.environments.shortest_path import ShortestPath
+from kinformer.control.environments.shortest_path import ShortestPath
+from kinformer.control.random_walks import random_walks
+from kinformer.control.trajectories import open_trajectories
+from kinformer.runtime.errors import KinformerError
 
 ENDS = np.array([3, 4, 9, 12])
 STEPS = {

@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
-from kinformer.environments.environment import Box, Discrete
-from kinformer.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
-from kinformer.environments.shortest_path import GOAL, ShortestPath, distances
-from kinformer.environments.table import OWN, make
+from kinformer.control.environments.environment import Box, Discrete
+from kinformer.control.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
+from kinformer.control.environments.shortest_path import GOAL, ShortestPath, distances
+from kinformer.control.environments.table import OWN, make
+from kinformer.runtime.errors import KinformerError
 
 
 def towards(environment, row):

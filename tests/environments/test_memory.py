@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from kinformer.core.errors import KinformerError
-from kinformer.environments.masked_cartpole import MaskedCartPole, moved
-from kinformer.environments.poc_memory import PARTS, SHOWN, PocMemory
-from kinformer.environments.t_maze import BUMP, DOWN, FORWARD, UP, TMaze
-from kinformer.environments.table import make
+from kinformer.control.environments.masked_cartpole import MaskedCartPole, moved
+from kinformer.control.environments.poc_memory import PARTS, SHOWN, PocMemory
+from kinformer.control.environments.t_maze import BUMP, DOWN, FORWARD, UP, TMaze
+from kinformer.control.environments.table import make
+from kinformer.runtime.errors import KinformerError
 
 
 def played(environment, policy, seed=0):

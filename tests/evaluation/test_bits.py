@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import EvaluationStream, open_corpus, train_tokenizer
 from kinformer.evaluation.bits import measure, negative_log_likelihood, streamable
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows, batches, cut
+from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny
 

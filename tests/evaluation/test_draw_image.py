@@ -6,12 +6,12 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.draw_image import HeatOver, WindowsOver
-from kinformer.figures.image import looked_at, probabilities, rollout
+from kinformer.figures.image import HeatOver, WindowsOver
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import apart
-from kinformer.runs.draw_options import DrawOptions
+from kinformer.runs.drawing.image import looked_at, probabilities, rollout
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runtime.errors import KinformerError
 
 SMALL = {"recipe": "tiny", "steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}
 

@@ -12,12 +12,11 @@ from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
-from kinformer.evaluation.estimate import OPTIMIZERS, estimate, optimizer_bytes
-from kinformer.evaluation.estimate_length import at_length
-from kinformer.evaluation.estimate_parts import loss_of, measure, measure_state, outputs
-from kinformer.evaluation.estimate_rules import rules_of_thumb
+from kinformer.estimate.estimate import OPTIMIZERS, estimate, optimizer_bytes
+from kinformer.estimate.length import at_length
+from kinformer.estimate.parts import loss_of, measure, measure_state, outputs
+from kinformer.estimate.rules import rules_of_thumb
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.heads.classification import ClassificationHead
@@ -25,6 +24,7 @@ from kinformer.kernels.band import chunked
 from kinformer.kernels.band.tiles import limits
 from kinformer.kernels.block_sparse import explain
 from kinformer.kernels.softmax.request import Visibility
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
 

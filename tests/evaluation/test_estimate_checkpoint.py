@@ -6,9 +6,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.cli.estimate import Options, run
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.estimate_checkpoint import Live
-from kinformer.evaluation.estimate_parts import outputs
+from kinformer.estimate.checkpoint import Live
+from kinformer.estimate.estimate import estimate
+from kinformer.estimate.parts import outputs
 from kinformer.family.build import configure
 
 WINDOW = '{"kind": "local", "window": 40}'

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.core.scratch import scratch_bytes
-from kinformer.evaluation import estimate_peak
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.estimate_checkpoint import Live
-from kinformer.evaluation.estimate_parts import outputs
-from kinformer.evaluation.estimate_peak import peak
+from kinformer.estimate import peak as estimate_peak
+from kinformer.estimate.checkpoint import Live
+from kinformer.estimate.estimate import estimate
+from kinformer.estimate.parts import outputs
+from kinformer.estimate.peak import peak
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import chunked
 from kinformer.kernels.bucketed.scratch import COMPILED
 from kinformer.runs.objective_cost import objective_cost
-from kinformer.tasks.deep_supervision import DeepSupervision
+from kinformer.runtime.workspace import scratch_bytes
+from kinformer.tasks.next_token.deep_supervision import DeepSupervision
 
 
 def test_peak_of_a_process_is_what_a_step_holds_and_more():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.figure import check, spread
-from kinformer.evaluation.plot_lengths import Curve, _exit, _range, plot
+from kinformer.figures.lengths import Curve, _exit, _range, plot
+from kinformer.figures.style import check, spread
+from kinformer.runtime.errors import KinformerError
 
 
 @given(heights=st.lists(st.floats(-5, 5), max_size=8), gap=st.floats(0.01, 1))

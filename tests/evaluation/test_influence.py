@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.evaluation.influence import influence_panel
-from kinformer.memory.compression import Pool
+from kinformer.figures.influence import influence_panel
 from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.compressive.compression import Pool
 from kinformer.mixers.lstm import LSTM
 from kinformer.mixers.memorizing import Memorizing
 from kinformer.mixers.segment_memory import SegmentMemory

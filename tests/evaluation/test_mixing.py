@@ -5,11 +5,11 @@ import torch
 
 from kinformer.core.neighbours import Neighbours
 from kinformer.data import open_corpus
+from kinformer.datastore.attached import AttachedDecoder
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.mixing import Grid, Setting, Watched, sweep
 from kinformer.evaluation.windows import Windows
 from kinformer.heads.knn import KnnMixture
-from kinformer.models.attached import AttachedDecoder
 from tests.evaluation.conftest import tiny
 
 

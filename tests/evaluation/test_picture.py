@@ -3,7 +3,7 @@
 import torch
 
 import kinformer
-from kinformer.evaluation.picture import draw, pictures, scale
+from kinformer.figures.text_picture import draw, pictures, scale
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
 

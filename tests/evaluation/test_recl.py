@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.evaluation.recl import context_losses, recl, relative_gains, spread_positions
+from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import modules_of
 from kinformer.core.penalised import Penalised
 from kinformer.family.build import build
-from kinformer.figures.spans import span_panel
+from kinformer.runs.drawing.spans import span_panel
+from kinformer.runtime.errors import KinformerError
 
 
 def test_rows_are_layers_and_columns_heads():

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kinformer.core.plugins import entry_points_of
+from kinformer.runtime.plugins import entry_points_of
 
 MODULE = "foreign_parts"
 

@@ -19,12 +19,10 @@ from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AtExit
 from kinformer.core.likelihood import Likelihood
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
-from kinformer.evaluation.estimate_parts import outputs
+from kinformer.estimate.parts import outputs
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.pooling import PooledHead
@@ -36,11 +34,11 @@ from kinformer.inputs.patches import Patches
 from kinformer.inputs.steps import Steps
 from kinformer.inputs.tiles import Tiles
 from kinformer.inputs.tokens import Tokens
-from kinformer.memory.compression import Convolution, Pool
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
 from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.compressive.compression import Convolution, Pool
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.single_head import SingleHead
@@ -54,7 +52,9 @@ from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
 from kinformer.positions.slots import AtTokens
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.confidence import Saturation
+from kinformer.stacks.exit_rules import AtExit
 from kinformer.stacks.universal import Universal
 
 from ..inputs.made import steps_like

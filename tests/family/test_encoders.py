@@ -8,11 +8,11 @@ import torch
 import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.encoder import GLOBAL, LOCAL
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
 from kinformer.models.encoder import Encoder
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 from kinformer.testing import ENCODER_MODEL_CHECKS, IMAGE_MODEL_CHECKS, EncoderModelSubject, ImageModelSubject
 from tests.members import ENCODERS, IMAGES, SOUND

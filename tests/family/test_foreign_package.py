@@ -12,11 +12,11 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import from_dict, override, to_dict
-from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import ModelConfig
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, MEMBERS, member
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import verify_config, verify_mixer
 from tests.family.foreign import MODULE, PARTS, look_again, write_metadata, write_module
 

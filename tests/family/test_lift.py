@@ -9,12 +9,12 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import to_dict
 from kinformer.core.encoder import LOCAL
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors
 from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure
 from kinformer.runs.extend import extend_to_long
 from kinformer.runs.run import Run, open_run, save_weights
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors
 from kinformer.tasks.table import task_of
 
 from ..interop.encoders import SIZES, Peer, assert_close, imported

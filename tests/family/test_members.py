@@ -10,10 +10,9 @@ import torch
 import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import ModelConfig
 from kinformer.decays.softplus import Softplus
-from kinformer.evaluation.estimate_parts import outputs
+from kinformer.estimate.parts import outputs
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
@@ -22,8 +21,7 @@ from kinformer.features.elu import Elu
 from kinformer.features.quadratic import Quadratic
 from kinformer.features.relu import Relu
 from kinformer.features.sum_normalised import SumNormalised
-from kinformer.memory import compression
-from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.compressive import Compressive, compression
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lsh import LSHAttention
 from kinformer.mixers.lstm import LSTM
@@ -58,6 +56,7 @@ from kinformer.projections.complex import Complex
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
 from kinformer.projections.normalised import Normalised
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
 from kinformer.scores.dot import Dot

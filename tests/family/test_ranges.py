@@ -8,12 +8,12 @@ import pytest
 
 import kinformer
 from kinformer.core.config import field_types, from_dict, parts_in
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
 from kinformer.heads.modulus import ModulusHead
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.runtime.errors import KinformerError
 
 PARTS = {type(part) for name in MEMBERS for part in parts_in(configure(name, "tiny"))} | {
     table[kind] for table in kinds().values() for kind in table

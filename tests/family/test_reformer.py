@@ -5,9 +5,9 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.features.hashes import Hashes
 from kinformer.mixers.lsh import LSHAttention
+from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23
 WHOLE = LSHAttention.Config(num_heads=2, num_buckets=1, rounds=1, chunk_size=TIME)

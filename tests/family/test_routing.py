@@ -6,11 +6,11 @@ from torch.nn.functional import normalize
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import modules_of
 from kinformer.core.online import Online
 from kinformer.core.state import pop_aux
 from kinformer.mixers.routing import RoutingAttention
+from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23
 WHOLE = RoutingAttention.Config(num_heads=2, local_heads=0, num_clusters=1, window=24)

@@ -7,9 +7,9 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
 from kinformer.core.reserved import ReservedSlots
 from kinformer.generation.beam import Search, beam_search
+from kinformer.runtime.errors import KinformerError
 
 BOS, EOS = 4, 5
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kinformer.generation.ctc import BLANK, Greedy, greedy, prefix_beam
-from kinformer.tasks.speech_rows import ctc_nats
+from kinformer.tasks.speech.rows import ctc_nats
 
 CLASSES = 3
 

@@ -5,10 +5,10 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.host import known_values
 from kinformer.generation.recorded import UnrecordableError, logits_after, record
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import route
+from kinformer.runtime.host import known_values
 from tests.members import CAUSAL
 
 from .conftest import tiny

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.generation.sampling import Sampling, TokenSampler, candidates
 from kinformer.generation.session import Session
+from kinformer.runtime.errors import KinformerError
 
 
 def weights(logits, **options):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.core.state import ReservedState
 from kinformer.generation.session import Session
+from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.core.errors import KinformerError
 from kinformer.generation.stops import StopText
+from kinformer.runtime.errors import KinformerError
 
 
 @given(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.heads.actions import HIGHEST_LOG_STD, LOWEST_LOG_STD, ContinuousActions, DiscreteActions
 from kinformer.heads.classification import ClassificationHead
 from kinformer.heads.policy import PolicyAndValue
 from kinformer.inputs.steps import Steps
+from kinformer.runtime.errors import KinformerError
 
 INPUT = Steps.Config(state_dim=1, action_dim=2).build(8)
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.generation.packed import pack
 from kinformer.heads.adaptive import AdaptiveSoftmax
 from kinformer.inputs.adaptive import AdaptiveEmbedding
+from kinformer.runtime.errors import KinformerError
 from tests.heads.table import Table
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adaptive_softmax.npz"

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import Datastore, KeySpace
+from kinformer.datastore.writer import Writer
 from kinformer.heads.knn import ABSENT, KnnMixture, knn_log_probs, mix
-from kinformer.memory.datastore import Datastore, KeySpace
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.writer import Writer
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "knn_lm.npz"
 NEIGHBOURS, VOCAB, WEIGHT = 6, 9, 0.25

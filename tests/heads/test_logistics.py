@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, softplus
 
-from kinformer.core.errors import KinformerError
 from kinformer.heads.logistics import LogisticMixture
 from kinformer.inputs.pixels import Pixels
 from kinformer.inputs.tokens import Tokens
+from kinformer.runtime.errors import KinformerError
 
 
 def head(mixtures: int = 10, channels: int = 1) -> LogisticMixture:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.modulus import ModulusHead
+from kinformer.runtime.errors import KinformerError
 from tests.heads.table import Table
 
 

@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
+from kinformer.runtime.errors import KinformerError
 
 FURTHER = {"adaptive": {"cutoffs": [20, 40]}, "classification": {"classes": 3}, "token_classification": {"classes": 3}}
 HEADS = [

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kinformer.blocks.encoder_layer import EncoderLayer
-from kinformer.core.errors import KinformerError
 from kinformer.heads.adaptive import AdaptiveSoftmax
 from kinformer.heads.classification import ClassificationHead, TokenClassificationHead
 from kinformer.heads.language import LanguageModelHead
@@ -18,6 +17,7 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
 from kinformer.positions.complex_order import ComplexOrder
 from kinformer.positions.none import NoPosition
+from kinformer.runtime.errors import KinformerError
 
 VOCAB, DIM = 23, 8
 EMBEDDINGS = {

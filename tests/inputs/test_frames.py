@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data.filterbank import windows
 from kinformer.inputs.frames import Frames
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 SPEECH = {"input": {"kind": "frames", "mels": 3, "convolutions": 1}, "head": {"kind": "ctc", "classes": 5}}

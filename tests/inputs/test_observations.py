@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.inputs.observations import Observations
+from kinformer.runtime.errors import KinformerError
 
 
 def test_an_observation_keeps_how_large_it_is():

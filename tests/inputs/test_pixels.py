@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.core.errors import KinformerError
 from kinformer.core.raster import Raster
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.logistics import LogisticMixture
@@ -19,6 +18,7 @@ from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.patterns.image_2d import Image2D
 from kinformer.positions.none import NoPosition
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing.subject import ModelSubject
 from kinformer.testing.verify import MODEL_CHECKS
 

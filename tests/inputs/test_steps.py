@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.inputs.steps import ACTION, RETURN, STATE, Steps, pack
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS
 
 from .made import StepsSubject, steps_like

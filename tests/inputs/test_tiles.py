@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.heads.pooling import PooledHead
 from kinformer.inputs import tiles
+from kinformer.runtime.errors import KinformerError
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.interop import read_checkpoint
 from kinformer.patterns import random_tables
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 
 from .encoders import Peer, assert_close, edit, imported
 

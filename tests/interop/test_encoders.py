@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kinformer.core.encoder import GLOBAL
-from kinformer.core.errors import KinformerError
 from kinformer.interop import read_checkpoint
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 
 from .encoders import Peer, assert_close, edit, imported
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import kinformer
 from kinformer.cli.import_ import Options, run
 from kinformer.cli.main import main
-from kinformer.core.errors import KinformerError
 from kinformer.interop import read_checkpoint
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 
 SIZES = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 2}
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.interop import read_checkpoint
+from kinformer.runtime.errors import KinformerError
 
 from .encoders import assert_close, edit, imported
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.interop import read_checkpoint
 from kinformer.runs.importing import import_checkpoint
+from kinformer.runtime.errors import KinformerError
 
 SIZES = {
     "vocab_size": 29, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,

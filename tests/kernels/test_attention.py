@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
 from kinformer.kernels import block_sparse
@@ -40,6 +39,7 @@ from kinformer.patterns.strided import Strided
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.shaw import Shaw
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.additive import Additive
 
 BATCH, HEADS, KV_HEADS, SLOTS, WIDTH = 2, 4, 2, 11, 4

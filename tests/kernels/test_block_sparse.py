@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention, reference, slot_sums
@@ -27,6 +26,7 @@ from kinformer.patterns.local import Local
 from kinformer.patterns.per_head import PerHead
 from kinformer.patterns.random_blocks import RandomBlocks
 from kinformer.patterns.strided import Strided
+from kinformer.runtime.errors import KinformerError
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 4
 Problem = tuple[Visibility, Scoring]

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, layout, members
 from kinformer.kernels.bucketed.layout import Block, lay_out, rows_per_tile
 from kinformer.kernels.bucketed.membership import members_of_last
+from kinformer.runtime.errors import KinformerError
 
 CASES = {
     "one round": {"rounds": 1, "buckets": 4, "size": 4, "past": 0, "time": 30},

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels import delta, linear
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.linear import blocks as blocks_module
+from kinformer.runtime.errors import KinformerError
 
 BATCH, HEADS, FEATURES, WIDTH = 2, 2, 5, 4
 SUMMARISE = {"linear": linear.summarise, "delta": delta.summarise}

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.delta.inverse import unit_lower_inverse
 from kinformer.kernels.linear import blocks as blocks_module
 from kinformer.kernels.linear import choose_impl
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "delta_rule.npz"
 LENGTHS = (1, 2, 7, 63, 64, 65, 150)

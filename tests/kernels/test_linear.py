@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear import LinearState, choose_impl, linear_attention
 from kinformer.kernels.linear import blocks as blocks_module
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "linear_attention.npz"
 LENGTHS = (1, 2, 7, 63, 64, 65, 150)

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
-from kinformer.core.products import by_onednn, few_rows
 from kinformer.kernels.attention import (
     Dropout,
     Scoring,
@@ -24,6 +22,8 @@ from kinformer.kernels.attention import (
 )
 from kinformer.kernels.band import chunked
 from kinformer.kernels.band.tiles import Layout, limits
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.matmul import by_onednn, few_rows
 
 BANDS = [
     Band(),

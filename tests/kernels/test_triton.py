@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.decays.fixed import Fixed
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
@@ -17,6 +16,7 @@ from kinformer.features.unit import Unit
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, impls, linear_attention
 from kinformer.mixers.linear import LinearAttention
+from kinformer.runtime.errors import KinformerError
 
 pytest.importorskip("triton")
 

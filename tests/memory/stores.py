@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kinformer.memory.datastore import Datastore, KeySpace
-from kinformer.memory.writer import Writer
+from kinformer.datastore.store import Datastore, KeySpace
+from kinformer.datastore.writer import Writer
 
 DIM, VOCAB = 8, 300_000
 ORIGIN = KeySpace(weights="w", representation="r", dim=DIM, vocab_size=VOCAB, tokenizer="bytes")

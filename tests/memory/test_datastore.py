@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
-from kinformer.memory.datastore import KEYS, RECORD, TOKENS, Datastore
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.writer import Writer
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import KEYS, RECORD, TOKENS, Datastore
+from kinformer.datastore.writer import Writer
+from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import DIM, ORIGIN, VOCAB, entries, write
 
 
@@ -224,7 +224,7 @@ def brute(store, queries, count, stop=None):
 
 @pytest.mark.parametrize("stop", [None, 1, 7, 640])
 def test_exact_search_is_exact(tmp_path, monkeypatch, stop):
-    from kinformer.memory import exact
+    from kinformer.datastore import exact
 
     monkeypatch.setattr(exact, "_BLOCK", 100)
     monkeypatch.setattr(exact, "_ROWS", 7)

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
-from kinformer.memory import lists
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.lists import ListSearch, build
+from kinformer.datastore import lists
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.lists import ListSearch, build
+from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import DIM, entries, write
 
 QUERIES = entries(64, seed=7)[0]

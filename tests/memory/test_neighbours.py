@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours
-from kinformer.memory import neighbours
-from kinformer.memory.exact import ExactSearch
-from kinformer.memory.neighbours import NeighbourTable, neighbours_of, others, own_neighbours, table
+from kinformer.datastore import neighbours
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.neighbours import NeighbourTable, neighbours_of, others, own_neighbours, table
+from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import entries, write
 
 COUNT, FIRST, TOKENS, NEAR = 400, 50, 300, 3

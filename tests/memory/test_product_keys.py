@@ -10,12 +10,12 @@ import torch
 
 import kinformer
 from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.product_keys import ProductKeys
 from kinformer.cli.main import main
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.evaluation.usage import noting_usage
-from kinformer.memory.product_keys import ProductKeys
 from kinformer.mixers.linear import LinearAttention
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, ContractError, ModelSubject, examine
 from kinformer.training.distributed import Group, check_shared
 from kinformer.training.optimiser import Optimiser

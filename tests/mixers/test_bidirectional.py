@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.columns import Columns
@@ -16,6 +15,7 @@ from kinformer.positions.rope import Rope
 from kinformer.positions.shaw import Shaw
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject, verify_config
 
 MIXERS = {

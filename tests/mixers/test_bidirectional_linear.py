@@ -5,11 +5,11 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.features.favor import Favor
 from kinformer.features.identity import Identity
 from kinformer.features.relu import Relu
 from kinformer.mixers.bidirectional_linear import BidirectionalLinear
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 MIXERS = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.features.hashes import normalised
 from kinformer.kernels.bucketed import bucketed_attention, members
 from kinformer.kernels.bucketed.sorted import sorted_attention
 from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 MIXERS = {

@@ -6,8 +6,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 SUBJECT = {"num_globals": (0,), "global_tokens": False}

@@ -9,10 +9,10 @@ from torch.nn.functional import normalize
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.features.centroids import Centroids
 from kinformer.kernels.bucketed.balanced import balanced_attention
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 MIXERS = {

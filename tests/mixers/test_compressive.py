@@ -7,13 +7,13 @@ from torch.nn import functional
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.generation.packed import pack
-from kinformer.memory.compression import Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.compressive import Compressive
+from kinformer.mixers.compressive.compression import Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.positions.xl import sinusoids
 from kinformer.projections.convolved import Convolved
+from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 
 MEAN = Pool.Config(rate=1)

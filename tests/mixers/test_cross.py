@@ -7,9 +7,9 @@ from torch import nn
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.family.kinds import kinds
 from kinformer.mixers.cross import CrossAttention
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MixerSubject, verify_config, verify_mixer
 
 DIM, SOURCE_DIM, SOURCE = 16, 12, 7

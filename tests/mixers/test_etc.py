@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.etc import EtcAttention
 from kinformer.patterns.window import Window
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 MIXERS = {

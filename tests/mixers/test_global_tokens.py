@@ -5,7 +5,6 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.window import Window
 from kinformer.positions.alibi import Alibi
@@ -17,6 +16,7 @@ from kinformer.positions.t5 import T5
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.multi_head_global import MultiHeadGlobal
+from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import SCORES, built, inputs
 
 POSITIONS = {

@@ -4,10 +4,10 @@ import pytest
 
 import kinformer
 from kinformer.blocks.global_input import ExtraTokens
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.lstm import LSTM
 from kinformer.patterns.window import Window
+from kinformer.runtime.errors import KinformerError
 
 
 @pytest.mark.parametrize("mixer", [LinearAttention, LSTM])

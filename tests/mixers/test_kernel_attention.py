@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.decays.fixed import Fixed
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.sigmoid import Sigmoid
@@ -25,6 +24,7 @@ from kinformer.features.unit import Unit
 from kinformer.mixers.linear import LinearAttention
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.rope import Rope
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 
 DIM = 8

@@ -8,11 +8,11 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.linformer import Linformer
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 SMALL = Linformer.Config(num_heads=2, rank=6, max_length=36)

@@ -11,7 +11,6 @@ import kinformer
 from kinformer.cli.main import main
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.reserved import KeysValues
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
@@ -27,6 +26,7 @@ from kinformer.positions.shaw import Shaw
 from kinformer.positions.t5 import T5, buckets
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memorizing.npz"
 TRAINING = "--recipe tiny --length 16 --batch-size 2 --steps 4 --segments --validation-tokens 256"

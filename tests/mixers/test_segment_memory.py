@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.reserved import ReservedSlots
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -18,6 +17,7 @@ from kinformer.positions.rope import Rope
 from kinformer.positions.xl import TransformerXL, sinusoids
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "transformer_xl.npz"

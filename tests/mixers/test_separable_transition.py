@@ -5,13 +5,13 @@ import torch
 from torch.nn import functional
 
 import kinformer
+from kinformer.blocks.product_keys import ProductKeys
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
+from kinformer.datastore.attached import KeyedDecoder
 from kinformer.family.build import configure
-from kinformer.memory.product_keys import ProductKeys
 from kinformer.mixers.separable_transition import SeparableTransition
-from kinformer.models.attached import KeyedDecoder
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (
     ENCODER_CHECKS,
     ENCODER_MODEL_CHECKS,

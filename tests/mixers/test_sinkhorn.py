@@ -8,9 +8,9 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.sinkhorn import SinkhornAttention, sinkhorn
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 SMALL = SinkhornAttention.Config(num_heads=2, block=5, max_length=40)

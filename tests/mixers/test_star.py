@@ -9,8 +9,8 @@ from torch.nn.functional import leaky_relu, scaled_dot_product_attention
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.star import StarAttention
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 
 SMALL = StarAttention.Config(num_heads=2)

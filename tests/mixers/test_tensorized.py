@@ -12,10 +12,10 @@ from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PostNorm
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.mixers import tensorized
 from kinformer.mixers.tensorized import TensorizedAttention
 from kinformer.positions.xl import sinusoids
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject
 
 DIM = 8

@@ -5,9 +5,9 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.mixers.windows import WindowAttention, apart, cut, joined
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.stages import PatchMerging
 
 

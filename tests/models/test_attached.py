@@ -7,10 +7,10 @@ import kinformer
 from kinformer.blocks.residual import PreNorm
 from kinformer.core import state as states
 from kinformer.core.neighbours import Neighbours
+from kinformer.datastore.attached import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
 from kinformer.generation.packed import pack
 from kinformer.generation.session import generate
 from kinformer.heads.knn import KnnMixture
-from kinformer.models.attached import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
 
 VOCAB = 23
 

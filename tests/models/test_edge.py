@@ -5,7 +5,7 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 
 TOKENS = torch.arange(12).view(2, 6)

@@ -8,8 +8,8 @@ from torch import nn
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, SourceModelSubject
 
 VOCAB = 23

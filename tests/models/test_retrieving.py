@@ -7,12 +7,12 @@ from torch import nn
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.neighbours import Neighbours
+from kinformer.datastore.attached import KeyedDecoder
+from kinformer.datastore.retrieving import RetrievingDecoder, RetrievingState
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session, generate
-from kinformer.models.attached import KeyedDecoder
-from kinformer.models.retrieving import RetrievingDecoder, RetrievingState
-from kinformer.tasks.next_token_rows import NextTokenLoss, RetrievedBatch, TokenBatch
-from kinformer.tasks.retrieved import RetrievedNextToken
+from kinformer.tasks.next_token.retrieved import RetrievedNextToken
+from kinformer.tasks.next_token.rows import NextTokenLoss, RetrievedBatch, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40

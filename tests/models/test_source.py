@@ -53,5 +53,5 @@ def test_the_source_is_seen_and_its_padding_is_not():
 
 
 def test_without_a_source_it_is_refused():
-    with pytest.raises(kinformer.core.errors.KinformerError, match="nothing to look at"):
+    with pytest.raises(kinformer.runtime.errors.KinformerError, match="nothing to look at"):
         build()(torch.randint(23, (2, 6)))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -22,6 +21,7 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Intersection
 from kinformer.patterns.full import Full
 from kinformer.patterns.per_head import PerHead
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 from tests.patterns.expressions import heads_of, mask_of
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Boxes
 from kinformer.family.kinds import kinds
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -25,6 +24,7 @@ from kinformer.patterns.per_head import PerHead
 from kinformer.patterns.random_blocks import RandomBlocks
 from kinformer.patterns.strided import Strided
 from kinformer.patterns.summaries import Summaries
+from kinformer.runtime.errors import KinformerError
 from tests.patterns.expressions import CONFIGS, heads_of, mask_of
 
 REFUSED = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.positions.complex_order import ComplexOrder
+from kinformer.runtime.errors import KinformerError
 
 
 def golden():

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PostNorm
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
@@ -22,6 +21,7 @@ from kinformer.models.decoder import Decoder
 from kinformer.positions.learned_per_layer import LearnedPerLayer
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 
 RENAMED = {
     "dec_attn.o_net": "mixer.out",

@@ -8,7 +8,6 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.positions.alibi import Alibi
@@ -19,6 +18,7 @@ from kinformer.positions.shaw import Shaw
 from kinformer.positions.sinusoidal import Sinusoidal
 from kinformer.positions.t5 import T5
 from kinformer.positions.xl import TransformerXL
+from kinformer.runtime.errors import KinformerError
 
 DIM, HEADS, WIDTH, TIME = 16, 2, 8, 21
 RELATIVE = {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.positions.rope import Rope, frequencies
+from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "rope.npz"
 SCALINGS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.family.kinds import kinds
+from kinformer.runtime.errors import KinformerError
 
 POSITIONS = sorted(set(kinds()["position"].own) - {"none"})
 MEMBERS = {"gpt": "layers.*.mixer.position", "bert": "layers.*.mixer.position"}

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.full import Full
 from kinformer.projections.complex import Complex
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.modulus import Modulus
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 
 PARTS = ("query", "key", "value")
 CONFIG = SoftmaxAttention.Config(

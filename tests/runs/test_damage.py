@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 import kinformer
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, read_json, signed
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors, read_json, signed
 from kinformer.training.checkpoint import Checkpoints, _digest
 
 SMALL = {"recipe": "tiny", "steps": 2, "length": 16, "batch_size": 4, "validation_tokens": 64, "device": "cpu"}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import partial_of, save_tensors, write_json
-from kinformer.core.lock import locked
 from kinformer.runs.folder import writing
 from kinformer.runs.generate import generate
 from kinformer.runs.options import GenerateOptions
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import partial_of, save_tensors, write_json
+from kinformer.runtime.lock import locked
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.loop import Trainer
 
@@ -24,7 +24,7 @@ SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validatio
 HOLD = """
 import sys, time
 from pathlib import Path
-from kinformer.core.lock import locked
+from kinformer.runtime.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

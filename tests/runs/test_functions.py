@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.models.decoder import Decoder
+from kinformer.runtime.errors import KinformerError
 
 SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
 

@@ -13,12 +13,12 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
 from kinformer.runs.minutes import REREAD, SIZES, resized, rotated
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.settings import Settings
 from kinformer.training.update import Updater
 

@@ -6,9 +6,7 @@ import torch
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
-from kinformer.figures.spans import span_panel
 from kinformer.kernels.attention import spans
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
@@ -18,6 +16,8 @@ from kinformer.positions.none import NoPosition
 from kinformer.positions.rope import Rope
 from kinformer.projections.convolved import Convolved
 from kinformer.projections.grouped import Grouped
+from kinformer.runs.drawing.spans import span_panel
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.dynamic_span import DynamicSpan
 from kinformer.scores.soft_span import SoftSpan
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
 from kinformer.kernels import attention as kernels
@@ -21,6 +20,7 @@ from kinformer.positions.none import NoPosition
 from kinformer.positions.shaw import Shaw
 from kinformer.positions.t5 import T5
 from kinformer.positions.xl import TransformerXL, sinusoids
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.additive import Additive
 from kinformer.scores.bilinear import Bilinear
 from kinformer.scores.dot import Dot

@@ -9,7 +9,6 @@ import torch
 
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import modules_of
 from kinformer.core.penalised import Penalised, measures_of
 from kinformer.family.build import build
@@ -20,6 +19,7 @@ from kinformer.positions.distance_keys import DistanceKeys
 from kinformer.positions.none import NoPosition
 from kinformer.positions.shaw import Shaw
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.soft_span import SoftSpan
 from kinformer.testing import CHECKS, MixerSubject
 

@@ -5,9 +5,9 @@ import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AtExit
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.confidence import ExitClassifier, Saturation, SoftmaxResponse
+from kinformer.stacks.exit_rules import AtExit
 from kinformer.stacks.exits import _Running
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 

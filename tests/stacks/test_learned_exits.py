@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AllExits, AtExit
+from kinformer.runtime.errors import KinformerError
+from kinformer.stacks.exit_rules import AllExits, AtExit
 from kinformer.stacks.learned_exits import Geometric, Multinomial, oracle, smoothed
-from kinformer.tasks.exit_losses import ExitLosses
-from kinformer.tasks.next_token_rows import TokenBatch
+from kinformer.tasks.next_token.exit_losses import ExitLosses
+from kinformer.tasks.next_token.rows import TokenBatch
 
 EXITS, BATCH, TIME, DIM = 4, 2, 7, 6
 

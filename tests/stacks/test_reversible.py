@@ -11,12 +11,12 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.estimate_checkpoint import Live
+from kinformer.estimate.checkpoint import Live
+from kinformer.estimate.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.reversible import Reversible
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject
 from kinformer.training.distributed import Group, check_shared

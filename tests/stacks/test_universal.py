@@ -10,10 +10,10 @@ from torch import nn
 import kinformer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
 from kinformer.core.state import pop_aux
-from kinformer.evaluation.pondering import noting_steps
+from kinformer.evaluation.adaptive_computation import noting_steps
 from kinformer.positions.timing import Timing
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.act import ACT
 from kinformer.stacks.universal import Universal
 from kinformer.testing import MODEL_CHECKS, ModelSubject

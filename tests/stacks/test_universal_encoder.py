@@ -9,7 +9,7 @@ from torch import nn
 import kinformer
 from kinformer.core.encoder import Text
 from kinformer.core.side_cost import SideCost, gathering
-from kinformer.evaluation.pondering import noting_steps
+from kinformer.evaluation.adaptive_computation import noting_steps
 from kinformer.family.build import configure
 from kinformer.positions.timing import Timing
 from kinformer.stacks.act import ACT

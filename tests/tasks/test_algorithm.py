@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
 from kinformer.evaluation.depths import noting_depths
-from kinformer.evaluation.exiting import noting_exits
-from kinformer.tasks.algorithm_depth import ByDifficulty
-from kinformer.tasks.algorithm_rows import AlgorithmLoss, solved
-from kinformer.tasks.made_rows import AskedBatch, answers
+from kinformer.evaluation.early_exit import noting_exits
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.algorithm.depth import ByDifficulty
+from kinformer.tasks.algorithm.rows import AlgorithmLoss, solved
+from kinformer.tasks.shared.answer_rows import AskedBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
@@ -160,7 +160,7 @@ def test_positions_that_end_are_left_out(tmp_path):
 def main_generate(folder, prompt):
     from types import SimpleNamespace
 
-    from kinformer.tasks.algorithm_measure import answer
+    from kinformer.tasks.algorithm.evaluate import answer
     from kinformer.tasks.task import LoadedRun
 
     run = kinformer.open_run(folder)

@@ -3,9 +3,20 @@
 import pytest
 import torch
 
-from kinformer.tasks.augmentation import ALONE, CUTMIX, MIXED, Augmented, augment, crop, cutmix, erase, flip, mixup
-from kinformer.tasks.rand_augment import CHANGES, rand_augment
-from kinformer.tasks.vision_options import AUGMENTATIONS
+from kinformer.tasks.shared.augmentation import (
+    ALONE,
+    CUTMIX,
+    MIXED,
+    Augmented,
+    augment,
+    crop,
+    cutmix,
+    erase,
+    flip,
+    mixup,
+)
+from kinformer.tasks.shared.rand_augment import CHANGES, rand_augment
+from kinformer.tasks.vision.options import AUGMENTATIONS
 
 
 def drawn(seed=0):

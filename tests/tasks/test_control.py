@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.control.environments.environment import Box, Discrete
+from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
-from kinformer.environments.environment import Box, Discrete
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.tasks.control_data import fitted, open_environment
-from kinformer.tasks.control_options import ControlOptions
-from kinformer.tasks.control_rollout import Actor, Step, advantages_of
-from kinformer.tasks.control_rows import ControlRows, PolicyLoss
-from kinformer.tasks.policies import entropy, log_density
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.control.data import fitted, open_environment
+from kinformer.tasks.control.options import ControlOptions
+from kinformer.tasks.control.ppo import ControlRows, PolicyLoss
+from kinformer.tasks.control.rollout import Actor, Step, advantages_of
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "ppo_epochs": 2}

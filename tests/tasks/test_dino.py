@@ -8,16 +8,16 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors
 from kinformer.family.build import configure
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors
 from kinformer.tasks.dino import TASK
-from kinformer.tasks.dino_loss import Prototypes, SelfDistillation, view_nats
-from kinformer.tasks.dino_measure import nearest_classes, vectors_of
-from kinformer.tasks.dino_options import DinoOptions
-from kinformer.tasks.dino_rows import DinoBatch, DinoRows, Pieces
-from kinformer.tasks.dino_views import crop, grids, views_of_features, views_of_pixels
-from kinformer.tasks.image_features import keep_features
+from kinformer.tasks.dino.evaluate import nearest_classes, vectors_of
+from kinformer.tasks.dino.loss import Prototypes, SelfDistillation, view_nats
+from kinformer.tasks.dino.options import DinoOptions
+from kinformer.tasks.dino.rows import DinoBatch, DinoRows, Pieces
+from kinformer.tasks.dino.views import crop, grids, views_of_features, views_of_pixels
+from kinformer.tasks.shared.image_features import keep_features
 from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 8, "threads": 1, "device": "cpu", "quiet": True}

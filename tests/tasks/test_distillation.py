@@ -6,14 +6,14 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
 from kinformer.mixers.separable_convolution import SeparableConvolution
 from kinformer.runs.run import open_run
 from kinformer.runs.teacher import teacher_of
-from kinformer.tasks.vision_loss import Distillation, ImageClassification
-from kinformer.tasks.vision_options import VisionOptions
-from kinformer.tasks.vision_rows import ImageBatch
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.vision.loss import Distillation, ImageClassification
+from kinformer.tasks.vision.options import VisionOptions
+from kinformer.tasks.vision.rows import ImageBatch
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}
 pytestmark = pytest.mark.usefixtures("cache")

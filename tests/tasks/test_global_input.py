@@ -9,9 +9,9 @@ import kinformer
 from kinformer.data import BosEos, open_corpus
 from kinformer.data.masked_text import MaskedText
 from kinformer.data.masking import Masking, ordinary
-from kinformer.tasks.global_input import has_global_input, measure_global_input, silenced
-from kinformer.tasks.masked_rows import MaskedBatch
 from kinformer.tasks.mlm import TASK
+from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input, silenced
+from kinformer.tasks.mlm.rows import MaskedBatch
 
 LENGTH, ROWS = 34, 5
 

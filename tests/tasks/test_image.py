@@ -11,17 +11,17 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import override, to_dict
-from kinformer.core.errors import KinformerError
 from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, Images, read_images
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.inputs.pixels import Pixels
 from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.image import TASK
-from kinformer.tasks.image_fit import check_image
-from kinformer.tasks.image_generate import grid
-from kinformer.tasks.image_rows import Sequences, class_nats, nats_of, shifted
+from kinformer.tasks.image.fit import check_image
+from kinformer.tasks.image.generate import grid
+from kinformer.tasks.image.rows import Sequences, class_nats, nats_of, shifted
 from tests.members import CAUSAL
 
 TINY = ["--task", "image", "--recipe", "tiny", "--steps", "3", "--batch-size", "4", "--threads", "1"]

@@ -7,10 +7,10 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.errors import KinformerError
 from kinformer.data.mqar import Recall
-from kinformer.tasks.made_rows import AskedBatch, answers
-from kinformer.tasks.recall_rows import RecallLoss, accuracy_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.recall.rows import RecallLoss, accuracy_of
+from kinformer.tasks.shared.answer_rows import AskedBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 2, "threads": 1, "device": "cpu"}

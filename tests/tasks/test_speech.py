@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
 from kinformer.data.dtmf import COUNTS, RATE, Calls
 from kinformer.data.sound import SoundOptions, open_sound
 from kinformer.evaluation.transcripts import count_errors
 from kinformer.family.build import configure
-from kinformer.tasks.speech_generate import Listener
-from kinformer.tasks.speech_rows import CTC, IGNORED, Rows
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.speech.generate import Listener
+from kinformer.tasks.speech.rows import CTC, IGNORED, Rows
 from tests.data.test_sound import tone, write
 
 SMALL = {"steps": 2, "length": 64, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors
 from kinformer.tasks.table import TASKS
 
 from . import toy_task

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.errors import KinformerError
-from kinformer.data.made_trajectories import random_walks
-from kinformer.environments.environment import Box, Discrete
+from kinformer.control.acting import Drawing, rollouts
+from kinformer.control.environments.environment import Box, Discrete
+from kinformer.control.random_walks import random_walks
 from kinformer.inputs.steps import ACTION, RETURN, STATE
-from kinformer.tasks.acting import Drawing, rollouts
-from kinformer.tasks.trajectory_acting import TrajectoryAgent
-from kinformer.tasks.trajectory_data import open_data
-from kinformer.tasks.trajectory_measure import facts_correlation
-from kinformer.tasks.trajectory_options import TrajectoryOptions, targets_of
-from kinformer.tasks.trajectory_rows import ActionLoss, TrajectoryRows, rows_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.trajectories.data import open_data
+from kinformer.tasks.trajectories.evaluate import facts_correlation
+from kinformer.tasks.trajectories.options import TrajectoryOptions, targets_of
+from kinformer.tasks.trajectories.policy import TrajectoryAgent
+from kinformer.tasks.trajectories.rows import ActionLoss, TrajectoryRows, rows_of
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}

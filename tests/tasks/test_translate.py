@@ -13,14 +13,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, BosEos, ByteTokenizer
 from kinformer.data.pairs import Pairs
 from kinformer.runs.generate import generate
 from kinformer.runs.options import GenerateOptions
-from kinformer.tasks.translate_generate import batched, lines_of
-from kinformer.tasks.translate_measure import scores
-from kinformer.tasks.translate_rows import EncodedPairs, TranslationLoss
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.translate.evaluate import scores
+from kinformer.tasks.translate.generate import batched, lines_of
+from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 
 TINY = {
     "recipe": "tiny", "steps": 4, "length": 40, "batch_size": 4, "validation_tokens": 200, "device": "cpu",
@@ -215,7 +215,7 @@ def test_a_source_beyond_the_models_positions_is_told(run, pairs, tmp_path):
 
 
 def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
-    from kinformer.core.files import save_tensors
+    from kinformer.runtime.files import save_tensors
     from kinformer.training.averaging import mean_weights, replaced
     from kinformer.training.schedule import Schedule
 

@@ -11,17 +11,17 @@ from torch.nn import functional
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors
 from kinformer.data import IGNORED, ImageData, Images
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors
 from kinformer.tasks.vision import TASK
-from kinformer.tasks.vision_fit import fitted, moments
-from kinformer.tasks.vision_loss import ImageClassification
-from kinformer.tasks.vision_measure import calibration_error
-from kinformer.tasks.vision_options import AUGMENTATIONS, VisionOptions
-from kinformer.tasks.vision_rows import ImageBatch, ImageRows, chosen
+from kinformer.tasks.vision.evaluate import calibration_error
+from kinformer.tasks.vision.fit import fitted, moments
+from kinformer.tasks.vision.loss import ImageClassification
+from kinformer.tasks.vision.options import AUGMENTATIONS, VisionOptions
+from kinformer.tasks.vision.rows import ImageBatch, ImageRows, chosen
 from kinformer.training.settings import Settings
 
 SMALL = {"recipe": "tiny", "batch_size": 16, "threads": 1, "device": "cpu", "quiet": True}

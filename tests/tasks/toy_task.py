@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.blocks.encoder_layer import EncoderLayer
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import Figure
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.model_config import HeadConfig
@@ -20,9 +18,11 @@ from kinformer.family.record import Member
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
+from kinformer.training.metric import Figure
 from kinformer.training.objective import Outcome
 
 ERROR = Figure("mean_squared_error", "squared hertz")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kinformer.core.files import load_tensors
 from kinformer.data import Corpus
+from kinformer.runtime.files import load_tensors
 from kinformer.training.averaging import MovingAverage
 from kinformer.training.checkpoint import Checkpoints
 from tests.training.tiny import curve, gap, train

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kinformer.core.figure import ACCURACY, Figure
 from kinformer.training.best import Best, best_of
+from kinformer.training.metric import ACCURACY, Figure
 
 BITS = Figure("bits", "bits per label")
 

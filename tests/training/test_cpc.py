@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED
-from kinformer.tasks.cpc import WEIGHT, MaskedLanguageCpc, contrasted, restored
-from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.mlm import TASK
+from kinformer.tasks.mlm.cpc import WEIGHT, MaskedLanguageCpc, contrasted, restored
+from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage
 
 MASK, FIRST, LAST = 58, 59, 60
 

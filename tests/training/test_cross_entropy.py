@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from kinformer.core.errors import KinformerError
 from kinformer.family.build import configure
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training import cross_entropy as pieces
 
 ROWS, DIM, VOCAB = 23, 6, 11

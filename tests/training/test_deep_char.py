@@ -14,14 +14,14 @@ from torch.nn.functional import cross_entropy
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus
 from kinformer.family.build import build, configure
 from kinformer.family.table import MEMBERS
 from kinformer.runs.run import open_run
-from kinformer.tasks.deep_supervision import DeepSupervision
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token import TASK
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.tasks.next_token.deep_supervision import DeepSupervision
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from tests.training.tiny import curve, gap, rewound, train, trainer, weights
 
 DEEP: dict[str, Any] = {"member": "deep-char", "layers": 4}

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.distributed import launch
 from tests.training import two_processes

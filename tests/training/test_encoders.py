@@ -14,11 +14,11 @@ from kinformer.data import IGNORED, Corpus, open_corpus
 from kinformer.data.bigrams import Bigrams
 from kinformer.family.build import build
 from kinformer.heads.classification import TokenClassificationHead
-from kinformer.tasks import label_rows
-from kinformer.tasks.label_measure import measure_labels
-from kinformer.tasks.label_rows import Classification, LabelledBatch, Labels
-from kinformer.tasks.masked_measure import measure_masked
-from kinformer.tasks.masked_rows import MaskedBatch, MaskedLanguage, MaskedTokens
+from kinformer.tasks.classify import rows as label_rows
+from kinformer.tasks.classify.evaluate import measure_labels
+from kinformer.tasks.classify.rows import Classification, LabelledBatch, Labels
+from kinformer.tasks.mlm.evaluate import measure_masked
+from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, MaskedTokens
 from kinformer.training.objective import Step
 from kinformer.training.validation import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kinformer.cli.main import main
-from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.checkpoint import Checkpoints
 from tests.training.tiny import rewound, train, trainer, weights
 

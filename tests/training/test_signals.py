@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.core.progress import Tolerant, tolerant
 from kinformer.data import Corpus
+from kinformer.runtime.progress import Tolerant, tolerant
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.interrupt import SIGNALS, Interrupt
 from tests.training.tiny import trainer

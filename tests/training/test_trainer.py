@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
 from kinformer.data import Corpus, SegmentStreams
 from kinformer.family.build import build
-from kinformer.tasks.next_token_rows import NextTokenLoss, NextTokens, TokenBatch
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.next_token.rows import NextTokenLoss, NextTokens, TokenBatch
 from kinformer.training.objective import Step
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.schedule import Schedule

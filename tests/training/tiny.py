@@ -15,9 +15,9 @@ from kinformer.data import BosEos, Corpus, Examples, Labelled
 from kinformer.data.masking import Masking, ordinary
 from kinformer.family.build import build
 from kinformer.heads.classification import ClassificationHead
-from kinformer.tasks.label_rows import Labels
-from kinformer.tasks.masked_rows import MaskedTokens
-from kinformer.tasks.next_token_rows import NextTokens
+from kinformer.tasks.classify.rows import Labels
+from kinformer.tasks.mlm.rows import MaskedTokens
+from kinformer.tasks.next_token.rows import NextTokens
 from kinformer.tasks.table import TASKS
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group

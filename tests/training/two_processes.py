@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import open_corpus
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.distributed import Group, join
 from tests.training.tiny import rewound, train, trainer
 

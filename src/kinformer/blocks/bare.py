@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
-from kinformer.core.dropout import Dropout
 from kinformer.core.encoder import EncoderMixerConfig, Text
+from kinformer.runtime.dropout import Dropout
 
 
 class BareLayer(nn.Module):

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.slices import per_slice
-from kinformer.core.dropout import Dropout
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError
 
 
 def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random: bool = False) -> Tensor:

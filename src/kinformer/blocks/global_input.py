@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class GlobalInput(nn.Module):

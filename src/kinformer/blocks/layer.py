@@ -13,10 +13,10 @@ from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feeding, mixed, mixing
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import nowhere
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import nowhere
 
 
 class LayerConfig(Config):

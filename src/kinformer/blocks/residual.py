@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.config import Config
-from kinformer.core.dropout import Dropout
+from kinformer.runtime.dropout import Dropout
 
 
 class Residual(nn.Module):

@@ -18,8 +18,8 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
-from kinformer.core.dropout import Dropout
 from kinformer.core.parts import FeedForwardConfig
+from kinformer.runtime.dropout import Dropout
 
 
 class ShaRnnLayer(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class PerSlice(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from kinformer.blocks.residual import Residual
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.encoder import EncoderMixer, Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
+from kinformer.runtime.errors import KinformerError
 
 
 class Sublayers(nn.Module):

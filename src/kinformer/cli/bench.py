@@ -11,8 +11,8 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import BenchOptions
-from kinformer.core.figure import size
 from kinformer.tasks.task import Table
+from kinformer.training.metric import size
 
 if TYPE_CHECKING:
     from kinformer.compare.bench import Bench

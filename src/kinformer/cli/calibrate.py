@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kinformer.calibration.options import CalibrateOptions
 from kinformer.cli.options import Printing, RunFolder, asked
 from kinformer.cli.output import print_json, print_table
-from kinformer.runs.calibrate_options import CalibrateOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ def run(options: Options) -> int:
     """Calibrate and report."""
     if options.search is not None:
         return _search(options)
-    from kinformer.runs.calibrate import calibrate
+    from kinformer.calibration.calibrate import calibrate
 
     found = calibrate(options.folder, asked(CalibrateOptions, options), quiet=options.json or options.quiet)
     best, exits = found.chosen, found.exits
@@ -50,7 +50,7 @@ def run(options: Options) -> int:
 
 
 def _search(options: Options) -> int:
-    from kinformer.runs.search_exits import search
+    from kinformer.calibration.search import search
 
     found = search(options.folder, asked(CalibrateOptions, options))
     if options.json:

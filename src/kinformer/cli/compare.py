@@ -14,7 +14,7 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import CompareOptions, default_budget
-from kinformer.core.files import reading
+from kinformer.runtime.files import reading
 
 TASK_OPTIONS = "Options"
 Entrants = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]

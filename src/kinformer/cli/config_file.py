@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.cli.form import bare, is_positional
-from kinformer.core.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, nearest
 
 
 def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

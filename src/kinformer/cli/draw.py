@@ -12,11 +12,11 @@ import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_json
-from kinformer.core.errors import KinformerError
-from kinformer.runs.draw_options import DrawOptions
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.evaluation.panels import Panel
+    from kinformer.figures.panels import Panel
 
 MOST_PANELS = 24
 
@@ -34,7 +34,7 @@ class Options(DrawOptions, CommonOptions):
 
 def run(options: Options) -> int:
     """Draw, and print the picture's name."""
-    from kinformer.evaluation.figure import check
+    from kinformer.figures.style import check
 
     out = Path(options.out or f"{_file_name(options.subject)}.png")
     check(out)
@@ -47,8 +47,8 @@ def run(options: Options) -> int:
         return _exits(options, out)
     if options.data is not None and not options.spans:
         raise KinformerError(f"--data {options.data}: is for --exits; add --exits, or leave it out.")
-    from kinformer.evaluation.draw import draw
-    from kinformer.figures.subject import find
+    from kinformer.figures.draw import draw
+    from kinformer.runs.drawing.subject import find
 
     subject = find(asked(DrawOptions, options))
     panels = subject.panels()
@@ -68,8 +68,8 @@ def run(options: Options) -> int:
 
 
 def _exits(options: Options, out: Path) -> int:
-    from kinformer.evaluation.draw_exits import draw_exits
-    from kinformer.figures.exits import coloured_text
+    from kinformer.figures.exits import draw_exits
+    from kinformer.runs.drawing.exits import coloured_text
 
     text = coloured_text(asked(DrawOptions, options))
     draw_exits(text, out)
@@ -81,8 +81,8 @@ def _exits(options: Options, out: Path) -> int:
 
 
 def _image(options: Options, out: Path) -> int:
-    from kinformer.evaluation.draw_image import draw_image
-    from kinformer.figures.image import looked_at
+    from kinformer.figures.image import draw_image
+    from kinformer.runs.drawing.image import looked_at
 
     drawing = looked_at(asked(DrawOptions, options))
     draw_image(drawing, out)
@@ -97,7 +97,7 @@ def _image(options: Options, out: Path) -> int:
 
 
 def _list(panels: Sequence[Panel]) -> None:
-    from kinformer.evaluation.panels import PatternPanel
+    from kinformer.figures.panels import PatternPanel
 
     for panel in panels:
         line = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
-from kinformer.core.figure import flops, size
+from kinformer.training.metric import flops, size
 
 if TYPE_CHECKING:
-    from kinformer.evaluation.estimate import Estimate
-    from kinformer.evaluation.estimate_rules import RulesOfThumb
+    from kinformer.estimate.estimate import Estimate
+    from kinformer.estimate.rules import RulesOfThumb
 
 LENGTH = 1024
 RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
@@ -42,9 +42,9 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the estimate; returns the exit status."""
-    from kinformer.evaluation.estimate import estimate
-    from kinformer.evaluation.estimate_peak import interpreter_bytes, peak
-    from kinformer.evaluation.estimate_rules import rules_of_thumb
+    from kinformer.estimate.estimate import estimate
+    from kinformer.estimate.peak import interpreter_bytes, peak
+    from kinformer.estimate.rules import rules_of_thumb
     from kinformer.family.build import configure
     from kinformer.family.table import member
     from kinformer.runs.objective_cost import objective_cost

@@ -9,9 +9,9 @@ from typing import Any
 
 from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, asked
 from kinformer.cli.output import print_json
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import size
 from kinformer.runs.options import GenerateOptions
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.metric import size
 
 TASK_OPTIONS = "GeneratingOptions"
 

@@ -9,8 +9,8 @@ import tyro
 
 from kinformer.cli.options import CommonOptions, RunFolder, asked
 from kinformer.cli.output import print_json
-from kinformer.core.figure import size
 from kinformer.runs.options import IndexOptions
+from kinformer.training.metric import size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes
-from kinformer.core.errors import KinformerError, nearest
-from kinformer.core.progress import abandon, tolerant
+from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.progress import abandon, tolerant
 
 
 class Command(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from kinformer.cli.parsing import overrides
-from kinformer.core.errors import require
+from kinformer.runtime.errors import require
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.progress import LOGGER, tolerant
+from kinformer.runtime.progress import LOGGER, tolerant
 from kinformer.tasks.task import Table
 
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)

@@ -13,7 +13,7 @@ import tyro
 
 from kinformer.cli import form, synonyms
 from kinformer.cli.config_file import read
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 O = TypeVar("O")
 

@@ -12,10 +12,10 @@ from kinformer.cli.list_ import facts
 from kinformer.cli.options import Changes, CommonOptions, Member, require
 from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import size
 from kinformer.family.record import Member as MemberRecord
 from kinformer.family.table import FAMILY, member
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.metric import size
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 MOST_PICTURES = 8
@@ -47,10 +47,10 @@ def run(options: Options) -> int:
     import torch
 
     from kinformer.core.config import to_dict
-    from kinformer.evaluation.formulas import formulas, symbols
-    from kinformer.evaluation.picture import pictures
-    from kinformer.evaluation.state_size import state_bytes
+    from kinformer.estimate.state_size import state_bytes
     from kinformer.family.build import configure
+    from kinformer.figures.formulas import formulas, symbols
+    from kinformer.figures.text_picture import pictures
 
     if record is None:
         record, recipe, config = _of_run(options, changes)

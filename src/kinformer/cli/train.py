@@ -10,8 +10,8 @@ import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, asked
 from kinformer.cli.output import BEGUN, print_json
-from kinformer.core.errors import KinformerError
 from kinformer.runs.options import TrainOptions
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from kinformer.runs.train import Summary

@@ -12,10 +12,10 @@ from typing import Any
 from kinformer.compare.entrants import Entrant
 from kinformer.compare.works import reads_tokens
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
 
 VOCAB = 23

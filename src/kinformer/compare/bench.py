@@ -18,12 +18,12 @@ from kinformer.compare.options import BenchOptions
 from kinformer.compare.peers import PeerModel, Shape, installed, shape_of
 from kinformer.compare.timing import Peak, in_fresh_process, in_turns
 from kinformer.core.config import field_types
-from kinformer.core.errors import KinformerError
-from kinformer.core.progress import note
-from kinformer.evaluation.estimate import estimate
-from kinformer.evaluation.state_size import state_bytes
+from kinformer.estimate.estimate import estimate
+from kinformer.estimate.state_size import state_bytes
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
 from kinformer.training.precision import use_fast_products
 
 PLAIN = "gpt"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kinformer.core.files import json_digest, read_json, require_signature, signed, write_json
+from kinformer.runtime.files import json_digest, read_json, require_signature, signed, write_json
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 from xml.etree import ElementTree
 
-from kinformer.evaluation.figure import figure
+from kinformer.figures.style import figure
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 INK, QUIET, FAINT, NOTHING = "#010101", "#020202", "#030303", "#ffffff"

@@ -21,11 +21,11 @@ from kinformer.compare.plan import Clock, Contestant, contestants, guarded, stil
 from kinformer.compare.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 from kinformer.compare.speed import generation_speeds, length_speeds, memory_of, training_speeds
 from kinformer.compare.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import Figure
-from kinformer.core.lock import locked
-from kinformer.core.progress import note
-from kinformer.evaluation.estimate import estimate
+from kinformer.estimate.estimate import estimate
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.lock import locked
+from kinformer.runtime.progress import note
+from kinformer.training.metric import Figure
 from kinformer.training.precision import use_fast_products
 
 MEASURING_SHARE, FIXED_SECONDS = 0.25, 12.0

@@ -9,7 +9,7 @@ from typing import Any
 from kinformer.compare import words
 from kinformer.compare.charts import Chart, Series
 from kinformer.compare.record import Comparison, EntrantRecord, Point, mean_of
-from kinformer.core.figure import size
+from kinformer.training.metric import size
 
 
 def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from kinformer.core.config import override, to_dict
-from kinformer.core.errors import KinformerError, nearest
 from kinformer.core.model_config import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.minutes import resized
+from kinformer.runtime.errors import KinformerError, nearest
 
 TOLERANCE = 0.05
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14

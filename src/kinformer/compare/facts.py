@@ -9,10 +9,10 @@ import torch
 
 from kinformer.compare.entrants import Entrant
 from kinformer.core.config import to_dict
-from kinformer.evaluation.formulas import Formula, formulas
-from kinformer.evaluation.picture import pictures
-from kinformer.evaluation.state_size import state_bytes
+from kinformer.estimate.state_size import state_bytes
 from kinformer.family.table import member
+from kinformer.figures.formulas import Formula, formulas
+from kinformer.figures.text_picture import pictures
 
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
 MOST_PATTERNS = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 from kinformer.compare import words
 from kinformer.compare.record import Comparison, save
 from kinformer.compare.report import columns, markdown, ordered
-from kinformer.core.files import write_atomic
+from kinformer.runtime.files import write_atomic
 from kinformer.tasks.task import Table
 
 JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"

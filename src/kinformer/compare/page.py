@@ -14,7 +14,7 @@ from kinformer.compare.curves import charts
 from kinformer.compare.record import Comparison, EntrantRecord
 from kinformer.compare.report import columns, conditions, ordered, title
 from kinformer.compare.statistics import welch
-from kinformer.evaluation.picture import SEEN
+from kinformer.figures.text_picture import SEEN
 
 ASSETS = Path(__file__).parent / "assets"
 SIGNS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.compare.works import DECODED, Begin, Work, forward, step, tokens_for
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel
-from kinformer.core.products import few_rows
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.matmul import few_rows
 
 
 @dataclass(frozen=True, kw_only=True)

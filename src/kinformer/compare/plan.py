@@ -17,8 +17,6 @@ from kinformer.compare.cache import key_of
 from kinformer.compare.entrants import Entrant, parameters_of, sized
 from kinformer.compare.options import CompareOptions
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
-from kinformer.core.progress import note
 from kinformer.data import ByteTokenizer, FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
@@ -26,6 +24,8 @@ from kinformer.family.table import member
 from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import BYTES
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
 from kinformer.tasks.table import task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan
 

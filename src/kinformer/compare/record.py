@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kinformer.core.config import Config, from_dict, to_dict
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import Figure
-from kinformer.core.files import read_json, write_json
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json, write_json
+from kinformer.training.metric import Figure
 
 SCHEMA = 1
 

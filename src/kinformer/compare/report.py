@@ -7,7 +7,7 @@ from typing import Any
 from kinformer.compare import words
 from kinformer.compare.machine import described
 from kinformer.compare.record import Comparison, EntrantRecord, mean_of
-from kinformer.core.figure import size
+from kinformer.training.metric import size
 
 
 class Column:

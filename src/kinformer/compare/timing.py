@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.progress import note
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
 
 K = TypeVar("K")
 T = TypeVar("T")

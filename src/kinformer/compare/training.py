@@ -13,15 +13,15 @@ from typing import Any
 from kinformer.compare.cache import Cache, file_name, key_of
 from kinformer.compare.options import CompareOptions
 from kinformer.compare.plan import Contestant
-from kinformer.core.errors import KinformerError, flag_of
-from kinformer.core.figure import Figure
-from kinformer.core.progress import note
 from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import CONFIG
 from kinformer.runs.train import train
+from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.progress import note
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS
+from kinformer.training.metric import Figure
 from kinformer.training.settings import Settings
 
 MOST_MOVES = 4

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kinformer.compare.record import Comparison, EntrantRecord, mean_of
 from kinformer.compare.statistics import holm, welch
-from kinformer.core.figure import SHARE, Figure, size
+from kinformer.training.metric import SHARE, Figure, size
 
 SIGNIFICANT = 0.05
 

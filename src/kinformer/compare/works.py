@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from kinformer.compare import options
 from kinformer.core.config import Config, override
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.runtime.errors import KinformerError
 
 Work = Callable[[], object]
 Begin = Callable[[Any, int, int], Work]

@@ -5,7 +5,7 @@ a slot has is one explicit table that the caller passes (``Kinds``); nothing reg
 and wrong types are errors that name the place and the nearest valid names.
 
 A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
-package carries the name of that ``package`` beside its ``kind`` (see ``core.plugins``).
+package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from kinformer.core.errors import KinformerError, nearest
-from kinformer.core.fields import require_ranges
-from kinformer.core.plugins import KINFORMER, PARTS, package_of, require_package
+from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_ranges
+from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import autocast_dtype
 from kinformer.core.config import Config
+from kinformer.runtime.autocast import autocast_dtype
 
 
 class Chunk(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "

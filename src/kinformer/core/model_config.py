@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.stack import StackConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class EmbeddingConfig(Config):

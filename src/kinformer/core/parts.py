@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 class Relative(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 Ints = NDArray[np.int64]
 Cover = NDArray[np.int8]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, positions_of
-from kinformer.core.errors import KinformerError
 from kinformer.core.state import ReservedState
+from kinformer.runtime.errors import KinformerError
 
 
 class Slots(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from kinformer.core.compiling import uncompiled
+from kinformer.runtime.compiling import uncompiled
 
 
 class SideCost(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.config import Config
-from kinformer.core.host import has_data
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
+from kinformer.runtime.host import has_data
 
 Cut = Callable[[tuple[int, ...]], Pattern]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class ReservedState:

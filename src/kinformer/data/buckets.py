@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.examples import Examples
 from kinformer.data.permutation import in_epochs, mix, permute
+from kinformer.runtime.errors import KinformerError
 
 _ORDER, _BATCHES = 4, 5
 POOL = 32

@@ -16,9 +16,9 @@ from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
 
-from kinformer.core.errors import KinformerError, nearest
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.wav import ENDINGS, sound_info
+from kinformer.runtime.errors import KinformerError, nearest
 
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 TABLE = "transcripts.tsv"

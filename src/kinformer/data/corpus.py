@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
 from kinformer.data.formats import check_plain
@@ -21,6 +20,7 @@ from kinformer.data.partition import partition
 from kinformer.data.split import Split
 from kinformer.data.tokenised import encode_split
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError
 
 STDLIB = "stdlib"
 HELD_IN_MEMORY = 64 << 20

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.split import Split
+from kinformer.runtime.errors import KinformerError
 
 
 class Segment(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.files import reading
+from kinformer.runtime.errors import KinformerError
 
 _MOST_OPEN = 64
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.lock import take
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.lock import take
 
 SPOOLED = "standard-input"
 _SECONDS_TO_LOCK = 60.0

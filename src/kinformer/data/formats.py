@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from kinformer.core.errors import KinformerError, nearest
 from kinformer.data.files import reading
+from kinformer.runtime.errors import KinformerError, nearest
 
 _HEAD = 1 << 16
 _PACKED = {

@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.files import reading
 from kinformer.data.image_source import Found, Part, array_part
+from kinformer.runtime.errors import KinformerError
 
 _BYTES = 8
 """The type of unsigned bytes."""

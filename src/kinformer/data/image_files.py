@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import reading
 from kinformer.data.files import SourceFile, atomic_write
 from kinformer.data.image_source import SPLITS, Found, Part
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_PIXELS = 1 << 26

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import reading
 from kinformer.data.idx import check_ratio
 from kinformer.data.image_source import SPLITS, Found, array_part
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading
 
 _IMAGES, _LABELS = ("images", "image", "pixels", "x"), ("labels", "label", "y")
 _LIKE = "images and labels, x_train and y_train, or train_images and train_labels"

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.idx import is_images, labels_beside, read_idx_file, read_idx_folder
@@ -27,6 +26,7 @@ from kinformer.data.image_files import SUFFIXES, read_folder
 from kinformer.data.image_npz import read_npz
 from kinformer.data.image_source import Found, Part, hash_order
 from kinformer.data.stored import stored
+from kinformer.runtime.errors import KinformerError
 
 DIGITS = "digits"
 HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000

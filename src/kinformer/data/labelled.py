@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.corpus import default_cache, fingerprint_of
 from kinformer.data.examples import Labelled, Written, keep
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.texts import Example, Texts
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError
 
 HELD_OUT = 0.05
 _NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import Labelled, default_cache
 from kinformer.data.examples import Written, keep
+from kinformer.runtime.errors import KinformerError
 
 SYMBOLS = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]")
 MIN, MAX, MED, SM, END = range(10, 15)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import BosEos, RandomWindows, Rows, Split
 from kinformer.data.buckets import lay
 from kinformer.data.masking import Masking
 from kinformer.data.permutation import mix, permute
+from kinformer.runtime.errors import KinformerError
 
 _TRAINING, _MEASURING = 6, 7
 

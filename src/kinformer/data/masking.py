@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data import IGNORED, Tokenizer
 from kinformer.data.permutation import mix
+from kinformer.runtime.errors import KinformerError
 
 MASKED, SWAPPED = 0.8, 0.1
 _CHOICE, _FATE, _TOKEN = 1, 2, 3

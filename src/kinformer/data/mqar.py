@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.buckets import IGNORED
+from kinformer.runtime.errors import KinformerError
 
 VERSION = "1"
 SPLITS = ("train", "validation", "test")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.split import Split
+from kinformer.runtime.errors import KinformerError
 
 _BLOCK = 1 << 22
 _MOST = 7

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 TABLES = (".tsv", ".jsonl")
 Row = tuple[str, str]

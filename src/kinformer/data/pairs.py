@@ -20,13 +20,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.progress import note_once
 from kinformer.data import number_words
 from kinformer.data.corpus import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.pair_tables import TABLES, read_table
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note_once
 
 NUMBER_WORDS = "number-words"
 HELD_OUT = 0.05

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import SourceFile
+from kinformer.runtime.errors import KinformerError
 
 SHARES = (0.90, 0.05, 0.05)
 FEWEST_FILES = 10

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class Retrieval(NamedTuple):

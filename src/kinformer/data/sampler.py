@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.permutation import mix, permute
 from kinformer.data.split import Split
+from kinformer.runtime.errors import KinformerError
 
 _PHASE, _ORDER = 1, 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 def line_sentences(tokens: np.ndarray, longest: int = 64, newline: int = 10) -> np.ndarray:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError, require
-from kinformer.core.progress import note
 from kinformer.data.clips import Clip, Holdout, find_clips, split_clips
 from kinformer.data.corpus import fingerprint_of
 from kinformer.data.dtmf import DTMF, KEYS, RATE, Calls
 from kinformer.data.resample import resample
 from kinformer.data.wav import read_sound
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.progress import note
 
 CHARACTERS, LABELS = "characters", "labels"
 ROUNDS = 40

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.extents import Extents
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, eq=False)

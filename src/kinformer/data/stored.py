@@ -13,10 +13,10 @@ from uuid import uuid4
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import checksum, reading, write_json
-from kinformer.core.lock import locked
 from kinformer.data.files import remove_abandoned
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import checksum, reading, write_json
+from kinformer.runtime.lock import locked
 
 _ABOUT = "about.json"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kinformer.core.files import checksum
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import atomic_write, remove_abandoned
 from kinformer.data.split import Split
 from kinformer.data.tokenizer import Tokenizer, text_pieces
+from kinformer.runtime.files import checksum
 
 _PIECES_AT_ONCE = 64
 _HELD = 64 << 20

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kinformer.core import files
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import require_file
 from kinformer.data.files import atomic_write, reading
+from kinformer.runtime import files
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import require_file
 
 if TYPE_CHECKING:
     from kinformer.data.split import Split

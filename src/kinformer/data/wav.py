@@ -12,8 +12,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from kinformer.core.errors import KinformerError
 from kinformer.data.files import reading
+from kinformer.runtime.errors import KinformerError
 
 ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
 

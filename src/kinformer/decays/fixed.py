@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.decay import Decay, DecayConfig
-from kinformer.core.errors import KinformerError
+from kinformer.decays.decay import Decay, DecayConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Fixed(Decay):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.decay import Decay, DecayConfig
-from kinformer.core.errors import KinformerError
+from kinformer.decays.decay import Decay, DecayConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class LowRank(Decay):

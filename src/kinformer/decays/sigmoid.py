@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.decay import Decay, DecayConfig
+from kinformer.decays.decay import Decay, DecayConfig
 
 
 class Sigmoid(Decay):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.decay import Decay, DecayConfig
+from kinformer.decays.decay import Decay, DecayConfig
 
 _LOW, _HIGH, _LARGEST = 1e-3, 0.1, 16.0
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer
-from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
 from kinformer.core.state import map_tensors
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.by_position import Bin, ByPosition
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
+from kinformer.runtime.errors import KinformerError, require_finite
 
 CHUNK = 2048
 _LOGITS_AT_ONCE = 1 << 24

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.figure import Figure
 from kinformer.core.stack import Progress
-from kinformer.evaluation.exiting import LAYERS_PER_TOKEN, exiting_stack
-from kinformer.evaluation.pondering import PONDER_STEPS
+from kinformer.evaluation.adaptive_computation import PONDER_STEPS
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, exiting_stack
+from kinformer.training.metric import Figure
 
 
 class Depths:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.exits import AtExit, ExitRule
 from kinformer.data import Split
-from kinformer.evaluation.exiting import with_rule
+from kinformer.evaluation.early_exit import with_rule
 from kinformer.evaluation.windows import Windows, batches
+from kinformer.stacks.exit_rules import AtExit, ExitRule
 
 _AT_ONCE = 1 << 22
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import require_finite
 from kinformer.core.model import CausalModel
 from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.bits import Progress
 from kinformer.evaluation.contexts import contexts
 from kinformer.evaluation.windows import Windows
+from kinformer.runtime.errors import require_finite
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
 TEMPERATURES = tuple(float(1 << power) for power in range(11))

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import map_tensors
 from kinformer.data import Split
+from kinformer.runtime.errors import KinformerError, require_finite
 
 Losses = NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class Errors(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kinformer.core.config import describe, from_dict, override, parts_in, to_dict
-from kinformer.core.errors import KinformerError, choose
 from kinformer.core.model_config import ModelConfig
-from kinformer.core.plugins import PARTS
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
+from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.plugins import PARTS
 
 
 def configure(

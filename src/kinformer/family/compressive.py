@@ -17,8 +17,8 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
-        from kinformer.memory.compression import Convolution
         from kinformer.mixers.compressive import Compressive
+        from kinformer.mixers.compressive.compression import Convolution
 
         segment, memory, compressed = sizes
         return decoder(

@@ -18,11 +18,11 @@ def _recipe(
 
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
-        from kinformer.core.exits import ExitRuleConfig
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.sinusoidal import Sinusoidal
         from kinformer.stacks.confidence import SoftmaxResponse
+        from kinformer.stacks.exit_rules import ExitRuleConfig
         from kinformer.stacks.exits import Exits
         from kinformer.stacks.learned_exits import Geometric, Multinomial
 

@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from kinformer.core.config import Config
-from kinformer.core.plugins import PARTS, Registry, entry_points_of
 from kinformer.family.model_kinds import blocks, encoders, models
+from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
@@ -39,7 +39,6 @@ def _own() -> dict[str, dict[str, type[Config]]]:
 
 def _mixers() -> list[type[Config]]:
     """Causal mixers, and how memories are compressed."""
-    from kinformer.memory import compression
     from kinformer.mixers import (
         compressive,
         cross,
@@ -53,6 +52,7 @@ def _mixers() -> list[type[Config]]:
         softmax,
         tensorized,
     )
+    from kinformer.mixers.compressive import compression
 
     return [
         softmax.SoftmaxAttention.Config,

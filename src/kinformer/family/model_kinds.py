@@ -97,8 +97,7 @@ def encoders() -> list[type[Config]]:
 
 def blocks() -> list[type[Config]]:
     """Layers, residuals, norms and feed-forwards."""
-    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, residual, sha_rnn
-    from kinformer.memory import product_keys
+    from kinformer.blocks import feed_forward, gated, layer, macaron, norms, product_keys, residual, sha_rnn
     from kinformer.mixers import separable_transition
 
     return [

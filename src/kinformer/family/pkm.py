@@ -8,7 +8,7 @@ from kinformer.family.assemble import Shape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
-    from kinformer.memory.product_keys import ProductKeys
+    from kinformer.blocks.product_keys import ProductKeys
     from kinformer.models.decoder import Decoder
 
 
@@ -16,7 +16,7 @@ def _recipe(shape: Shape, depths: tuple[int, ...], num_keys: int, **sizes: int) 
     """A memory of ``num_keys`` keys in each half at each of ``depths``."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.memory.product_keys import ProductKeys
+        from kinformer.blocks.product_keys import ProductKeys
 
         return _with_memories(shape, vocab or 256, depths, ProductKeys.Config(num_keys=num_keys).replace(**sizes))
 
@@ -24,7 +24,7 @@ def _recipe(shape: Shape, depths: tuple[int, ...], num_keys: int, **sizes: int) 
 
 
 def _paper(vocab: int | None) -> Decoder.Config:
-    from kinformer.memory.product_keys import ProductKeys
+    from kinformer.blocks.product_keys import ProductKeys
 
     memory = ProductKeys.Config(num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch")
     return _with_memories(Shape(1024, 12, 16, residual="post"), vocab or 60_000, (4,), memory, max_length=512)

@@ -1,6 +1,6 @@
 """The one list of the family. The documentation, the command line and the tests are generated from it.
 
-Members of other packages are found by their entry points (see ``core.plugins``).
+Members of other packages are found by their entry points (see ``runtime.plugins``).
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from kinformer.core import plugins
-from kinformer.core.errors import choose
 from kinformer.family import (
     adaptive_span,
     alibi,
@@ -68,6 +66,8 @@ from kinformer.family import (
     vit,
 )
 from kinformer.family.record import Member
+from kinformer.runtime import plugins
+from kinformer.runtime.errors import choose
 
 MEMBERS: dict[str, Member] = {
     module.MEMBER.name: module.MEMBER

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
 from kinformer.core.online import Online
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.errors import KinformerError
 
 
 class Centroids(Online):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Dpfp(FeatureMap):

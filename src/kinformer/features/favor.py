@@ -19,13 +19,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.config import check_unused
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.core.redrawn import Redrawn
 from kinformer.features.directions import directions
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.errors import KinformerError
 
 
 class Favor(FeatureMap, Redrawn):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.errors import KinformerError
 
 
 class Hashes(nn.Module):

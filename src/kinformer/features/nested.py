@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMap
+from kinformer.runtime.errors import KinformerError
 
 
 class Nested(FeatureMap):

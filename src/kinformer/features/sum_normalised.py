@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.nested import Nested
+from kinformer.runtime.errors import KinformerError
 
 
 class SumNormalised(Nested):

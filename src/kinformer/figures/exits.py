@@ -1,76 +1,102 @@
-"""The text of a run's data, or another, with the exits by which its tokens were foretold."""
+"""A text coloured by depth: behind every token, how many layers were gone through before it was predicted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from kinformer.evaluation.early_exit import Exited
+from kinformer.figures.style import INK, PAPER, QUIET, figure, save
 
-from kinformer.core.errors import KinformerError, flag_of
-from kinformer.evaluation.draw_exits import ColouredText
-from kinformer.evaluation.exiting import Exited, Exiting, exiting_stack
-from kinformer.evaluation.windows import Windows, cut
-from kinformer.runs.draw_options import DrawOptions
-from kinformer.runs.run import Run, open_run
-from kinformer.tasks.task import Measuring
-from kinformer.tasks.text import held_out, main_windows
-
-TOKENS, MOST = 1200, 6000
+COLUMNS = 84
+CELL, LINE, MARGIN, TOP, FOOT = 0.092, 0.19, 0.3, 0.5, 0.55
+"""Inches: a character's width, a line's height, the space around, above and below the text."""
+LIGHTEST, DARKEST = 0.06, 0.85
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """In windows as the run was trained, which overlap by half, or with the state carried."""
+@dataclass(frozen=True, kw_only=True)
+class ColouredText:
+    """``pieces`` of text, each with the number of the exit that foretold it, None of the first."""
 
-    context: None = None
-    overlap: float = 0.5
+    title: str
+    pieces: Sequence[tuple[str, int | None]]
+    exited: Exited
 
 
-def coloured_text(options: DrawOptions) -> ColouredText:
-    """The first ``options.length`` tokens of the text, and by which exits they were foretold."""
-    others = ("pattern", "position", "layer", "head", "image_width")
-    if given := [flag_of(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"--exits draws a text, and knows no {', '.join(given)}; leave them out.")
-    run = open_run(options.subject)
-    if not run.task.tokenizes:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
-    model = run.model(options.set)
-    if exiting_stack(model) is None:
-        raise KinformerError(
-            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
-            "give a threshold by --set stack.rule.thresholds=[0.9]."
+def draw_exits(text: ColouredText, path: Path) -> None:
+    """The text in lines of at most ``COLUMNS`` characters, and a legend; PNG or SVG by the ending of ``path``."""
+    lines = list(_lines(text.pieces))
+    width, height = 2 * MARGIN + COLUMNS * CELL, TOP + len(lines) * LINE + FOOT
+    colours = _colours(len(text.exited.layers))
+    with figure(width, height) as drawn:
+        axes = drawn.add_axes((MARGIN / width, FOOT / height, 1 - 2 * MARGIN / width, len(lines) * LINE / height))
+        axes.set_xlim(0, COLUMNS)
+        axes.set_ylim(len(lines), 0)
+        axes.axis("off")
+        for row, line in enumerate(lines):
+            for column, (character, exit) in enumerate(line):
+                _cell(axes, (column, row), character, None if exit is None else colours[exit])
+        drawn.text(
+            MARGIN / width,
+            1 - 0.25 / height,
+            f"{text.title}: {_short(text.exited)}",
+            fontsize=10,
+            weight="bold",
+            va="center",
         )
-    split = held_out(run, Measuring(data=options.data)).split
-    split.require(2, "a drawing")
-    count = min(options.length or TOKENS, MOST, len(split) - 1)
-    tokens = np.array(split.tokens(0, count + 1), np.int64)
-    exits, exited = _exits(run, model, tokens)
-    title = f"{run.folder.name} ({run.member})"
-    return ColouredText(title=title, pieces=_pieces(run, tokens.tolist(), exits), exited=exited)
+        _legend(drawn, text.exited, colours, (width, height))
+        save(drawn, path)
 
 
-def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
-    """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
-    windows, seen = main_windows(run, model, _Reading(), beside_lengths=True), []
-    hook = model.stack.left.register_forward_hook(lambda _, given, __: seen.append(given[0][0]))
-    try:
-        with torch.inference_mode():
-            for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
-                model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
-                seen[-1] = seen[-1][window.unscored :]
-    finally:
-        hook.remove()
-    found = Exiting(model.stack)
-    found.note(torch.cat(seen), None)
-    assert found.found is not None
-    return torch.cat(seen).tolist(), found.found
+def _lines(pieces: Sequence[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
+    """Characters with their exits, a list for each line; the end of a line is shown, as its exit is."""
+    line: list[tuple[str, int | None]] = []
+    for piece, exit in pieces:
+        for character in piece:
+            line.append(("\u21b5" if character == "\n" else character if character.isprintable() else " ", exit))
+            if character == "\n" or len(line) == COLUMNS:
+                yield line
+                line = []
+    if line:
+        yield line
 
 
-def _pieces(run: Run, tokens: list[int], exits: list[int]) -> list[tuple[str, int | None]]:
-    """Each token's text; characters of several tokens stand with the last."""
-    assert run.tokenizer is not None
-    stream = run.tokenizer.stream()
-    pieces = [(stream.feed(token), exit) for token, exit in zip(tokens, [None, *exits], strict=True)]
-    return [*pieces, (stream.finish(), None)]
+def _cell(axes: Any, place: tuple[int, int], character: str, colour: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    column, row = place
+    if colour is not None:
+        axes.add_patch(Rectangle((column, row + 0.06), 1, 0.88, facecolor=colour, linewidth=0))
+    ink = QUIET if character == "\u21b5" else INK if colour is None or sum(colour[:3]) > 1.5 else PAPER
+    if character != " ":
+        axes.text(
+            column + 0.5, row + 0.5, character, ha="center", va="center", fontsize=8, family="monospace", color=ink
+        )
+
+
+def _legend(drawn: Any, exited: Exited, colours: Sequence[Any], size: tuple[float, float]) -> None:
+    from matplotlib.patches import Rectangle
+
+    width, height = size
+    step = min(1.1, (width - 2 * MARGIN - 0.9) / len(colours))
+    drawn.text(MARGIN / width, 0.3 / height, "layers", fontsize=8, va="center")
+    total = sum(exited.tokens)
+    for index, (layers, tokens, colour) in enumerate(zip(exited.layers, exited.tokens, colours, strict=True)):
+        left = MARGIN + 0.5 + index * step
+        drawn.add_artist(Rectangle((left / width, 0.22 / height), 0.16 / width, 0.16 / height, facecolor=colour))
+        share = f"{layers}  {tokens / total:.0%}"
+        drawn.text((left + 0.22) / width, 0.3 / height, share, fontsize=8, va="center")
+
+
+def _colours(count: int) -> list[Any]:
+    """Light for few layers, dark for all."""
+    from matplotlib import colormaps
+
+    steps = [LIGHTEST + (DARKEST - LIGHTEST) * index / max(1, count - 1) for index in range(count)]
+    return [colormaps["Blues"](step) for step in steps]
+
+
+def _short(exited: Exited) -> str:
+    return f"{exited.layers_per_token:.2f} of {exited.layers[-1]} layers per token"

@@ -1,143 +1,98 @@
-"""What a trained model looks at in an image: attention roll-out, or the windows of its stages.
-
-Roll-out (Abnar and Zuidema 2020, section 3): A_l = (mean over heads of the probabilities + I) / 2 for each layer, and
-R = A_L ... A_1; a row of R is how much of each patch has reached a token by attention and residual connections.
-"""
+"""An image beside what a model looks at in it: heat over the image, or the windows within which patches attend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from kinformer.core.encoder import EncoderMixer, Text
-from kinformer.core.errors import KinformerError, flag_of
-from kinformer.evaluation.draw_image import HeatOver, ImageDrawing, WindowsOver
-from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.windows import WindowAttention
-from kinformer.runs.draw_options import DrawOptions
-from kinformer.runs.run import open_run
-from kinformer.tasks.classes import classes_of
-from kinformer.tasks.vision_generate import pictures, probabilities_of
+from kinformer.figures.style import ORANGE, PAPER, bare, figure, save
 
-TASK = "vision"
+COLUMNS, SIZE, GAP, MARGIN, TOP, HEAD = 4, 2.4, 0.62, 0.3, 0.42, 0.5
+"""Panels in a line; inches: a panel, the space after it, around, for the title, over a panel."""
+COVER = 0.6
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a mixer was called with while the model read the image."""
+@dataclass(frozen=True, kw_only=True)
+class HeatOver:
+    """``values`` [rows, columns], one for each patch of ``patch`` x ``patch`` pixels; 1 is the mean."""
 
-    mixer: EncoderMixer
-    x: Tensor
-    text: Text
+    name: str
+    values: NDArray[np.float64]
+    patch: int
 
 
-def looked_at(options: DrawOptions) -> ImageDrawing:
-    """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
-    others = ("pattern", "position", "spans", "exits", "data", "length", "layer", "head", "image_width")
-    if given := [flag_of(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"{', '.join(given)}: is not for --image, which draws what a run sees; leave it out.")
-    assert options.image is not None
-    run = open_run(options.subject)
-    if run.task.name != TASK:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}; --image is for the task {TASK}.")
-    model, names = run.model(options.set), classes_of(run)
-    picture = next(pictures(run, options.image, 1))
-    calls: list[_Call] = []
-    shares: list[Tensor] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda mixer, given: calls.append(_Call(mixer, given[0], *given[1:])))
-        for module in model.stack.modules()
-        if isinstance(module, EncoderMixer)
-    ]
-    if (gate := getattr(model.head, "gate", None)) is not None:
-        hooks.append(gate.register_forward_hook(lambda gate, given, found: shares.append(found[0])))
-    try:
-        share, index = probabilities_of(model, [picture])[0].max(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+@dataclass(frozen=True, kw_only=True)
+class WindowsOver:
+    """Windows of ``side`` x ``side`` patches of ``patch`` pixels on a side, which begin ``shift`` patches further."""
+
+    name: str
+    patch: int
+    side: int
+    shift: int
+
+    def lines(self, pixels: int) -> list[int]:
+        """Where windows meet along a side of so many ``pixels``."""
+        step, first = self.side * self.patch, self.shift * self.patch
+        return list(range(first or step, pixels, step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDrawing:
+    """``pixels`` uint8 [height, width, 1 or 3], and what is drawn over them."""
+
+    title: str
+    pixels: NDArray[np.uint8]
     panels: Sequence[HeatOver | WindowsOver]
-    if all(isinstance(call.mixer, WindowAttention) for call in calls):
-        panels = _windows(calls, model.config.input.patch)
-    elif all(_rolls(call) for call in calls):
-        found = rollout([probabilities(call.mixer, call.x) for call in calls])
-        panels = _rolled(found, shares, calls[0], model.config.input)
-    else:
-        raise KinformerError(
-            f"{run.folder}: --image draws attention between all patches, as in vit and deit, or windows, as in swin, "
-            f"but {run.member} mixes otherwise; give a run of those."
+
+
+def draw_image(drawing: ImageDrawing, path: Path) -> None:
+    """The image, then a panel for each thing over it; PNG or SVG by the ending of ``path``."""
+    count = 1 + len(drawing.panels)
+    columns = min(COLUMNS, count)
+    rows = ceil(count / columns)
+    tall = SIZE * min(2.0, drawing.pixels.shape[0] / drawing.pixels.shape[1])
+    width, height = 2 * MARGIN + columns * (SIZE + GAP), TOP + rows * (tall + HEAD) + MARGIN / 2
+    with figure(width, height) as drawn:
+        for index, panel in enumerate((None, *drawing.panels)):
+            row, column = divmod(index, columns)
+            left, bottom = MARGIN + column * (SIZE + GAP), height - TOP - (row + 1) * (tall + HEAD)
+            axes = drawn.add_axes((left / width, bottom / height, SIZE / width, tall / height))
+            _paint(axes, drawing.pixels, panel)
+        heading = shorten(drawing.title, 8 + 28 * columns, placeholder=" ...")
+        drawn.text(MARGIN / width, 1 - 0.24 / height, heading, fontsize=11, fontweight="bold", va="center")
+        save(drawn, path)
+
+
+def _paint(axes: Any, pixels: NDArray[np.uint8], panel: HeatOver | WindowsOver | None) -> None:
+    height, width = pixels.shape[:2]
+    shown = pixels if pixels.shape[2] == 3 else pixels.repeat(3, axis=2)
+    if isinstance(panel, HeatOver):
+        shown = shown.mean(2, keepdims=True).astype(np.uint8).repeat(3, axis=2)
+    axes.imshow(shown, interpolation="nearest", extent=(0, width, height, 0))
+    axes.set_title("the image" if panel is None else panel.name, loc="left", fontsize=8.5)
+    if isinstance(panel, HeatOver):
+        down, across = (size * panel.patch for size in panel.values.shape)
+        image = axes.imshow(
+            panel.values, cmap="inferno", alpha=COVER, vmin=0, interpolation="nearest", extent=(0, across, down, 0)
         )
-    title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"
-    return ImageDrawing(title=title, pixels=picture.pixels, panels=panels)
-
-
-@torch.no_grad()
-def probabilities(mixer: Any, x: Tensor) -> Tensor:
-    """[heads, time, time] of softmax attention over x [1, time, dim]: by the reference, with the identity as values."""
-    q, k, _ = mixer.projection(x)
-    time = x.shape[1]
-    q, k = mixer.position.rotate(q, k, torch.arange(time, device=x.device)[None])
-    q = mixer.score.queries(q)
-    scoring = Scoring.of(mixer.score, mixer.position.relative(1 - time, time - 1))
-    each = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
-    return attention(q, k, each, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
-
-
-def rollout(layers: Sequence[Tensor]) -> Tensor:
-    """[time, time] of the probabilities [heads, time, time] of each layer, the first layer first."""
-    found = torch.eye(layers[0].shape[-1], dtype=torch.float64)
-    for each in layers:
-        mean = each.double().cpu().mean(0) + torch.eye(each.shape[-1], dtype=torch.float64)
-        found = mean / mean.sum(-1, keepdim=True) @ found
-    return found
-
-
-def _rolls(call: _Call) -> bool:
-    """Whether the roll-out of the mixer's probabilities says what reaches its outputs."""
-    mixer, text = call.mixer, call.text
-    if not isinstance(mixer, BidirectionalAttention) or text.num_global or text.global_positions is not None:
-        return False
-    relative = mixer.position.relative(0, 0)
-    return relative is None or relative.values is None
-
-
-def _rolled(found: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
-    """Of the tokens that stand before the patches, or of the patches' mean where none do, or their mean by the head's
-    ``shares`` where it has some: times the mean patch."""
-    grid = call.text.grid
-    assert grid is not None
-    rows = found[: input.before] if input.before else found.mean(0, keepdim=True)
-    names = ("class token", "distillation token") if input.before else ("mean of all patches",)
-    if shares:
-        rows, names = shares[0].double().cpu()[None] @ found, ("gated mean",)
-    heat = rows[:, input.before :]
-    heat = heat / heat.mean(-1, keepdim=True)
-    return [
-        HeatOver(name=f"roll-out, {name}", values=row.unflatten(0, grid).numpy(), patch=input.patch)
-        for name, row in zip(names, heat, strict=False)
-    ]
-
-
-def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
-    """Of each stage, whose patches are twice as wide as those before, and of shifted and other layers of it."""
-    found: dict[tuple[int, int, int], list[int]] = {}
-    widest = calls[0].x.shape[-1]
-    for layer, call in enumerate(calls):
-        assert isinstance(call.mixer, WindowAttention) and call.text.grid is not None
-        stage = (call.x.shape[-1] // widest).bit_length() - 1
-        found.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(layer + 1)
-    return [
-        WindowsOver(
-            name=f"stage {stage + 1}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-            f"\n{side} x {side} patches{f', shifted by {shift}' if shift else ''}",
-            patch=patch << stage,
-            side=side,
-            shift=shift,
-        )
-        for (stage, side, shift), layers in found.items()
-    ]
+        bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(length=0, labelsize=7)
+    elif isinstance(panel, WindowsOver):
+        for colour, thick in ((PAPER, 2.6), (ORANGE, 1.4)):
+            for at in panel.lines(width):
+                axes.axvline(at, color=colour, linewidth=thick)
+            for at in panel.lines(height):
+                axes.axhline(at, color=colour, linewidth=thick)
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    bare(axes)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError, require_finite
 from kinformer.core.model import CausalModel
-from kinformer.core.products import few_rows
+from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.matmul import few_rows
 
 
 class Hypothesis(NamedTuple):

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core import state as states
-from kinformer.core.autocast import autocast_dtype
 from kinformer.core.reserved import ReservedSlots
 from kinformer.generation.packed import PackedLinear
+from kinformer.runtime.autocast import autocast_dtype
 
 _NEAR = 1e-4
 """How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     pass

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.products import FEW, few_rows
 from kinformer.generation.recorded import logits_after
 from kinformer.generation.sampling import Sampling, SamplingOptions, TokenSampler
 from kinformer.generation.steps import Steps
 from kinformer.generation.stops import StopTokens
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.matmul import FEW, few_rows
 
 _MOST_RESERVED = 4096
 _CHECKED_EVERY = 256

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kinformer.core.host import known_values
-from kinformer.core.products import FEW, few_rows
 from kinformer.core.state import ReservedState
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
 from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
+from kinformer.runtime.host import known_values
+from kinformer.runtime.matmul import FEW, few_rows
 
 LONG = 512
 """Expected tokens for which a recording is worth its time, that of some fifty to a hundred steps."""

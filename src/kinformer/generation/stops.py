@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 class StopTokens:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
+from kinformer.runtime.errors import KinformerError
 
 LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax
 
-from kinformer.core.clusters import Clusters, Tables, check_clusters
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
+from kinformer.inputs.clusters import Clusters, Tables, check_clusters
+from kinformer.runtime.errors import KinformerError
 
 STD, PROJECTION_STD = 0.02, 0.01
 """Of the weights' first values, as the authors'."""

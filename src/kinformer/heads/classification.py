@@ -8,11 +8,11 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.dropout import Dropout
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.heads.pooling import Pooling, PoolingHead
+from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError
 
 
 class ClassificationHead(PoolingHead):

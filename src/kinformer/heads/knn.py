@@ -14,8 +14,8 @@ from math import isfinite, log, log1p
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.runtime.errors import KinformerError
 
 ABSENT = -10000.0
 

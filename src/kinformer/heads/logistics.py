@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.likelihood import Likelihood
 from kinformer.core.model_config import HeadConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Mixture(NamedTuple):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.heads.language import LanguageModelHead
+from kinformer.runtime.errors import KinformerError
 
 EPS = 1e-12
 

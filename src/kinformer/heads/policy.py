@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
 from kinformer.heads.actions import DiscreteActions
+from kinformer.runtime.errors import KinformerError
 
 
 class PolicyAndValue(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
-from kinformer.core.dropout import Dropout
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig
+from kinformer.runtime.dropout import Dropout
 
 Pooling = Literal["first", "mean", "max", "gated"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from kinformer.core.clusters import Clusters, Tables, check_clusters
 from kinformer.core.model_config import EmbeddingConfig
+from kinformer.inputs.clusters import Clusters, Tables, check_clusters
 
 PROJECTION_STD = 0.01
 

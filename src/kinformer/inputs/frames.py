@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError, require
 from kinformer.core.input import Input, InputConfig
+from kinformer.runtime.errors import KinformerError, require
 
 MOST = 6
 

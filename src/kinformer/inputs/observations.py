@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Observations(Input):

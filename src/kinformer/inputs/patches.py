@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import check_unused
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
+from kinformer.runtime.errors import KinformerError
 
 Resize = Literal["bilinear", "bicubic"]
 Activation = Literal["none", "gelu", "relu"]

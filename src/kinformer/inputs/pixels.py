@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import values_known
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.raster import Raster, check_blocks
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import values_known
 
 LEVELS, START = 256, 256
 _BASE = 10000.0

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
+from kinformer.runtime.errors import KinformerError
 
 RETURN, STATE, ACTION = range(3)
 """The kinds of values."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model_config import ModelConfig
 from kinformer.inputs.patches import Activation, Patches, Resize, grid_of
+from kinformer.runtime.errors import KinformerError
 
 AT_ONCE = 1 << 21
 """Pixels, times channels, of the tiles that are read together, which bounds the memory."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import values_known
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.inputs.lookup import Lookup
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import values_known
 
 
 class Tokens(Input):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_tensors, read_json
 from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, marian, swin, vit
 from kinformer.interop.encoder import Family
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_tensors, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

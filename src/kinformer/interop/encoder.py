@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
 from kinformer.interop.encoder_weights import BUFFERS, POSITIONS, has_language_head, plain
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.interop.special_tokens import special_tokens
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json
 from kinformer.interop.settings import whole
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.errors import KinformerError
 from kinformer.interop.encoder import Family
+from kinformer.runtime.errors import KinformerError
 
 LONGFORMER = Family(
     defaults={

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 
 def whole(config: Mapping[str, Any], place: Path, name: str, least: int = 1, most: int = 2**31 - 1) -> int:

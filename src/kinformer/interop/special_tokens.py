@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.files import read_json
+from kinformer.runtime.files import read_json
 
 ROLES = {
     "mask_token": (("mask_token",), ("[MASK]", "<mask>")),

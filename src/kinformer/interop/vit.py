@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
 from kinformer.interop import images
 from kinformer.interop.encoder import ACTIVATIONS
 from kinformer.interop.settings import choice, number, whole
+from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.compiling import uncompiled
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -48,6 +46,8 @@ from kinformer.kernels.attention import (
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.scaled_dot import ScaledDot
 
 _STEP = 64

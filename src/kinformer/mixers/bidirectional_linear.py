@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
+from kinformer.runtime.errors import KinformerError
 
 
 class BidirectionalLinear(EncoderMixer):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
-from kinformer.core.errors import KinformerError, choose
 from kinformer.kernels.lstm import IMPLS, Weights, lstm
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.errors import KinformerError, choose
 
 
 class BidirectionalLSTM(EncoderMixer):

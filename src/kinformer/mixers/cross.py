@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.runtime.errors import KinformerError
 
 
 class CrossState(NamedTuple):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig, Relative, ResidualOutput, check_heads, head_width, merge_heads
 from kinformer.kernels.attention import (
     Attended,
@@ -33,6 +32,7 @@ from kinformer.kernels.attention import (
 from kinformer.patterns.window import Window
 from kinformer.positions.typed import TypedRelations, ids_of
 from kinformer.projections.by_piece import ByPiece, Pieces, Sharing
+from kinformer.runtime.errors import KinformerError
 
 
 class EtcAttention(EncoderMixer):

@@ -29,15 +29,15 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.decay import DecayConfig
-from kinformer.core.errors import KinformerError, choose
 from kinformer.core.parts import FeatureMapConfig, Position, PositionConfig, ResidualOutput, head_width, merge_heads
+from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton, linear_attention
 from kinformer.kernels.linear.running import running_maximum
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
+from kinformer.runtime.errors import KinformerError, choose
 
 
 class KernelState(NamedTuple):

@@ -20,9 +20,9 @@ from torch.nn import functional
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, within
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.runtime.errors import KinformerError
 
 Method = Literal["learned", "mean", "convolution"]
 Sharing = Literal["none", "heads", "keys_values"]

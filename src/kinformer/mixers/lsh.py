@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
-from kinformer.core.errors import choose
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.store import BucketState, Sizes, absorb
+from kinformer.runtime.errors import choose
 
 
 class LSHAttention(CausalMixer):

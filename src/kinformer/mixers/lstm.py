@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
-from kinformer.core.errors import choose
 from kinformer.kernels.lstm import IMPLS, Weights, lstm
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.errors import choose
 
 
 class LSTMState(NamedTuple):

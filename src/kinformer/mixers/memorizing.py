@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.compiling import uncompiled
 from kinformer.core.config import check_unused, describe
 from kinformer.core.contract import (
     CausalMixer,
@@ -32,8 +31,6 @@ from kinformer.core.contract import (
     real_resets,
     select_valid,
 )
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import host_ints
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
@@ -42,6 +39,9 @@ from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
 from kinformer.positions.none import NoPosition
+from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import host_ints
 
 _BLOCKS = 16
 """How many times the memory is copied while it fills: it is evicted from the window in so many blocks."""

@@ -31,13 +31,13 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.errors import KinformerError, choose
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.features.centroids import Centroids
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.store import BucketState, Sizes, absorb
+from kinformer.runtime.errors import KinformerError, choose
 
 
 class RoutingState(NamedTuple):

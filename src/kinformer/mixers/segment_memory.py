@@ -30,8 +30,6 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import host_ints
 from kinformer.core.parts import (
     PositionConfig,
     ProjectionConfig,
@@ -56,6 +54,8 @@ from kinformer.kernels.attention import (
 from kinformer.patterns.segments import Segments, check_sizes
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import host_ints
 from kinformer.scores.scaled_dot import ScaledDot
 
 

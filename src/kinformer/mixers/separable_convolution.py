@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, gridded, refuse_global
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput
+from kinformer.runtime.errors import KinformerError
 
 
 class SeparableConvolution(EncoderMixer):

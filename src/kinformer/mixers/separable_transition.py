@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 
 from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, Text, refuse_global
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 from kinformer.projections.shifted import shifted_sum
 from kinformer.projections.short_convolution import CausalConvolution
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ from kinformer.core.contract import (
     positions_of,
     select_valid,
 )
-from kinformer.core.dropout import Dropout
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError
 
 
 class SingleHeadState(NamedTuple):

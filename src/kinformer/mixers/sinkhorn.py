@@ -22,10 +22,10 @@ from torch.nn.functional import pad
 
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global, within
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 
 
 class SinkhornAttention(EncoderMixer):

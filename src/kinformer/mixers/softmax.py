@@ -28,8 +28,6 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import nowhere
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -49,6 +47,8 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import nowhere
 from kinformer.scores.scaled_dot import ScaledDot
 
 

@@ -22,9 +22,9 @@ from torch.nn.functional import leaky_relu, pad
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.runtime.errors import KinformerError
 
 Shift = Callable[[Tensor], Tensor]
 """[batch, time, ...] -> what stands beside every token, of the same shape."""

@@ -35,8 +35,8 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.errors import KinformerError
 from kinformer.positions.xl import sinusoids
+from kinformer.runtime.errors import KinformerError
 
 BLOCK = 32
 """Queries that are computed together."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, gridded, refuse_global
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.runtime.errors import KinformerError
 
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
 

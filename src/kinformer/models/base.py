@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.norms import NormConfig
 from kinformer.core.contract import CausalMixer, select_valid
-from kinformer.core.dropout import Dropout
 from kinformer.core.encoder import EncoderMixer
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, ModelConfig
 from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
+from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 
 

@@ -14,11 +14,11 @@ from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import has_data, values_known
 from kinformer.core.model import CausalModel, Hidden
 from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import has_data, values_known
 
 
 class DecoderState(NamedTuple):

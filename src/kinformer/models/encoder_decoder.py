@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kinformer.blocks.norms import NormConfig
-from kinformer.core.errors import KinformerError
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import PositionConfig
 from kinformer.core.stack import StackConfig
 from kinformer.models.decoder import Decoder, DecoderState
 from kinformer.models.reader import Reader, ReaderConfig
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 
 

@@ -16,8 +16,8 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
 from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, Text, global_positions
-from kinformer.core.errors import KinformerError
 from kinformer.models.base import Trunk
+from kinformer.runtime.errors import KinformerError
 
 
 class Encoded(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
 from kinformer.patterns import random_tables
@@ -18,6 +17,7 @@ from kinformer.patterns.full import Full
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
 from kinformer.patterns.unsized import Unsized
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True)

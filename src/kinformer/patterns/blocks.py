@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True)

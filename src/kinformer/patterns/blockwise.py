@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.query_blocks import ChosenBlocks, Numbers
 from kinformer.patterns.unsized import Unsized
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

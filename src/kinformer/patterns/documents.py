@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kinformer.core.config import check_unused
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
 from kinformer.patterns.blocks import Blocks
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.per_head import per_head
 from kinformer.patterns.summaries import Summaries
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

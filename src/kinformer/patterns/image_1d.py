@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
 from kinformer.patterns.blocks import Blocks
 from kinformer.patterns.causal import Causal
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

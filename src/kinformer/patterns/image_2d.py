@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern
 from kinformer.core.raster import Raster, check_blocks
 from kinformer.patterns.query_blocks import by_query_block
+from kinformer.runtime.errors import KinformerError
 
 
 class _Rectangle(NamedTuple):

@@ -8,9 +8,9 @@ from math import gcd
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Boxes, Cover, Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True)

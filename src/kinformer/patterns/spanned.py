@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band, Pattern
 from kinformer.patterns.per_head import PerHead
+from kinformer.runtime.errors import KinformerError
 
 
 def spanned(pattern: Pattern, windows: tuple[int, ...]) -> Pattern:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Pattern
 from kinformer.patterns.columns import Columns
 from kinformer.patterns.local import Local
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

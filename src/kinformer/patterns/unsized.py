@@ -6,8 +6,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Boxes, Cover, Pattern
+from kinformer.runtime.errors import KinformerError
 
 
 class Unsized(Pattern):

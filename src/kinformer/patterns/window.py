@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import Band, Pattern
 from kinformer.patterns.comb import Comb
 from kinformer.patterns.per_head import per_head
+from kinformer.runtime.errors import KinformerError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import check_unused
-from kinformer.core.errors import KinformerError
 from kinformer.core.model_config import EmbeddingConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class ComplexOrder(nn.Embedding):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position, Relative
 from kinformer.positions.slots import InAttention
+from kinformer.runtime.errors import KinformerError
 
 
 class Table(nn.Module):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.positions.slots import AtTokens
+from kinformer.runtime.errors import KinformerError
 
 
 class LearnedPerLayer(Position):

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from kinformer.core.config import check_unused
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.positions.slots import InAttention
+from kinformer.runtime.errors import KinformerError
 
 
 class Rope(Position):

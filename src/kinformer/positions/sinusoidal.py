@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.positions.slots import AtTokens
+from kinformer.runtime.errors import KinformerError
 
 
 class Sinusoidal(Position):

@@ -6,8 +6,8 @@ In the other slot it would do nothing, so that a model would be trained without 
 from __future__ import annotations
 
 from kinformer.core.config import describe
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position, PositionConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class AtTokens(PositionConfig):

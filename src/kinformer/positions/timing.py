@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.positions.slots import AtTokens
+from kinformer.runtime.errors import KinformerError
 
 SLOWEST = 10000.0
 

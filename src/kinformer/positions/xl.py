@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import autocast_dtype
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import values_known
 from kinformer.core.parts import Position, Relative
 from kinformer.positions.slots import InAttention
+from kinformer.runtime.autocast import autocast_dtype
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import values_known
 
 
 class Biases(nn.Module):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig, ResidualOutput
+from kinformer.runtime.errors import KinformerError
 
 PARTS = 2
 

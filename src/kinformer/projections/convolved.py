@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
 from kinformer.projections.multi_head import MultiHead
 from kinformer.projections.shifted import shifted_sum
+from kinformer.runtime.errors import KinformerError
 
 SELF = 0.5
 """The weight of a token itself at the beginning; the other ``width - 1`` begin with ``SELF / width``."""

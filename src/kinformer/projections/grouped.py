@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Grouped(Projection):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Projection, ProjectionConfig
 from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.errors import KinformerError
 
 
 class Normalised(Projection):

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import read_json
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json
 from kinformer.training.settings import Settings
 
 SCHEMA = 2

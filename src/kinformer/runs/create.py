@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
-from kinformer.core.progress import tolerant
 from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer_on
 from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
@@ -30,6 +28,8 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
+from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.progress import tolerant
 from kinformer.tasks.table import refuse_options, task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan
 from kinformer.training.distributed import Group, check_shared, started_by_torchrun

@@ -8,14 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import Figure
-from kinformer.core.progress import note, progressing
 from kinformer.data import Split, first_bytes
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import Datastore
 from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 from kinformer.evaluation.windows import Windows
-from kinformer.memory.datastore import Datastore
-from kinformer.memory.exact import ExactSearch
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run
 from kinformer.runs.store import (
@@ -28,11 +25,14 @@ from kinformer.runs.store import (
     probes_of,
     searcher,
 )
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
 from kinformer.tasks.task import Evaluation, Report, Table
-from kinformer.tasks.text import HeldOut, check_positions, held_out, main_windows
+from kinformer.training.metric import Figure
 
 if TYPE_CHECKING:
-    from kinformer.models.attached import AttachedDecoder
+    from kinformer.datastore.attached import AttachedDecoder
 
 RECALLED = 256
 BITS = Figure("bits_per_byte", "bits per byte")
@@ -81,7 +81,7 @@ def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, 
     model = run.model(options.set).to(options.prepare(options.seed))
     attached = attach_mixture(run, model, options)
     if own.plot is not None:
-        from kinformer.evaluation.figure import check
+        from kinformer.figures.style import check
 
         check(Path(own.plot))
     windows = main_windows(run, model, own)
@@ -165,7 +165,7 @@ def _report(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
     whole = done[-1]
     weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
     if plot is not None:
-        from kinformer.evaluation.plot_store import plot as draw
+        from kinformer.figures.datastore import plot as draw
 
         sizes = [(float(each.entries), each.bits) for each in done] if len(done) > 1 else []
         draw(whole.at(0.0), weights, sizes, Path(plot))

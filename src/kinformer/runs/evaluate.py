@@ -8,18 +8,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.evaluation.pondering import PONDER_STEPS, Pondering, noting_steps
+from kinformer.evaluation.adaptive_computation import PONDER_STEPS, Pondering, noting_steps
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import measuring_options
 from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Report
 from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
-    from kinformer.memory.datastore import Datastore
+    from kinformer.datastore.store import Datastore
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> Report:

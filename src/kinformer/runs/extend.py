@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
 from kinformer.runs.run import open_run, weight_shapes
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.best import WEIGHTS
 
 if TYPE_CHECKING:
@@ -161,9 +161,9 @@ def shapes(weights: Mapping[str, Tensor]) -> dict[str, Shape]:
 def extend_to_long(folder: str | Path, name: str, recipe: str = "small", set: Mapping[str, Any] | None = None) -> Any:
     """The trained encoder in the run ``folder`` as member ``name``, by ``recipe`` and ``set``, in eval mode."""
     from kinformer.core.config import override
-    from kinformer.core.files import load_tensors, load_weights
     from kinformer.family.build import configure
     from kinformer.family.kinds import kinds
+    from kinformer.runtime.files import load_tensors, load_weights
 
     short = open_run(folder).config
     config = override(extended_config(short, configure(name, recipe), folder), set or {}, kinds())

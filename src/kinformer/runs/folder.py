@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import partial_of, remove_partials
-from kinformer.core.lock import locked
 from kinformer.data.files import SPOOLED
 from kinformer.runs.run import CONFIG, TOKENIZER
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import partial_of, remove_partials
+from kinformer.runtime.lock import locked
 from kinformer.training.best import WEIGHTS
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS

@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kinformer.core.errors import KinformerError, nearest
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.store import attach_store
+from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.tasks.table import OptionKind, option_names
 from kinformer.tasks.task import Evaluation
 

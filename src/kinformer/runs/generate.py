@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kinformer.core.errors import KinformerError
 from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
+from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import generating_options
 from kinformer.tasks.task import LoadedRun, Task
 from kinformer.training.precision import use_fast_products

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kinformer.core.files import load_weights, read_json, write_atomic
 from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
+from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.tasks.table import task_of
 
 if TYPE_CHECKING:

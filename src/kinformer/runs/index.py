@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.lock import locked
-from kinformer.core.progress import note, progressing
-from kinformer.memory.datastore import Datastore
-from kinformer.memory.lists import InvertedLists, build, has_lists
-from kinformer.memory.writer import Writer
+from kinformer.datastore.lists import InvertedLists, build, has_lists
+from kinformer.datastore.store import Datastore
+from kinformer.datastore.writer import Writer
 from kinformer.runs.index_text import IndexedText, entries_of, open_source
 from kinformer.runs.options import IndexOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runs.store import keyed, origin_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.lock import locked
+from kinformer.runtime.progress import note, progressing
 from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
-    from kinformer.models.attached import KeyedDecoder
+    from kinformer.datastore.attached import KeyedDecoder
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.errors import choose
 from kinformer.data import EvaluationStream, Split, first_bytes, open_corpus
 from kinformer.evaluation.windows import Windows, batches
 from kinformer.runs.options import IndexOptions
 from kinformer.runs.run import Run
-from kinformer.tasks.text import check_positions, main_windows, spec_of
+from kinformer.runtime.errors import choose
+from kinformer.tasks.shared.text import check_positions, main_windows, spec_of
 
 if TYPE_CHECKING:
-    from kinformer.models.attached import KeyedDecoder
+    from kinformer.datastore.attached import KeyedDecoder
     from kinformer.models.decoder import Decoder
 
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model_config import ModelConfig
 from kinformer.data import Split
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
+from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer

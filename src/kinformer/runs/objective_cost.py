@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kinformer.evaluation.estimate import optimizer_bytes
-from kinformer.evaluation.estimate_checkpoint import Live
-from kinformer.evaluation.estimate_parts import without_data
-from kinformer.tasks.next_token_rows import NextTokenLoss, TokenBatch
+from kinformer.estimate.checkpoint import Live
+from kinformer.estimate.estimate import optimizer_bytes
+from kinformer.estimate.parts import without_data
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
 
 PLAIN = "next-token"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.core.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, flag_of, require
 from kinformer.tasks.task import Measuring
 from kinformer.training.settings import Settings
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kinformer.core.errors import KinformerError, flag_of
 from kinformer.data import FileTokenizer
 from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.retrieval import resume_retrieval
 from kinformer.runs.rows import data_of
 from kinformer.runs.run import BYTES, Run, open_run
+from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError, flag_of, require
-from kinformer.core.progress import note, progressing
 from kinformer.data import Corpus, Split
+from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, own_neighbours, table
+from kinformer.datastore.store import Datastore, StoredText
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
-from kinformer.memory.datastore import Datastore, StoredText
-from kinformer.memory.neighbours import NeighbourTable, is_whole, neighbours_of, own_neighbours, table
 from kinformer.runs.index_text import IndexedText, entries_of
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.run import Run, open_run
@@ -34,13 +32,15 @@ from kinformer.runs.store import (
     search_words,
     searcher,
 )
+from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.progress import note, progressing
 from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.core.neighbours import Searcher
-    from kinformer.models.attached import KeyedDecoder
+    from kinformer.datastore.attached import KeyedDecoder
 
 
 @dataclass(frozen=True)

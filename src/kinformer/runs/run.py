@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import override
-from kinformer.core.errors import KinformerError
-from kinformer.core.fields import require_types
-from kinformer.core.files import (
+from kinformer.family.build import model_config, storable
+from kinformer.family.kinds import kinds
+from kinformer.family.table import FAMILY
+from kinformer.family.table import member as member_called
+from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.fields import require_types
+from kinformer.runtime.files import (
     DIGEST,
     digest,
     load_tensors,
@@ -30,11 +35,6 @@ from kinformer.core.files import (
     signed,
     write_json,
 )
-from kinformer.family.build import model_config, storable
-from kinformer.family.kinds import kinds
-from kinformer.family.table import FAMILY
-from kinformer.family.table import member as member_called
-from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
 from kinformer.tasks.table import ALL, training_options
 from kinformer.tasks.table import task as task_called
 from kinformer.training.best import WEIGHTS, best_of

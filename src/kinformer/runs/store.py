@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError, flag_of
 from kinformer.core.model import CausalModel
-from kinformer.core.progress import note
 from kinformer.runs.options import StoreOptions
 from kinformer.runs.run import Run, open_run
+from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
-    from kinformer.memory.datastore import Datastore, KeySpace
-    from kinformer.memory.exact import ExactSearch
-    from kinformer.memory.lists import ListSearch
-    from kinformer.models.attached import AttachedDecoder, KeyedDecoder
+    from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
+    from kinformer.datastore.exact import ExactSearch
+    from kinformer.datastore.lists import ListSearch
+    from kinformer.datastore.store import Datastore, KeySpace
 
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
@@ -34,7 +34,7 @@ def looks_up(config: ModelConfig) -> bool:
 
 def keyed(run: Run, model: Any) -> KeyedDecoder:
     """The model with its keys shown; only a causal one has some."""
-    from kinformer.models.attached import KeyedDecoder
+    from kinformer.datastore.attached import KeyedDecoder
 
     if run.config.protocol is not CausalModel:
         raise KinformerError(
@@ -49,7 +49,7 @@ def keyed(run: Run, model: Any) -> KeyedDecoder:
 
 def origin_of(run: Run, keys: KeyedDecoder) -> KeySpace:
     """What identifies a datastore of this run."""
-    from kinformer.memory.datastore import KeySpace
+    from kinformer.datastore.store import KeySpace
 
     assert run.tokenizer is not None
     return KeySpace(
@@ -74,9 +74,9 @@ def attach_store(run: Run, model: Any, options: StoreOptions | None = None, rows
 
 def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecoder:
     """``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
+    from kinformer.datastore.attached import AttachedDecoder
+    from kinformer.datastore.store import Datastore
     from kinformer.heads.knn import KnnMixture
-    from kinformer.memory.datastore import Datastore
-    from kinformer.models.attached import AttachedDecoder
 
     assert options.datastore is not None
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
@@ -94,9 +94,9 @@ def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecod
 
 def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -> Any:
     """``model`` with its datastore and the retriever that made it (SPALM)."""
+    from kinformer.datastore.retrieving import RetrievingDecoder
+    from kinformer.datastore.store import Datastore
     from kinformer.generation.packed import pack
-    from kinformer.memory.datastore import Datastore
-    from kinformer.models.retrieving import RetrievingDecoder
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
@@ -125,7 +125,7 @@ def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -
 
 def store_of(model: Any) -> Datastore | None:
     """What a model that :func:`attach_store` gave a trained look-up looks things up in."""
-    from kinformer.models.retrieving import RetrievingDecoder
+    from kinformer.datastore.retrieving import RetrievingDecoder
 
     if not isinstance(model, RetrievingDecoder):
         return None
@@ -155,7 +155,7 @@ def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None
 def probes_of(folder: str | Path, asked: int | None) -> int | None:
     """How many of a datastore's lists are looked into, None for exact search: as ``asked`` (0: exact), else in lists
     where it has some."""
-    from kinformer.memory.lists import default_probes
+    from kinformer.datastore.lists import default_probes
 
     return default_probes(Path(folder)) if asked is None else asked or None
 
@@ -169,8 +169,8 @@ def search_words(probes: int | None) -> str:
 
 def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:
     """Exact search in the first ``entries`` entries, or with ``probes`` in the store's lists."""
-    from kinformer.memory.exact import ExactSearch
-    from kinformer.memory.lists import ListSearch
+    from kinformer.datastore.exact import ExactSearch
+    from kinformer.datastore.lists import ListSearch
 
     if probes is None:
         return ExactSearch(store, entries=entries)

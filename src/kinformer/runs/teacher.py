@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.core.errors import KinformerError
 from kinformer.runs.run import Run, open_run
+from kinformer.runtime.errors import KinformerError
 
 
 def teacher_of(run: Run) -> Any:

@@ -13,11 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from kinformer.core.errors import KinformerError, require
-from kinformer.core.figure import Figure
-from kinformer.core.files import load_tensors, load_weights
 from kinformer.core.model import WholeModel
-from kinformer.core.progress import tolerant
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
@@ -27,11 +23,15 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import plan_of, rows_of
 from kinformer.runs.run import Run, open_run
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.files import load_tensors, load_weights
+from kinformer.runtime.progress import tolerant
 from kinformer.training import distributed
 from kinformer.training.best import WEIGHTS
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
+from kinformer.training.metric import Figure
 from kinformer.training.precision import use_fast_products
 from kinformer.training.settings import Settings
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid, state_dtype
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
 from kinformer.core.span import Cut, TokenSpan
+from kinformer.runtime.errors import KinformerError
 from kinformer.scores.soft_span import SoftSpan, log_mask, window
 
 

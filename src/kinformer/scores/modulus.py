@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Score, ScoreConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Modulus(Score):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Pattern
 from kinformer.core.penalised import Penalised
 from kinformer.core.span import Cut, Span, SpanConfig, host, readable, stamp_of
-from kinformer.core.spread import gathered
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.sharding import gathered
 
 
 class SoftSpan(Span, Penalised):

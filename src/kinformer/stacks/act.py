@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
 from kinformer.core.stack import Progress
+from kinformer.runtime.errors import KinformerError
 
 
 class HaltingConfig(Config):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AllExits, AtExit, ExitRule, ExitRuleConfig
+from kinformer.runtime.errors import KinformerError
+from kinformer.stacks.exit_rules import AllExits, AtExit, ExitRule, ExitRuleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

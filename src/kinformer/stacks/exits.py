@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import Chunk
-from kinformer.core.errors import KinformerError
-from kinformer.core.exits import AtExit, ExitRule, ExitRuleConfig
-from kinformer.core.host import has_data
 from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import has_data
+from kinformer.stacks.exit_rules import AtExit, ExitRule, ExitRuleConfig
 
 
 class Exits(Stack):

@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from kinformer.core import state as states
-from kinformer.core.derivatives import Gradients, first_order
-from kinformer.core.errors import KinformerError
 from kinformer.core.stack import Branch
+from kinformer.runtime.derivatives import Gradients, first_order
+from kinformer.runtime.errors import KinformerError
 
 NAME = "the reversible stack"
 REMEDY = "use --set stack.recompute=false for that"

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core import state as states
-from kinformer.core.compiling import uncompiled
 from kinformer.core.contract import Chunk, state_dtype
-from kinformer.core.derivatives import check_reverse
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Branch, Stack, StackConfig
+from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.derivatives import check_reverse
+from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.reversal import NAME, REMEDY, Join, Trail, Use, UseLayer, filled, joined
 
 

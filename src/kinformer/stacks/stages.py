@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
+from kinformer.runtime.errors import KinformerError
 
 
 class Stages(Stack):

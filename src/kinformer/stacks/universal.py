@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import Text
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import has_data
 from kinformer.core.side_cost import SideCost
 from kinformer.core.stack import BeforeUse, Progress, Stack, StackConfig
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import has_data
 from kinformer.stacks.act import HaltingConfig
 
 Use = Callable[[int, Tensor, Tensor | None], Tensor]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.core import plugins
-from kinformer.core.errors import KinformerError, choose, flag_of, nearest
 from kinformer.core.model import PROTOCOLS
+from kinformer.runtime import plugins
+from kinformer.runtime.errors import KinformerError, choose, flag_of, nearest
 from kinformer.tasks import (
     algorithm,
     classify,

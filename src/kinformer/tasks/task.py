@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from kinformer.core.errors import KinformerError, require
-from kinformer.core.figure import Figure
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.training.metric import Figure
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.gradcheck import GradcheckError
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing.errors import BrokenLawError, require
 
 Function = Callable[..., tuple[Tensor, ...]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
 from kinformer.testing.scenario import starts
 from kinformer.testing.subject import Subject

@@ -10,7 +10,7 @@ from torch import nn
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
-from kinformer.core.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError, choose
 from kinformer.testing import declared, encoders, laws, numerics, ownership
 from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kinformer.core.spread import gathered, is_spread
+from kinformer.runtime.sharding import gathered, is_spread
 
 EPS = 1e-10
 

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.files import load_tensors
-from kinformer.core.spread import like
+from kinformer.runtime.files import load_tensors
+from kinformer.runtime.sharding import like
 from kinformer.training.checkpoint import Checkpoints
 
 

@@ -11,12 +11,12 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.core.files import load_tensors, reading, save_tensors
+from kinformer.runtime.files import load_tensors, reading, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kinformer.core.figure import Figure
+    from kinformer.training.metric import Figure
 
 WEIGHTS = "model.safetensors"
 _FIGURES, _STEP = "figures", "step"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.distributed import Group
 
 

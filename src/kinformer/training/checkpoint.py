@@ -16,8 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import DIGEST, load_tensors, read_json, reading, save_tensors, sync_folder, write_json
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import DIGEST, load_tensors, read_json, reading, save_tensors, sync_folder, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.autocast import autocast_dtype, no_autocast
-from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.output import OutputProduct
+from kinformer.runtime.autocast import autocast_dtype, no_autocast
+from kinformer.runtime.derivatives import check_reverse, first_order
 
 LOGITS = 1 << 22
 """Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""

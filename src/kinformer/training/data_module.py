@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.figure import Figure
+from kinformer.runtime.errors import KinformerError
+from kinformer.training.metric import Figure
 
 
 class DataModule:
@@ -53,5 +53,5 @@ class DataModule:
         raise NotImplementedError
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        """The same rows with what a datastore finds for them (see ``tasks.retrieved``)."""
+        """The same rows with what a datastore finds for them (see ``tasks.next_token.retrieved``)."""
         raise KinformerError("--datastore: this task looks nothing up; leave it out.")

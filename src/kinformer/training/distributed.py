@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.stack import Stack, units_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
 from kinformer.training.precision import begin_process

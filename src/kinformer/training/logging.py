@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from kinformer.core.files import write_atomic
-from kinformer.core.progress import tolerant
+from kinformer.runtime.files import write_atomic
+from kinformer.runtime.progress import tolerant
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0

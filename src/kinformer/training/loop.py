@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.files import load_weights, reading
-from kinformer.core.lock import is_here
 from kinformer.core.penalised import measures_of
 from kinformer.core.stack import units_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import load_weights, reading
+from kinformer.runtime.lock import is_here
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
 from kinformer.training.best import Best
 from kinformer.training.carried import Carried

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from kinformer.core.spread import is_spread
+from kinformer.runtime.sharding import is_spread
 
 SMALL = 1 << 18
 """Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""

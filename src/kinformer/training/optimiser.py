@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer, SparseAdam
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.spread import gathered, like, whole
 from kinformer.core.stack import units_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.sharding import gathered, like, whole
 from kinformer.training.adagrad import ClippedAdagrad
 from kinformer.training.muon import StackedMuon
 from kinformer.training.settings import Settings

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kinformer.core.host import keep_memory, processor
+from kinformer.runtime.host import keep_memory, processor
 
 
 def use_fast_products() -> None:

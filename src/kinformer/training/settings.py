@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.core.errors import KinformerError, flag_of, require
-from kinformer.core.fields import require_types
+from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.fields import require_types
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.autocast import autocast_together
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import Band
-from kinformer.core.products import by_onednn
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
 from kinformer.kernels.softmax.dropout import Dropout
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
+from kinformer.runtime.autocast import autocast_together
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.matmul import by_onednn
 
 __all__ = [
     "IMPLS",

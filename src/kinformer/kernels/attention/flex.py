@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kinformer.core.errors import KinformerError
 from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
 from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions
+from kinformer.runtime.errors import KinformerError
 
 _BLOCK = 128
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
-from kinformer.core.host import processor_class
 from kinformer.core.parts import Position, Score
 from kinformer.core.pattern import Pattern
-from kinformer.core.products import ONEDNN_FROM, by_onednn
 from kinformer.kernels.attention import sdpa
 from kinformer.kernels.softmax.request import Scoring, Visibility
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.host import processor_class
+from kinformer.runtime.matmul import ONEDNN_FROM, by_onednn
 
 IMPLS = ("auto", "reference", "chunked", "sdpa", "flex")
 _TABLES = ("bias", "factor", "keys", "values")

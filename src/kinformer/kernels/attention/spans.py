@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.host import has_data
 from kinformer.core.parts import Relative
 from kinformer.core.span import TokenSpan
 from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention
 from kinformer.kernels.softmax.request import query_positions
+from kinformer.runtime.host import has_data
 
 _ROWS = 64
 

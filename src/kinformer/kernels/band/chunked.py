@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.band.tiles import BandTile, Layout, limits
 from kinformer.kernels.softmax.dropout import dropout_words, keep
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, unfilled
+from kinformer.runtime.derivatives import check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-import kinformer.core.flops  # noqa: F401 (products in place are counted)
+import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.band.chunked import BandCall, rows_per_tile
 from kinformer.kernels.band.tiles import Layout
 

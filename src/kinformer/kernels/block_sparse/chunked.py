@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.compiling import constant
 from kinformer.core.contract import state_dtype
-from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.block_sparse.distances import TABLES, Distances
@@ -28,6 +26,8 @@ from kinformer.kernels.block_sparse.tiles import LOG2_E, TileLoop
 from kinformer.kernels.softmax.dropout import dropout_words
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Scoring, Visibility, query_positions, unfilled
+from kinformer.runtime.compiling import constant
+from kinformer.runtime.derivatives import check_reverse, first_order
 
 _PATTERNS: OrderedDict[int, Pattern] = OrderedDict()
 _NUMBERS: dict[Pattern, int] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import kinformer.core.flops  # noqa: F401 (products in place are counted)
+import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.block_sparse.chunked import Call
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.kernels.block_sparse.stacking import stack

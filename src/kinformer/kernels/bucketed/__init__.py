@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.bucketed import flops, scratch
 from kinformer.kernels.bucketed.chunked import attend
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
 from kinformer.kernels.bucketed.one_query import attend_one
 from kinformer.kernels.bucketed.reference import dense
 from kinformer.kernels.softmax.request import Attended
+from kinformer.runtime.errors import KinformerError
 
 __all__ = ["IMPLS", "Membership", "bucketed_attention", "counted", "flops", "members", "needed", "scratch"]
 

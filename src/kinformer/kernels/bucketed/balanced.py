@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.bucketed.layout import gathered
+from kinformer.runtime.autocast import no_autocast
 
 _ITSELF, _EPS = -5e4, 1e-5
 """As in routing-transformer: the score of a token with itself where queries are keys, and what is added to counts."""

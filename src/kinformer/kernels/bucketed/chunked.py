@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import autocast_together
 from kinformer.core.contract import state_dtype
-from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.bucketed.layout import Block, Layout, chunk_numbers, lay_out, rows_per_tile
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended, unfilled
+from kinformer.runtime.autocast import autocast_together
+from kinformer.runtime.derivatives import check_reverse, first_order
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.bucketed.layout import gathered
 from kinformer.kernels.bucketed.membership import Membership
 from kinformer.kernels.softmax.request import Attended
+from kinformer.runtime.autocast import no_autocast
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.scratch import scratch
 from kinformer.kernels.bucketed.chunked import SPARE, BucketedCall
 from kinformer.kernels.bucketed.layout import PAIRS, rows_per_tile
+from kinformer.runtime.workspace import scratch
 
 NUMBERS, NUMBERS_OF_LINES = 8, 4
 """Arrays of int64 that a layout makes of every slot, and of every line."""

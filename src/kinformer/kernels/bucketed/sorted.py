@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.bucketed.layout import gathered
+from kinformer.runtime.autocast import no_autocast
 
 _HIDDEN, _ITSELF = -1e9, -1e5
 """Scores of what is hidden and of a token with itself (the authors' code): it sees itself where all else is hidden."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
 from kinformer.kernels.delta.summary import DeltaSummary, summarise
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
+from kinformer.runtime.errors import KinformerError
 
 __all__ = ["DeltaSummary", "delta_rule", "summarise"]
 

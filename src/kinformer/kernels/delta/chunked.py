@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
-from kinformer.core.derivatives import first_order
 from kinformer.kernels.delta.inverse import unit_lower_inverse
 from kinformer.kernels.linear.blocks import (
     SequenceBlocks,
@@ -32,6 +30,8 @@ from kinformer.kernels.linear.blocks import (
     product_dtype,
     tiles,
 )
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.derivatives import first_order
 
 
 def chunked(

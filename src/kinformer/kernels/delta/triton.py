@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kinformer.core.derivatives import check_reverse, first_order
 from kinformer.kernels.linear.blocks import accumulator_dtype, operand_dtype, product_dtype
 from kinformer.kernels.linear.triton import (
     Cut,
@@ -32,6 +31,7 @@ from kinformer.kernels.linear.triton import (
     side,
     tile,
 )
+from kinformer.runtime.derivatives import check_reverse, first_order
 
 _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_decay, Tensor? reset"
 

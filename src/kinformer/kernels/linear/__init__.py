@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.impls import IMPLS, check_call, check_triton, choose_impl
 from kinformer.kernels.linear.reference import recurrence
 from kinformer.kernels.linear.sequence import LinearState, Sequence
 from kinformer.kernels.linear.summary import LinearSummary, summarise
+from kinformer.runtime.errors import KinformerError
 
 __all__ = [
     "IMPLS",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import kinformer.core.flops  # noqa: F401 (products in place are counted)
-from kinformer.core.autocast import autocast_dtype
+import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.linear.channels import Channels
+from kinformer.runtime.autocast import autocast_dtype
 
 SIZES = (8, 16, 32, 64)
 TILE_ELEMENTS = 2**18

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.autocast import no_autocast
-from kinformer.core.derivatives import first_order
 from kinformer.kernels.linear.blocks import (
     SequenceBlocks,
     accumulator_dtype,
@@ -33,6 +31,8 @@ from kinformer.kernels.linear.blocks import (
     tiles,
 )
 from kinformer.kernels.linear.sequence import Sequence
+from kinformer.runtime.autocast import no_autocast
+from kinformer.runtime.derivatives import first_order
 
 
 def chunked(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

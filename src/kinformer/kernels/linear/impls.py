@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
+from kinformer.runtime.errors import KinformerError
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 WIDEST = 256

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.autocast import no_autocast
 from kinformer.kernels.linear.blocks import accumulator_dtype
 from kinformer.kernels.linear.sequence import LinearState
+from kinformer.runtime.autocast import no_autocast
 
 
 class LinearSummary(NamedTuple):

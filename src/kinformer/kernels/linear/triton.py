@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kinformer.core.derivatives import check_reverse, first_order
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, number, operand_dtype, product_dtype
 from kinformer.kernels.linear.sequence import Sequence
+from kinformer.runtime.derivatives import check_reverse, first_order
+from kinformer.runtime.errors import KinformerError
 
 LARGEST = 64
 """Tokens in a block."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.lookup import chunked, lists, reference
 from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile
 from kinformer.kernels.lookup.slices import MemorySlice, gathered
+from kinformer.runtime.errors import KinformerError
 
 __all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "gathered", "look_up"]
 

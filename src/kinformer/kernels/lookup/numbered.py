@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-import kinformer.core.flops  # noqa: F401 (int8 products are counted)
-from kinformer.core.host import processor
+import kinformer.runtime.flops  # noqa: F401 (int8 products are counted)
+from kinformer.runtime.host import processor
 
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""

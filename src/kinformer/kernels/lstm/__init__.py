@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kinformer.core.errors import KinformerError
 from kinformer.kernels.lstm import native, reference, shapes
+from kinformer.runtime.errors import KinformerError
 
 IMPLS = ("auto", "reference", "native")
 

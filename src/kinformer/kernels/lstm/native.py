@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kinformer.core.compiling import uncompiled
+from kinformer.runtime.compiling import uncompiled
 
 
 @uncompiled("PyTorch's own LSTM is one operation")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.products import by_onednn
 from kinformer.kernels.softmax.request import Scoring
+from kinformer.runtime.matmul import by_onednn
 
 EPS = 1e-12
 """Added under the root of a modulus, whose gradient at 0 would be infinite."""

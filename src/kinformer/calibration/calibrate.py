@@ -1,0 +1,165 @@
+"""The threshold of early exits found on held-out text, and kept in the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.calibration.options import CalibrateOptions
+from kinformer.core.config import override
+from kinformer.data import Split
+from kinformer.evaluation.calibration import Tested, chosen, dissimilarity, fixed_sequence, grid
+from kinformer.evaluation.early_exit import Exited, noting_exits, saved
+from kinformer.family.kinds import kinds
+from kinformer.generation.packed import pack
+from kinformer.generation.session import generate
+from kinformer.runs.run import Run, open_run
+from kinformer.runs.spool import spooled
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.lock import locked
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.shared.text import HeldOut, held_out
+from kinformer.tasks.task import Measuring
+
+CALIBRATION = "calibration"
+"""What a run's ``data`` calls how its thresholds were found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """``tested`` in order, and the ``chosen`` one, None where even the most careful failed, so that all layers are
+    used; ``exits`` of the new tokens with it; the ``data`` that it was found on; how long it took."""
+
+    run: Run
+    tested: list[Tested]
+    chosen: Tested | None
+    exits: Exited | None
+    data: HeldOut
+    seconds: float
+
+
+def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated:
+    """Find the threshold of the run in ``folder`` and write it into its config, in place of the one before."""
+    run = open_run(folder)
+    check_exits(run)
+    device = options.prepare(options.seed)
+    model = pack(run.model({"stack.rule.thresholds": []}).to(device), options.rows)
+    begun = time.perf_counter()
+    with spooled(options.data) as data, locked(run.folder):
+        held = held_out(run, Measuring(data=data, split=options.split))
+        samples = Samples(model, held.split, options)
+        steps = grid(options.thresholds)
+        with progressing(quiet, "calibrating") as progress:
+            epsilon = 1 - options.confidence
+            risk = samples.risk if progress is None else _told(samples, progress, len(steps))
+            tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon, options.bound)
+        best = chosen(tested, epsilon)
+        exits = None if best is None else samples.saved(best.threshold)
+        kept = keep(run, () if best is None else (best.threshold,), _said(best, options), held)
+    return Calibrated(run=kept, tested=tested, chosen=best, exits=exits, data=held, seconds=time.perf_counter() - begun)
+
+
+def _told(samples: Samples, progress: Progress, most: int) -> Any:
+    def risk(threshold: float) -> float:
+        progress(len(samples.exits), most)
+        return samples.risk(threshold)
+
+    return risk
+
+
+def check_exits(run: Run) -> None:
+    """Refuse runs whose exits have no threshold, or that continue no text."""
+    from kinformer.stacks.confidence import ThresholdConfig
+
+    rule = getattr(run.config.stack, "rule", None)
+    if not isinstance(rule, ThresholdConfig):
+        what = (
+            "no token leaves early" if rule is None else f"tokens leave by the rule {rule.kind!r}, without a threshold"
+        )
+        raise KinformerError(
+            f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
+            "softmax_response, saturation or classifier."
+        )
+    if not run.task.tokenizes:
+        raise KinformerError(
+            f"{run.folder}: was trained for the task {run.task.name}, which has no text to continue; give a run of "
+            "next-token."
+        )
+
+
+class Samples:
+    """Prompts of a text, their true continuations, and those of all layers; ``exits`` by threshold, of new tokens."""
+
+    def __init__(self, model: Any, split: Split, options: CalibrateOptions) -> None:
+        self.model, self.options = model, options
+        length = options.prompt_tokens + options.new_tokens
+        if len(split) < length + options.prompts:
+            raise KinformerError(
+                f"split {split.name!r} of {split.corpus} holds {len(split)} tokens, too few for {options.prompts} "
+                f"samples of {length}; give more data, or fewer by --prompts, --prompt-tokens or --new-tokens."
+            )
+        draw = np.random.default_rng(options.seed)
+        starts = np.sort(draw.choice(len(split) - length, options.prompts, replace=False))
+        rows = split.rows(starts, length)
+        self.prompts, self.truth = rows[:, : options.prompt_tokens], rows[:, options.prompt_tokens :]
+        self.whole = self._continued()
+        self.exits: dict[float, Exited] = {}
+
+    def losses(self, threshold: float) -> np.ndarray:
+        """Of every sample, in [0, 1]."""
+        with at_threshold(self.model, threshold), noting_exits(self.model) as noted:
+            early = self._continued()
+        assert noted.found is not None
+        self.exits[threshold] = noted.found
+        if self.options.consistency == "textual":
+            return dissimilarity(early, self.whole)
+        return (dissimilarity(early, self.truth) - dissimilarity(self.whole, self.truth)).clip(0)
+
+    def risk(self, threshold: float) -> float:
+        """The mean loss."""
+        return float(self.losses(threshold).mean())
+
+    def saved(self, threshold: float) -> Exited:
+        """What a threshold saves of one sequence that grows."""
+        with at_threshold(self.model, threshold):
+            return saved(self.model, self.exits[threshold], self.options.prompt_tokens)
+
+    def _continued(self) -> np.ndarray:
+        found = []
+        for start in range(0, len(self.prompts), self.options.rows):
+            some = torch.from_numpy(self.prompts[start : start + self.options.rows])
+            found.append(generate(self.model, some, max_new_tokens=self.options.new_tokens, temperature=0.0).cpu())
+        return torch.cat(found).numpy()
+
+
+@contextmanager
+def at_threshold(model: Any, threshold: float) -> Iterator[None]:
+    """One threshold for all exits of ``model`` meanwhile."""
+    rule = model.stack.rule
+    before, rule.thresholds = rule.thresholds, (threshold,) * (rule.exits - 1)
+    try:
+        yield
+    finally:
+        rule.thresholds = before
+
+
+def _said(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
+    names = ("risk", "confidence", "consistency", "bound", "prompts", "prompt_tokens", "new_tokens", "seed")
+    found = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
+    return {name: getattr(options, name) for name in names} | found
+
+
+def keep(run: Run, thresholds: Sequence[float], said: Mapping[str, Any], held: HeldOut) -> Run:
+    """The run with its ``thresholds``, and what is ``said`` of how they were found, saved."""
+    config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
+    data = dict(run.data) | {CALIBRATION: dict(said) | {"data": held.identity}}
+    kept = replace(run, config=config, data=data)
+    kept.save()
+    return kept

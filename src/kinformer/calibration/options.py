@@ -1,0 +1,87 @@
+"""What a calibration of early exits is asked for. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from kinformer.runs.options import Machine
+from kinformer.runtime.errors import KinformerError, flag_of, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Machine):
+    """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
+
+    A sample is a prompt from the text and its greedy continuation. Its loss, between 0 and 1, is how much the
+    continuation with early exits differs from that of all layers (textual), or how much worse it is (risk).
+    """
+
+    risk: float = 0.05
+    """The bound on the expected loss."""
+    confidence: float = 0.95
+    """The probability with which the bound holds."""
+    consistency: Literal["textual", "risk"] = "textual"
+    """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much the continuation's
+    1 - ROUGE-L to the text itself is larger with early exits than without."""
+    bound: Literal["bentkus", "hoeffding"] = "bentkus"
+    """Which inequality tells a risk from the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
+    takes more samples for the same."""
+    data: str | None = None
+    """The text: a path, - for standard input, or stdlib; the run's own if not given."""
+    split: str = "validation"
+    """Which part of the data: train, validation or test. Measure on another part than this."""
+    prompts: int = 1000
+    """How many samples, drawn evenly from the text."""
+    prompt_tokens: int = 64
+    """Tokens of a prompt."""
+    new_tokens: int = 32
+    """Tokens of a continuation."""
+    thresholds: int = 24
+    """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
+    rows: int = 64
+    """How many continuations grow side by side."""
+    search: int | None = None
+    """Instead of a bound on a risk: draw so many thresholds for every exit, and take those with the fewest layers per
+    token whose bits per byte stay within --tolerance of all layers'."""
+    tolerance: float | None = None
+    """With --search: how many bits per byte early exits may cost (0.01 if not given)."""
+    max_bytes: int | None = None
+    """With --search: measure on the first N bytes only (20,000 if not given)."""
+    seed: int = 0
+    """Decides the samples."""
+
+    def __post_init__(self) -> None:
+        for name in ("risk", "confidence"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise KinformerError(f"--{name} {value:g}: is a share; give a number above 0 and below 1.")
+        for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
+            require(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        require("--seed", self.seed, 0)
+        if self.search is not None:
+            self._check_search()
+            return
+        for name in ("tolerance", "max_bytes"):
+            if getattr(self, name) is not None:
+                raise KinformerError(f"{flag_of(name)}: is for --search; give --search N too, or leave it out.")
+        from kinformer.evaluation.calibration import samples_needed
+
+        needed = samples_needed(self.risk, 1 - self.confidence, self.bound)
+        if self.prompts < needed:
+            raise KinformerError(
+                f"--prompts {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
+                f"{self.confidence:g}, even without a single difference; give {needed} or more."
+            )
+
+    def _check_search(self) -> None:
+        require("--search", self.search, 1)
+        require("--max-bytes", self.max_bytes, 2)
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise KinformerError(f"--tolerance {self.tolerance:g}: must be 0 or more bits per byte.")
+        own = {"search", "tolerance", "max_bytes", "split", "data", "seed", *(each.name for each in fields(Machine))}
+        for each in fields(CalibrateOptions):
+            if each.name not in own and getattr(self, each.name) != each.default:
+                raise KinformerError(
+                    f"{flag_of(each.name)}: is of a calibration that bounds a risk; leave it or --search out."
+                )

@@ -1,0 +1,95 @@
+"""Thresholds of every exit found by random search on held-out text, measured, and kept in the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+from kinformer.calibration.calibrate import check_exits, keep
+from kinformer.calibration.options import CalibrateOptions
+from kinformer.evaluation.bits import measure
+from kinformer.evaluation.early_exit import Exited, noting_exits, saved, with_rule
+from kinformer.evaluation.exit_search import Draw, outlook
+from kinformer.evaluation.windows import Windows
+from kinformer.runs.run import Run, open_run
+from kinformer.runs.spool import spooled
+from kinformer.runtime.lock import locked
+from kinformer.tasks.shared.text import HeldOut, held_out, main_windows
+from kinformer.tasks.task import Measuring
+
+TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """In windows, as the run was trained."""
+
+    context: str
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were kept, beside ``whole``, the bits of all layers;
+    thresholds are empty where none stayed within the tolerance. ``curve``: the draws that were better than others."""
+
+    run: Run
+    thresholds: tuple[float, ...]
+    bits_per_byte: float
+    whole: float
+    exits: Exited | None
+    curve: list[Draw]
+    data: HeldOut
+    seconds: float
+
+
+def search(folder: str | Path, options: CalibrateOptions) -> Found:
+    """Search the thresholds of the run in ``folder`` and write them into its config, in place of those before."""
+    run = open_run(folder)
+    check_exits(run)
+    device, begun = options.prepare(options.seed), time.perf_counter()
+    assert options.search is not None
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
+    with spooled(options.data) as data, locked(run.folder):
+        limit = BYTES if options.max_bytes is None else options.max_bytes
+        held = held_out(run, Measuring(data=data, split=options.split, max_bytes=limit))
+        held.split.require(2, "a search")
+        model = run.model({"stack.rule.thresholds": [1.0]}).to(device)
+        windows = main_windows(run, model, _Reading(str(run.training.get("length") or model.max_length)))
+        assert windows is not None
+        known = outlook(model, held.split, windows)
+        curve = known.search(options.search, options.seed)
+        with with_rule(model.stack, None):
+            whole = measure(model, held.split, windows).bits_per_byte
+        room = tolerance * log(2) * held.split.bytes / len(held.split)
+        fitting = [draw for draw in curve if draw.nats <= float(known.nats[-1].mean()) + room]
+        thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
+        said = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
+        kept = keep(run, thresholds, said | {"thresholds": list(thresholds)}, held)
+    return Found(
+        run=kept,
+        thresholds=thresholds,
+        bits_per_byte=bits if thresholds else whole,
+        whole=whole,
+        exits=exits,
+        curve=curve,
+        data=held,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _first_within(
+    model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], most: float
+) -> tuple[tuple[float, ...], float, Exited | None]:
+    """The first of ``draws`` whose measured bits per byte are at most ``most``: its thresholds, these, its exits."""
+    for draw in draws:
+        model.stack.rule.thresholds = draw.thresholds
+        with noting_exits(model) as noted:
+            bits = measure(model, held.split, windows).bits_per_byte
+        if bits <= most and noted.found is not None:
+            return draw.thresholds, bits, saved(model, noted.found, windows.context // 2)
+    return (), most, None

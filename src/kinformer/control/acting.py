@@ -1,0 +1,249 @@
+"""Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
+
+A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
+every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.control.environments.environment import Box, Discrete, Environment
+from kinformer.control.environments.table import make
+from kinformer.core import state as states
+from kinformer.core.model import device_of
+from kinformer.data.permutation import mix
+from kinformer.generation.recorded import logits_after
+from kinformer.generation.steps import LONG, Steps
+from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.progress import Progress
+
+WAVE = 64
+"""Episodes side by side."""
+MEASURED_SEEDS = 1 << 20
+"""Episodes that are measured are begun by seeds from here on."""
+NORMAL_95 = 1.96
+
+
+class Policy(Protocol):
+    """Chooses actions in rows of episodes that began together."""
+
+    def begin(self, episodes: np.ndarray) -> None:
+        """New episodes, of these numbers."""
+        ...
+
+    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """Actions for ``observations`` [rows, features], with returns ``asked`` [rows] still to get."""
+        ...
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Only ``rows`` [rows] bool go on."""
+        ...
+
+
+class Rollouts(NamedTuple):
+    """Of every episode [episodes]: its return, how many steps it had, and the best return that it allowed (NaN where
+    nobody knows)."""
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    optimal: np.ndarray
+
+
+def draw(
+    predicted: Tensor, actions: Discrete | Box, temperature: float, uniforms: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """Actions for what a head says [rows, ...]; ``uniforms(n)`` gives n numbers for each row, [rows, n]. Normal ones
+    may lie outside of their box."""
+    found = predicted.double().cpu().numpy()
+    if isinstance(actions, Discrete):
+        if temperature == 0:
+            return found.argmax(-1)
+        return (found / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)  # Gumbel's
+    mean = found[:, : actions.dim]
+    if found.shape[1] > actions.dim and temperature:
+        u = uniforms(2 * actions.dim)
+        normal = np.sqrt(-2 * np.log(u[:, : actions.dim])) * np.cos(2 * np.pi * u[:, actions.dim :])
+        mean = mean + temperature * np.exp(found[:, actions.dim :]) * normal
+    return mean.astype(np.float32)
+
+
+def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
+    """Actions as the environment takes them: those outside of a box are moved to its edge."""
+    return actions if isinstance(space, Discrete) else np.clip(actions, space.low, space.high).astype(np.float32)
+
+
+@dataclass
+class Drawing:
+    """How actions are drawn: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
+
+    actions: Discrete | Box
+    temperature: float
+    seed: int
+
+    def __call__(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
+        """Actions within their space."""
+        return within(self.drawn(predicted, episodes, step), self.actions)
+
+    def drawn(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
+        """Actions as :func:`draw` gives them."""
+
+        def uniforms(count: int) -> np.ndarray:
+            bits = mix(self.seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
+            return (bits + 0.5) * 2.0**-53
+
+        return draw(predicted, self.actions, self.temperature, uniforms)
+
+
+class Agent:
+    """``model`` in eval mode as a policy. ``window``: how many positions it reads again at every step; None carries.
+
+    A subclass says by ``positions`` what a step's new positions are.
+    """
+
+    def __init__(self, model: Any, drawing: Drawing, window: int | None) -> None:
+        self.model, self.drawing, self.window = model, drawing, window
+        self.state: Any = None
+        self.past: np.ndarray | None = None
+        self._stepping = Steps(model, LONG, recorded=False)
+
+    def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """What the model is to absorb before it acts, [rows, time, width] float32."""
+        raise NotImplementedError
+
+    def of_policy(self, predicted: Tensor) -> Tensor:
+        """What of the head's output [rows, ...] is about actions."""
+        return predicted
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self._settle()
+        self.episodes, self.timestep = episodes, 0
+        self.state, self.past = None, None
+        if self._stepping.recorded != (len(episodes) == 1):  # of several rows some end before others
+            self._stepping = Steps(self.model, LONG, recorded=len(episodes) == 1)
+
+    def _settle(self) -> None:
+        if self.state is not None:
+            self.state = self._stepping.settled(self.state)
+
+    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        chunk = self.positions(observations, asked)
+        if self.window is not None:
+            chunk = chunk if self.past is None else np.concatenate([self.past, chunk], axis=1)
+            self.past = chunk = chunk[:, -self.window :]
+        actions = self.drawing(self.of_policy(self._absorbed(chunk)), self.episodes, self.timestep)
+        self.timestep += 1
+        return actions
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+        self.past = None if self.past is None else self.past[rows]
+        self._settle()
+        if self.state is not None:
+            self.state = states.select_rows(self.state, torch.from_numpy(np.flatnonzero(rows)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the carried state."""
+        return 0 if self.state is None else states.nbytes(self.state)
+
+    def _absorbed(self, chunk: np.ndarray) -> Tensor:
+        """What the head says at the last position of ``chunk`` [rows, time, width]."""
+        values = torch.from_numpy(np.ascontiguousarray(chunk)).to(device_of(self.model))
+        with torch.inference_mode(), few_rows(values.device, self.window is None):
+            if self.state is not None and values.shape[1] == 1:
+                predicted, self.state = self._stepping.step(values, self.state)
+            else:
+                predicted, state = logits_after(self.model, values, self.state)
+                if self.window is None:
+                    recorded = self._stepping.recorded and self.state is None
+                    self.state = states.reserve(state, LONG) if recorded else state
+        require_finite(bool(predicted.isfinite().all()))
+        return predicted
+
+
+def rollouts(
+    policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: Progress | None = None
+) -> Rollouts:
+    """``episodes`` of the environment ``env``, in which the policy is asked for the return ``target`` (None: the best
+    that each allows); episode i begins by the seed ``seed + i``."""
+    parts = []
+    for first in range(0, episodes, WAVE):
+        environment = make(env, min(WAVE, episodes - first))
+        try:
+            parts.append(_wave(policy, environment, target, first, seed))
+        finally:
+            environment.close()
+        if progress is not None:
+            progress(min(first + WAVE, episodes), episodes)
+    return Rollouts(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def _wave(policy: Policy, environment: Environment, target: float | None, first: int, seed: int) -> Rollouts:
+    observations, _ = environment.reset(seed=seed + first)
+    best = environment.optimal
+    optimal = np.full(environment.count, np.nan) if best is None else best
+    asked = asked_of(environment, target)
+    returns, rows = np.zeros(environment.count), np.arange(environment.count)
+    policy.begin(first + rows)
+    while len(rows):
+        actions = _scattered(policy.act(observations[rows], asked[rows]), rows, environment)
+        observations, rewards, *_ = environment.step(actions)
+        returns += rewards
+        asked -= rewards
+        going = ~environment.ended[rows]
+        if not going.all():
+            policy.keep(going)
+            rows = rows[going]
+    return Rollouts(returns, environment.steps.astype(np.int64), optimal)
+
+
+def asked_of(environment: Environment, target: float | None) -> np.ndarray:
+    """The return [rows] that is asked for: ``target``, or None, the best that each row's episode allows."""
+    if target is not None:
+        return np.full(environment.count, float(target))
+    if environment.optimal is None:
+        raise KinformerError(f"--target optimal: nobody knows the best return of {environment.name}; give a number.")
+    return environment.optimal.copy()
+
+
+def remembering(context: int | None) -> str:
+    """How an agent remembers, in words."""
+    return "state carried" if context is None else f"the last {context} steps read again at each"
+
+
+def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:
+    """``actions`` of ``rows`` among those of all rows."""
+    whole = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
+    whole[rows] = actions
+    return whole
+
+
+def summary(found: Rollouts) -> dict[str, Any]:
+    """Mean return, half the width of its 95 % confidence interval, and more, as JSON."""
+    count = len(found.returns)
+    spread = float(found.returns.std(ddof=1)) if count > 1 else 0.0
+    facts = {
+        "episodes": count, "mean": float(found.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
+        "std": spread, "steps": float(found.lengths.mean()),
+    }  # fmt: skip
+    if np.isfinite(found.optimal).all():
+        facts |= {
+            "optimal": float(found.optimal.mean()),
+            "optimal_share": float((found.returns >= found.optimal).mean()),
+        }
+    return facts
+
+
+def cells(facts: Mapping[str, Any]) -> list[str]:
+    """A summary as cells of a table: return, its confidence, steps and, where it is known, how many were optimal."""
+    shown = [f"{facts['mean']:.2f}", f"± {facts['confidence']:.2f}", f"{facts['steps']:.1f}"]
+    return [*shown, f"{facts['optimal_share']:.1%}"] if "optimal_share" in facts else shown

@@ -1,0 +1,124 @@
+"""What acts are done in: several copies of one environment side by side, in NumPy, with the interface of gymnasium's
+vector environments (without its automatic resets).
+
+    observations, _ = environment.reset(seed=[1, 2, 3])
+    observations, rewards, terminated, truncated, _ = environment.step(actions)
+
+A row's episode is a function of its seed and of its actions, whatever the others do. A row that has ended stays as it
+is, with rewards of 0, until it is reset: ``reset(seed=, options={"reset_mask": rows})``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kinformer.runtime.errors import KinformerError
+
+Stepped = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+"""Observations [rows, features] float32, rewards [rows] float64, terminated and truncated [rows] bool, and nothing."""
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Actions 0 to ``n`` - 1, [rows] int64."""
+
+    n: int
+
+    @property
+    def dim(self) -> int:
+        return self.n
+
+
+@dataclass(frozen=True)
+class Box:
+    """Actions [rows, dim] float32 from ``low`` to ``high``."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @property
+    def dim(self) -> int:
+        return len(self.low)
+
+
+class Environment:
+    """``count`` rows. A subclass gives ``name``, ``observation_dim``, ``actions``, ``most_steps``, and ``_begin``,
+    ``_observe``, ``_act``.
+
+    ``optimal``: the best return that each row's present episode allows, or None where nobody knows.
+    """
+
+    name: str
+    observation_dim: int
+    actions: Discrete | Box
+    most_steps: int
+
+    def __init__(self, count: int = 1) -> None:
+        if count < 1:
+            raise KinformerError(f"an environment has {count} rows, but must have 1 or more.")
+        self.count = count
+        self.steps = np.zeros(count, np.int64)
+        self.ended = np.ones(count, bool)
+
+    @property
+    def optimal(self) -> np.ndarray | None:
+        return None
+
+    def reset(
+        self, *, seed: int | Sequence[int] = 0, options: Mapping[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin new episodes, in all rows or in those of ``options["reset_mask"]``; a seed for each row, or one from
+        which they count."""
+        seeds = np.arange(seed, seed + self.count) if isinstance(seed, int) else np.asarray(seed)
+        if len(seeds) != self.count:
+            raise KinformerError(f"{self.name}: {len(seeds)} seeds for {self.count} rows; give one for each.")
+        rows = np.ones(self.count, bool) if options is None else np.asarray(options["reset_mask"], bool)
+        self.steps[rows], self.ended[rows] = 0, False
+        for row in np.flatnonzero(rows):
+            self._begin(int(row), int(seeds[row]))
+        return self._observe(), {}
+
+    def step(self, actions: np.ndarray) -> Stepped:
+        """Act in every row that has not ended."""
+        self._check(actions)
+        running = ~self.ended
+        rewards, terminated = self._act(np.asarray(actions), running)
+        self.steps += running
+        terminated = terminated & running
+        truncated = running & ~terminated & (self.steps >= self.most_steps)
+        self.ended |= terminated | truncated
+        return self._observe(), np.where(running, rewards, 0.0), terminated, truncated, {}
+
+    def render(self) -> np.ndarray:
+        """A picture of the first row, [height, width, 3] uint8."""
+        raise KinformerError(f"{self.name}: has no picture of itself; leave --render out.")
+
+    def close(self) -> None:
+        """Let go of what the environment holds."""
+
+    def _check(self, actions: np.ndarray) -> None:
+        space = self.actions
+        if isinstance(space, Discrete) and not ((actions >= 0) & (actions < space.n)).all():
+            raise KinformerError(f"{self.name}: knows the actions 0 to {space.n - 1}, but is given {actions.tolist()}.")
+
+    def _begin(self, row: int, seed: int) -> None:
+        """A new episode of one row."""
+        raise NotImplementedError
+
+    def _observe(self) -> np.ndarray:
+        """[rows, features] float32."""
+        raise NotImplementedError
+
+    def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards and terminated [rows], having changed the rows that are ``running``."""
+        raise NotImplementedError
+
+
+def require_length(name: str, length: int) -> None:
+    """Refuse an environment without a step between its beginning and its end."""
+    if length < 1:
+        raise KinformerError(f"--env {name}:{length}: is {length} steps long, but must be 1 or more.")

@@ -1,0 +1,130 @@
+"""The environments of gymnasium (extra ``rl``), and of packages that add to it, behind the same interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kinformer.control.environments.environment import Box, Discrete, Environment
+from kinformer.runtime.errors import KinformerError
+
+ENDLESS = 10_000
+"""Steps of an environment that sets no limit."""
+PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
+"""What is imported for names that begin so, since packages announce their environments then."""
+
+
+class _Seen(NamedTuple):
+    """How many numbers an observation has, and how they are read from it."""
+
+    size: int
+    read: Callable[[Any], np.ndarray]
+
+
+class Gymnasium(Environment):
+    """``count`` copies of gymnasium's environment ``name``; observations are flattened, discrete ones one-hot,
+    and of those with names all but texts are joined.
+
+    Errors: ``KinformerError`` where gymnasium or the environment is not installed, and for spaces of other kinds.
+    """
+
+    def __init__(self, name: str, count: int = 1, render: bool = False) -> None:
+        super().__init__(count)
+        self.name = name
+        self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
+        first = self.copies[0]
+        spec = getattr(first, "spec", None)
+        said = spec.max_episode_steps if spec else None
+        self.most_steps = said or getattr(first.unwrapped, "max_steps", None) or ENDLESS
+        self.reading = _observed(first.observation_space, name)
+        self.observation_dim = self.reading.size
+        self.actions = _actions(first.action_space, name)
+        self.seen = np.zeros((count, self.observation_dim), np.float32)
+
+    def render(self) -> np.ndarray:
+        picture = self.copies[0].render()
+        return np.asarray(picture, np.uint8) if picture is not None else super().render()
+
+    def close(self) -> None:
+        for each in self.copies:
+            each.close()
+
+    def _begin(self, row: int, seed: int) -> None:
+        self._see(row, self.copies[row].reset(seed=seed)[0])
+
+    def _observe(self) -> np.ndarray:
+        return self.seen.copy()
+
+    def _act(self, actions: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rewards, terminated = np.zeros(self.count), np.zeros(self.count, bool)
+        for row in np.flatnonzero(running):
+            action = int(actions[row]) if isinstance(self.actions, Discrete) else self._within(actions[row])
+            observation, rewards[row], terminated[row], truncated, _ = self.copies[row].step(action)
+            self._see(int(row), observation)
+            if truncated and not terminated[row]:
+                self.steps[row] = self.most_steps - 1  # its own limit, whatever its record says
+        return rewards, terminated
+
+    def _within(self, action: np.ndarray) -> np.ndarray:
+        space = self.copies[0].action_space
+        return np.clip(action, space.low.reshape(-1), space.high.reshape(-1)).reshape(space.shape).astype(space.dtype)
+
+    def _see(self, row: int, observation: Any) -> None:
+        self.seen[row] = self.reading.read(observation)
+
+
+def _make(name: str, render_mode: str | None) -> Any:
+    try:
+        import gymnasium
+    except ImportError:
+        raise KinformerError(
+            f"--env {name}: is an environment of gymnasium, which is not installed; pip install 'kinformer[rl]' gets "
+            f"it."
+        ) from None
+    package = PACKAGES.get(name.partition("-")[0].partition("/")[0])
+    try:
+        if package is not None:
+            import_module(package)
+    except ImportError:
+        raise KinformerError(f"--env {name}: is an environment of {package}; pip install {package} gets it.") from None
+    try:
+        return gymnasium.make(name, render_mode=render_mode)
+    except gymnasium.error.Error as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise KinformerError(
+            f"--env {name}: gymnasium cannot make it ({reason}); check its name and version, or install the package "
+            f"that brings it."
+        ) from None
+
+
+def _observed(space: Any, name: str) -> _Seen:
+    """How observations of ``space`` are read; texts among named ones are left out."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        values = int(space.start) + np.arange(int(space.n))
+        return _Seen(len(values), lambda observation: values == int(observation))
+    if kind == "Box":
+        return _Seen(int(np.prod(space.shape)), lambda observation: np.asarray(observation, np.float32).reshape(-1))
+    if kind == "Dict":
+        known = {key: part for key, part in space.spaces.items() if type(part).__name__ in ("Discrete", "Box", "Dict")}
+        if known:
+            parts = {key: _observed(part, name) for key, part in known.items()}
+            size = sum(part.size for part in parts.values())
+            return _Seen(size, lambda seen: np.concatenate([part.read(seen[key]) for key, part in parts.items()]))
+    raise KinformerError(
+        f"--env {name}: observations are of the kind {kind}, but must be a Box, Discrete or a Dict of such."
+    )
+
+
+def _actions(space: Any, name: str) -> Discrete | Box:
+    kind = type(space).__name__
+    if kind == "Discrete" and not int(space.start):
+        return Discrete(int(space.n))
+    if kind == "Box" and np.isfinite(space.low).all() and np.isfinite(space.high).all():
+        return Box(tuple(map(float, space.low.reshape(-1))), tuple(map(float, space.high.reshape(-1))))
+    raise KinformerError(
+        f"--env {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
+    )

@@ -1,0 +1,167 @@
+"""Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kinformer.data.files import reading
+from kinformer.runtime.errors import KinformerError
+
+Arrays = dict[str, np.ndarray]
+NAMES = {
+    "observations": ("observations", "obs", "states"),
+    "actions": ("actions", "acts"),
+    "rewards": ("rewards", "rews"),
+    "ends": ("episode_ends", "ends"),
+    "splits": ("indices",),
+    "terminations": ("terminals", "terminations", "terminated", "dones"),
+    "truncations": ("timeouts", "truncations", "truncated"),
+}
+"""What the arrays are called. ``ends``: one past the last step of every episode; ``splits``: the same without the last
+(as the library imitation has them); the others say it of every step."""
+
+
+def read_npz(path: Path) -> Arrays:
+    """``observations``, ``actions``, ``rewards`` and ``starts`` of one file. Nothing else in it is looked at.
+
+    Errors: ``KinformerError`` for what is no archive, lacks an array, or holds one as a pickle.
+    """
+    with reading(path):
+        try:
+            loaded = np.load(path, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise KinformerError(
+                    f"{path}: is a single array, but must be an .npz of several; write one with numpy.savez."
+                )
+            with loaded as archive:
+                found = _found(archive, path)
+        except (zipfile.BadZipFile, EOFError, ValueError) as error:
+            if isinstance(error, KinformerError):
+                raise
+            raise KinformerError(
+                f"{path}: is no .npz of arrays ({str(error).splitlines()[0].rstrip('.')}); write one with numpy.savez."
+            ) from None
+    return _cut(found, str(path))
+
+
+def _found(archive: Any, path: Path) -> Arrays:
+    found: Arrays = {}
+    for meaning, names in NAMES.items():
+        for name in names:
+            if name in archive.files and meaning not in found:
+                found[meaning] = _array(archive, name, path)
+    for meaning in ("observations", "actions", "rewards"):
+        if meaning not in found:
+            raise KinformerError(
+                f"{path}: has no {meaning} (named {' or '.join(NAMES[meaning])}), but {', '.join(archive.files)}; give "
+                "observations, actions, rewards, and episode_ends or terminals."
+            )
+    return found
+
+
+def _array(archive: Any, name: str, path: Path) -> np.ndarray:
+    try:
+        array = archive[name]
+    except ValueError:
+        raise KinformerError(
+            f"{path}: {name} is an array of Python objects, which only a pickle can hold, and none is ever loaded; "
+            f"save it as numbers."
+        ) from None
+    if array.ndim < 1:
+        raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
+    return array
+
+
+def _cut(found: Arrays, place: str) -> Arrays:
+    """Where episodes begin; observations without the one behind each episode's last step, where there is such."""
+    steps = len(found["rewards"])
+    ends = _ends(found, steps, place)
+    starts = np.concatenate([[0], ends]).astype(np.int64)
+    if (np.diff(starts) < 1).any() or starts[-1] != steps:
+        raise KinformerError(
+            f"{place}: episodes end at {_brief(ends)}, but must do so at rising numbers of steps, the last at {steps}."
+        )
+    observations = found["observations"]
+    if len(observations) == steps + len(ends):
+        keep = np.ones(len(observations), bool)
+        keep[ends + np.arange(len(ends))] = False
+        observations = observations[keep]
+    return {"observations": observations, "actions": found["actions"], "rewards": found["rewards"], "starts": starts}
+
+
+def _ends(found: Arrays, steps: int, place: str) -> np.ndarray:
+    for name in ("ends", "splits"):
+        if name in found:
+            ends = found[name]
+            if ends.dtype.kind not in "iu" or ends.ndim != 1:
+                raise KinformerError(
+                    f"{place}: ends of episodes are {ends.dtype} {list(ends.shape)}, not whole numbers."
+                )
+            return ends.astype(np.int64) if name == "ends" else np.concatenate([ends, [steps]]).astype(np.int64)
+    marks = [found[name] for name in ("terminations", "truncations") if name in found]
+    if not marks:
+        raise KinformerError(
+            f"{place}: does not say where episodes end; give episode_ends (one past the last step of each), or "
+            f"terminals and timeouts of every step."
+        )
+    for mark in marks:
+        if len(mark) != steps:
+            raise KinformerError(f"{place}: has {len(mark)} marks of ends for {steps} steps; give one for every step.")
+    over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
+    over[-1] = True
+    return np.flatnonzero(over) + 1
+
+
+def _brief(numbers: np.ndarray) -> str:
+    shown = [str(each) for each in numbers[:4]]
+    return ", ".join(shown + ["..."] * (len(numbers) > 4))
+
+
+def read_folder(path: Path) -> Arrays:
+    """All .npz files of a folder, in the order of their names, one after the other."""
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise KinformerError(f"--data {path}: holds no .npz files; give a folder of trajectories.")
+    return _joined([read_npz(file) for file in files], str(path))
+
+
+def _joined(parts: list[Arrays], place: str) -> Arrays:
+    for name in ("observations", "actions"):
+        shapes = sorted({part[name].shape[1:] for part in parts})
+        if len(shapes) > 1:
+            told = " and ".join(str(list(shape)) for shape in shapes[:2])
+            raise KinformerError(f"{place}: {name} have the shapes {told} in different files; keep to one environment.")
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in ("observations", "actions", "rewards")}
+    offsets = np.cumsum([0, *(part["starts"][-1] for part in parts)])
+    starts = [part["starts"][:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
+    return joined | {"starts": np.concatenate([*starts, offsets[-1:]])}
+
+
+def read_minari(name: str) -> Arrays:
+    """A data set of Minari that is on this machine."""
+    try:
+        import minari
+    except ImportError:
+        raise KinformerError(
+            f"--data minari:{name}: needs Minari, which is not installed; pip install minari gets it."
+        ) from None
+    try:
+        dataset = minari.load_dataset(name)
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise KinformerError(f"--data minari:{name}: cannot be opened ({reason}); see: minari list remote.") from None
+    return _joined(list(_episodes(dataset, name)), f"minari:{name}")
+
+
+def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
+    for each in dataset.iterate_episodes():
+        if isinstance(each.observations, Mapping | tuple) or isinstance(each.actions, Mapping | tuple):
+            raise KinformerError(f"--data minari:{name}: observations or actions are structured, but must be arrays.")
+        rewards = np.asarray(each.rewards)
+        parts = {"observations": np.asarray(each.observations), "actions": np.asarray(each.actions), "rewards": rewards}
+        yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")

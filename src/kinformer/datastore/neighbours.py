@@ -1,0 +1,143 @@
+"""What follows the nearest entries of a store at every token of a text, looked up once and kept as a file.
+
+``NAME.bin`` holds int32 [tokens, k], row after row, -1 where there is no neighbour; ``NAME.json`` says what the rows
+are of, how many are safely on the disk, and their checksum. A build that is killed goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.datastore.store import Datastore, crc32
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json, reading, write_json
+from kinformer.runtime.lock import take
+
+SCHEMA = 1
+FOLDER = "neighbours"
+TOKEN = np.dtype("<i4")
+_BLOCK = 2048
+
+Progress = Callable[[int, int], None]
+Blocks = Callable[[int], Iterator[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourTable:
+    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` says, as plain data, of what."""
+
+    name: str
+    tokens: int
+    neighbours: int
+    source: Mapping[str, Any]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "tokens": self.tokens, "neighbours": self.neighbours, "source": dict(self.source)}
+
+    def path(self, store: Datastore) -> Path:
+        """Its file, in the store's folder."""
+        stamp = zlib.crc32(repr((sorted(self.source.items()), self.neighbours, store.record.blocks)).encode())
+        return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
+
+
+def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
+    """Whether all rows of ``plan`` were looked up before."""
+    return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
+
+
+def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
+    """The rows of ``plan`` [tokens, k] int32, mapped; those that are not there yet are taken from ``blocks(first)``,
+    which gives pieces [n, k] of all rows from ``first`` on. Other processes wait for the one that writes."""
+    path = plan.path(store)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            take(file.fileno(), wait=True)
+            _fill(file, path, plan, blocks, progress)
+    except OSError as error:
+        raise KinformerError(
+            f"{path}: could not be written ({error.strerror or error}); free space, or copy the datastore to a folder "
+            "that can be written to."
+        ) from error
+    return np.memmap(path, TOKEN, "r", shape=(plan.tokens, plan.neighbours))
+
+
+def _fill(file: BinaryIO, path: Path, plan: NeighbourTable, blocks: Blocks, progress: Progress | None) -> None:
+    record, row = path.with_suffix(".json"), plan.neighbours * TOKEN.itemsize
+    done, crc = _written(record, plan)
+    if os.fstat(file.fileno()).st_size < done * row:
+        done, crc = 0, 0
+    os.ftruncate(file.fileno(), done * row)
+    if done and crc32(np.memmap(path, TOKEN, "r", shape=(done, plan.neighbours))) != crc:
+        raise KinformerError(f"{path}: is damaged (it does not match its checksum); remove it and try again.")
+    for block in blocks(done) if done < plan.tokens else ():
+        assert block.shape[1] == plan.neighbours
+        rows = np.ascontiguousarray(block, TOKEN)
+        file.write(rows.data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+        done, crc = done + len(rows), crc32(rows, crc)
+        write_json(record, plan.identity | {"written": done, "crc": crc})
+        if progress is not None:
+            progress(done, plan.tokens)
+    assert done == plan.tokens
+
+
+def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
+    """How many rows are on the disk, and their checksum."""
+    if not record.exists():
+        return 0, 0
+    found = read_json(record)
+    if not isinstance(found, dict) or any(found.get(name) != value for name, value in plan.identity.items()):
+        raise KinformerError(f"{record}: is not what it should be; remove it and try again.")
+    with reading(record, remedy="remove it and try again"):
+        return int(found["written"]), int(found["crc"])
+
+
+def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
+    """What followed the neighbours of the entries ``first``, ``first + 1``, ... of ``store``, none its own."""
+
+    def blocks(done: int) -> Iterator[np.ndarray]:
+        for start in range(first + done, first + plan.tokens, _BLOCK):
+            stop = min(start + _BLOCK, first + plan.tokens)
+            queries = store.float_keys(slice(start, stop))
+            yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
+
+    return blocks
+
+
+def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
+    """What followed the neighbours of ``keys`` (pieces [n, dim], in order), from number ``done`` on."""
+    seen = 0
+    for piece in keys:
+        new = piece[max(0, done - seen) :]
+        seen += len(piece)
+        for queries in new.split(_BLOCK) if len(new) else ():
+            yield padded(searcher.search(queries, plan.neighbours), plan.neighbours)
+
+
+def others(found: Neighbours, own: Tensor, neighbours: int) -> np.ndarray:
+    """Next tokens [n, neighbours] of the nearest of ``found`` [n, neighbours + 1] that are not entry ``own`` [n]."""
+    itself = found.entries == own[:, None]
+    order = itself.to(torch.int8).sort(dim=1, stable=True).indices
+    rest = found._replace(entries=found.entries.masked_fill(itself, -1))
+    return padded(Neighbours(*(leaf.gather(1, order)[:, :neighbours] for leaf in rest)), neighbours)
+
+
+def padded(found: Neighbours, neighbours: int) -> np.ndarray:
+    """Next tokens [n, neighbours] int32, -1 where there is no neighbour."""
+    rows = np.full((len(found.entries), neighbours), -1, TOKEN)
+    tokens = found.tokens.masked_fill(found.entries < 0, -1)
+    rows[:, : tokens.shape[1]] = tokens.cpu().numpy()
+    return rows

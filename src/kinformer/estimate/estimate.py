@@ -1,0 +1,261 @@
+"""What a model costs before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
+
+Nothing is computed: one layer of every distinct config is run on shapes only (``estimate_parts``), long lengths are
+continued from short ones (``estimate_length``), and like layers are multiplied. A training step is one forward, the
+cross-entropy of every token and one backward; activations are what autograd saves for it. What a process holds beyond
+that is told by ``estimate_peak``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from kinformer.core.contract import CausalMixer
+from kinformer.core.encoder import EncoderMixer
+from kinformer.core.pattern import Pattern
+from kinformer.core.stack import units_of
+from kinformer.estimate.checkpoint import held_bytes, measure_held
+from kinformer.estimate.length import at_length, through
+from kinformer.estimate.parts import Costs, distinct, in_pieces, measure, measure_state
+from kinformer.runtime.errors import KinformerError, choose
+from kinformer.training.optimiser import sparse_tables
+
+Precision = Literal["fp32", "bf16-mixed"]
+OPTIMIZERS = ("adamw", "muon", "adafactor", "adagrad", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCost:
+    """A row of the table: ``count`` like parts of the model taken together."""
+
+    part: str
+    count: int
+    parameters: int
+    flops_forward: int
+    flops_backward: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest."""
+
+    parameters: int
+    flops_forward: int
+    flops_step: int
+    train_bytes: int
+    inference_bytes: int
+    state_bytes: int
+    memory: dict[str, dict[str, int]]
+    parts: list[PartCost]
+
+
+def estimate(
+    config: Any, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
+) -> Estimate:
+    """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
+
+    An encoder, which has no state, is taken to predict every token of texts without padding; an encoder-decoder to read
+    sources of ``length`` tokens first.
+
+    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
+    include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
+    the most that is alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
+    state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+
+    Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
+    """
+    choose(optimizer, OPTIMIZERS, "optimizer")
+    with torch.device("meta"):
+        model = config.build()
+    _check(model, length, batch)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    costs = _costs(config, model, batch, length, precision)
+    rows = _table(config, model, costs)
+    if config.stack.recomputes:
+        handed = _handed_on(config, model, batch, length, precision)
+        held = {part: amount for (kind, part), amount in costs.items() if kind == "held"}
+        rows = _with_recomputed(rows, held_bytes(config, held, batch * length, handed), config)
+    memory = {
+        "train": {
+            "weights": 4 * parameters,
+            "gradients": 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            "optimizer": optimizer_bytes(model, optimizer),
+            "activations": sum(row.activation_bytes for row in rows),
+        },
+        "inference_fp32": {"weights": 4 * parameters, "state": _state(config, model, batch, length, torch.float32)},
+        "inference_bf16": {"weights": 2 * parameters, "state": _state(config, model, batch, length, torch.bfloat16)},
+    }
+    inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
+    forward = sum(row.flops_forward for row in rows)
+    return Estimate(
+        parameters=parameters,
+        flops_forward=forward,
+        flops_step=forward + sum(row.flops_backward for row in rows),
+        train_bytes=sum(memory["train"].values()),
+        inference_bytes=sum(inference.values()),
+        state_bytes=inference["state"],
+        memory=memory,
+        parts=rows,
+    )
+
+
+def optimizer_bytes(model: Any, optimizer: str) -> int:
+    """Bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
+    and for Adagrad.
+
+    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
+    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
+    """
+    total, tables = 0, sparse_tables(model)
+    inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        matrix = parameter.dim() >= 2
+        if parameter in tables:
+            elements = 2 * parameter.numel()
+        elif optimizer == "adafactor" and matrix:
+            elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+        elif optimizer == "adamw" or (optimizer == "muon" and not (matrix and parameter in inner)):
+            elements = 2 * parameter.numel()
+        else:
+            elements = parameter.numel()
+        total += 4 * elements
+    return total
+
+
+def _check(model: Any, length: int, batch: int) -> None:
+    for name, value in (("length", length), ("batch", batch)):
+        if value < 1:
+            raise KinformerError(f"{name} must be 1 or more, but is {value}.")
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    longest = min((end for end in ends if end is not None), default=length)
+    if length > longest:
+        raise KinformerError(
+            f"length is {length}, but the learned positions of this model end at max_length = {longest}; "
+            f"use a shorter length, or --set position.max_length={length}, and the max_length of mixers that have one."
+        )
+
+
+def is_even(model: Any) -> bool:
+    """Whether costs grow evenly with the length."""
+    sentence = getattr(getattr(model, "global_input", None), "length", 1)
+    mixers = (module for module in model.modules() if isinstance(module, CausalMixer | EncoderMixer))
+    return 512 % sentence == 0 and all(mixer.even_costs for mixer in mixers)
+
+
+def horizon_of(model: Any) -> int:
+    """The widest window of the model's mixers."""
+    return max((_window(module) for module in model.modules()), default=0)
+
+
+def _window(module: Any) -> int:
+    if isinstance(module, CausalMixer):
+        return module.retained or 0
+    pattern = getattr(module, "pattern", None) if isinstance(module, EncoderMixer) else None
+    return max(pattern.behind or 0, pattern.ahead or 0) if isinstance(pattern, Pattern) else 0
+
+
+def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
+    """The costs of the model of distinct layers."""
+    single = distinct(config)
+    pieces = in_pieces(model, batch * length)
+    usual = [partial(each, pieces=pieces) for each in (measure, measure_held)]
+    measures = usual if config.stack.recomputes else usual[:1]
+    costs: Costs = {}
+    for one in measures:
+        costs |= at_length(partial(one, single, batch), length, horizon_of(model), is_even(model))
+    if precision == "fp32":
+        return costs
+    step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
+    start = settled + step * (horizon_of(model) // step)
+    for one in measures:
+        if length <= start:
+            found = one(single, batch, length, autocast=True)
+        else:
+            samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+            fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
+            found = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
+        costs |= {key: amount for key, amount in found.items() if key[0] in ("saved", "held")}
+    return costs
+
+
+def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the state, like layers multiplied."""
+    layers, single = Counter(config.uses), distinct(config)
+    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
+    times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
+    return sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
+
+
+def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
+    """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
+    alike: dict[Any, list[int]] = {}
+    keys = config.stack.keys(config.layers)
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
+    groups = list(alike.values())
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
+    parameters: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameters[_part(name.split("."), group_of)] += parameter.numel()
+    rows = []
+    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "held")]):
+        label, count = name, config.stack.passes if name == "halting" else 1
+        if name.startswith("layers."):
+            _, number, *rest = name.split(".")
+            group = groups[int(number)]
+            label, count = ".".join(["layers", _span(group), *rest]), uses[keys[group[0]]]
+        forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
+        rows.append(
+            PartCost(
+                part=label,
+                count=count,
+                parameters=parameters[name],
+                flops_forward=forward,
+                flops_backward=backward,
+                activation_bytes=saved,
+            )
+        )
+    return [row for row in rows if row.parameters or row.flops_forward or row.flops_backward or row.activation_bytes]
+
+
+def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
+    """Bytes that layers beyond the first of each kind leave until the loss is known: states, and autocast's copies."""
+    single = distinct(config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    whole, part = (_state(each, model, batch, length, dtype) for each in (config, single))
+    if precision == "fp32" or not config.stack.checkpoint:
+        return whole - part
+    with torch.device("meta"):
+        own = sum(parameter.numel() for parameter in single.build().parameters())
+    return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - own)
+
+
+def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
+    """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
+    held -= sum(row.activation_bytes for row in rows)
+    own = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
+    part = "checkpoints" if config.stack.checkpoint else "recomputed"
+    return [*rows, PartCost(part=part, count=len(config.uses), **own)]
+
+
+def _part(path: list[str], group_of: dict[int, int]) -> str:
+    """The part that owns a parameter, in the model of distinct layers."""
+    if path[0] != "stack":
+        return path[0]
+    return ".".join(["layers", str(group_of[int(path[2])]), path[3]]) if path[1] == "layers" else path[1]
+
+
+def _span(indices: list[int]) -> str:
+    """``0-11``, or ``0,2,4``."""
+    if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

@@ -1,0 +1,33 @@
+"""Costs at any length from runs at short ones: counts are exact quadratics of the length where tiles fall alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from kinformer.estimate.parts import Costs
+
+DIRECT = 2048
+"""Up to this length costs are measured as they are."""
+STEP = 512
+"""A multiple of every kernel's tile: lengths that differ by it are cut alike."""
+
+
+def at_length(measure: Callable[[int], Costs], length: int, horizon: int, even: bool = True) -> Costs:
+    """``measure(length)``; a long one of ``even`` costs is continued from three lengths beyond ``horizon``, the widest
+    window."""
+    start = length % STEP + STEP * max(2, -(-horizon // STEP))
+    if not even or length <= max(DIRECT, start + 2 * STEP):
+        return measure(length)
+    return through([measure(start + i * STEP) for i in range(3)], start, STEP, length)
+
+
+def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
+    """The value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
+    steps = Fraction(length - start, step)
+    costs = {}
+    for key in samples[0].keys() | samples[1].keys() | samples[2].keys():
+        first, second, third = (sample.get(key, 0) for sample in samples)
+        curve = steps * (steps - 1) / 2 * (third - 2 * second + first)
+        costs[key] = round(first + steps * (second - first) + curve)
+    return costs

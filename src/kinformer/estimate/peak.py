@@ -1,0 +1,85 @@
+"""The memory of a training process at its highest moment: what it holds beyond weights, optimiser and activations.
+
+Interpreter: Python, PyTorch and Kinformer themselves; how much of their files the system keeps in memory differs by 80
+MB between machines that are otherwise alike, so a process is begun here and asked. Temporaries: what lives for a moment
+at the widest point of a step, counted as it runs on shapes only. Allocator: what was freed and cannot be used again.
+glibc cuts every tensor out of a free block that is larger than it by its alignment, so that blocks of like tensors do
+not fit again, and large ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.py``) and is the
+least certain term.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+from kinformer.estimate.checkpoint import FLOAT, measure_held
+from kinformer.estimate.estimate import Estimate, horizon_of, is_even
+from kinformer.estimate.length import at_length
+from kinformer.estimate.parts import distinct, in_pieces, measure, without_data
+
+INTERPRETER = 440 << 20
+"""Where it is not measured: PyTorch's CPU build with Triton beside it, on Linux."""
+LOADED_LATER = 55 << 20
+"""What a run loads beyond what :data:`BEGUN` does: readers of data, compiled products, the run's records."""
+BEGUN = """
+import torch, kinformer.runs.train
+layer = torch.nn.Linear(8, 8)
+optimiser = torch.optim.AdamW(layer.parameters(), fused=True)
+layer(torch.ones(1, 8)).sum().backward()
+optimiser.step()
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+ALLOCATOR, ALLOCATOR_LARGE = 0.45, 0.8
+"""Of activations and temporaries: what the allocator holds beyond them, where a layer's input is LARGE or is not."""
+LARGE = 2 << 20
+
+
+def peak(
+    config: Any,
+    found: Estimate,
+    *,
+    length: int,
+    batch: int,
+    objective: Mapping[str, int] | None = None,
+    interpreter: int = INTERPRETER,
+) -> dict[str, int]:
+    """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
+    same config and sizes, on a CPU; ``objective``: what the objective has beside the model, if anything;
+    ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them."""
+    own = objective or {"weights": 0, "activations": 0}
+    temporaries = _temporaries(config, length, batch)
+    moving = found.memory["train"]["activations"] + temporaries + own["activations"]
+    large = FLOAT * batch * length * config.dim >= LARGE
+    return {
+        "interpreter": interpreter,
+        "training": found.train_bytes,
+        "temporaries": temporaries,
+        "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
+    } | ({"objective": sum(own.values())} if objective else {})
+
+
+@cache
+def interpreter_bytes() -> int:
+    """Bytes that a training process has before its model, by a process that is begun for that (two seconds); what is
+    usual where the system is not Linux."""
+    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, check=False)
+    return INTERPRETER if done.returncode else 1024 * int(done.stdout) + LOADED_LATER
+
+
+def _temporaries(config: Any, length: int, batch: int) -> int:
+    """Bytes that are alive at the highest moment of a step beyond its activations: what autograd saves for it, or
+    where layers are recomputed, what is held."""
+    single = distinct(config)
+    model = without_data(single)
+    usual = measure_held if config.stack.recomputes else measure
+    pieces = in_pieces(model, batch * length)
+    held = partial(measure_held, single, batch, pieces=pieces, inside=True)
+    measures = (partial(usual, single, batch, pieces=pieces), held)
+    known, most = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
+    if config.stack.recomputes:
+        return max(most.values()) - max(known.values())
+    return max(0, max(most.values()) - sum(amount for (kind, _), amount in known.items() if kind == "saved"))

@@ -1,0 +1,54 @@
+"""How many steps tokens take in a model whose stack lets them halt on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from kinformer.core.stack import Progress, Stack
+from kinformer.training.metric import Figure
+
+PONDER_STEPS = Figure("ponder_steps", "steps per token")
+
+
+class Pondering:
+    """What the tokens of a model took so far; ``halts``: whether they can take fewer steps than all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        stacks = (module for module in model.modules() if isinstance(module, Stack))
+        self.deciding = [stack.halting for stack in stacks if stack.halting is not None]
+        self.tokens, self.steps = 0, 0
+
+    @property
+    def halts(self) -> bool:
+        return bool(self.deciding)
+
+    @property
+    def mean(self) -> float | None:
+        """Steps per token, None where nothing was read or nothing halts."""
+        return self.steps / self.tokens if self.tokens else None
+
+    def note(self, progress: Progress) -> None:
+        """Count the tokens that take the step that is over."""
+        running = int(progress.running.sum())
+        self.steps += running
+        self.tokens += running if progress.number == 0 else 0
+
+
+@contextmanager
+def noting_steps(model: nn.Module) -> Iterator[Pondering]:
+    """Count the steps of all valid tokens that ``model`` reads meanwhile."""
+    found = Pondering(model)
+
+    def hook(_: nn.Module, inputs: Any) -> None:
+        found.note(inputs[0])
+
+    handles = [each.register_forward_pre_hook(hook) for each in found.deciding]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,162 @@
+"""By which exit tokens leave a stack that lets them, and what that saves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kinformer.core import state as states
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.stack import Stack
+from kinformer.stacks.exit_rules import AtExit, ExitRule
+from kinformer.training.metric import Figure
+
+LAYERS_PER_TOKEN = Figure("layers_per_token", "layers per token")
+ROUNDS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """``tokens`` by the exit that they left by, behind so many ``layers``, the last being all.
+
+    ``flops_saved``: the share of the FLOPs of all layers and the head that was not spent. ``speedup``: how many times
+    as long all layers would have taken. None where they were not measured.
+    """
+
+    layers: tuple[int, ...]
+    tokens: tuple[int, ...]
+    flops_saved: float | None = None
+    speedup: float | None = None
+
+    @property
+    def layers_per_token(self) -> float:
+        pairs = zip(self.layers, self.tokens, strict=True)
+        return sum(layers * count for layers, count in pairs) / sum(self.tokens)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        by_layer = {str(layers): count for layers, count in zip(self.layers, self.tokens, strict=True)}
+        facts = {LAYERS_PER_TOKEN.name: self.layers_per_token, "layers": self.layers[-1], "tokens_by_layers": by_layer}
+        return facts | {"flops_saved": self.flops_saved, "speedup": self.speedup}
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        parts = [f"{self.layers_per_token:.2f} of {self.layers[-1]} layers per token"]
+        if self.flops_saved is not None:
+            parts.append(f"{self.flops_saved:.0%} of the FLOPs saved")
+        if self.speedup is not None:
+            parts.append(f"{self.speedup:.2f} times as fast as with all layers")
+        return ", ".join(parts)
+
+
+class Exiting:
+    """How many tokens of a model left by each exit so far."""
+
+    def __init__(self, stack: Stack | None) -> None:
+        self.stack = stack
+        self.tokens = [0] * (0 if stack is None else len(stack.exits))
+
+    @property
+    def found(self) -> Exited | None:
+        """None where nothing was read, or all tokens go through all layers anyway."""
+        if self.stack is None or not sum(self.tokens):
+            return None
+        return Exited(layers=tuple(use + 1 for use in self.stack.exits), tokens=tuple(self.tokens))
+
+    def note(self, exits: Tensor, valid: Tensor | None) -> None:
+        """Count the valid tokens of a chunk."""
+        some = exits.flatten() if valid is None else exits[valid]
+        counts = torch.bincount(some, minlength=len(self.tokens)).tolist()
+        self.tokens = [before + count for before, count in zip(self.tokens, counts, strict=True)]
+
+
+def exiting_stack(model: nn.Module | CausalModel) -> Any:
+    """The model's stack where its tokens may leave early, as its rule is now; else None."""
+    assert isinstance(model, nn.Module)
+    stacks: Iterator[Any] = (module for module in model.modules() if isinstance(module, Stack) and module.exits)
+    return next((stack for stack in stacks if getattr(stack, "rule", None) is not None and not stack.rule.off), None)
+
+
+@contextmanager
+def noting_exits(model: nn.Module | CausalModel) -> Iterator[Exiting]:
+    """Count by which exits all valid tokens leave that ``model`` reads meanwhile."""
+    stack = exiting_stack(model)
+    found = Exiting(stack)
+    hook = None if stack is None else stack.left.register_forward_hook(lambda _, given, __: found.note(*given))
+    try:
+        yield found
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def with_rule(stack: Any, rule: ExitRule | None) -> Iterator[None]:
+    """Another rule meanwhile, or none: all tokens go through all layers."""
+    own, stack.rule = stack.rule, rule
+    try:
+        yield
+    finally:
+        stack.rule = own
+
+
+class Forced(ExitRule):
+    """All tokens leave by one exit, after the ``rule`` was asked, which costs what it costs."""
+
+    def __init__(self, rule: ExitRule, exit: int) -> None:
+        super().__init__(rule.exits)
+        self.rule, self.exit = rule, exit
+
+    def asks(self, number: int) -> bool:
+        return self.rule.asks(number)
+
+    def forward(self, at: AtExit) -> Tensor:
+        self.rule(at)
+        return torch.full(at.x.shape[:1], max(self.exit, at.number), device=at.x.device)
+
+
+def saved(model: CausalModel, found: Exited, past: int, rows: int = 1) -> Exited:
+    """``found`` with what it saves where tokens come one at a time after ``past`` others: FLOPs as counted, and time as
+    measured, of one token that leaves by each exit, and of one that goes through all layers without being asked."""
+    stack = exiting_stack(model)
+    rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
+    flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]
+    with torch.no_grad():
+        tokens = model.input.example(rows, past + 1, device_of(model))
+        with with_rule(stack, None):
+            state = model.head_inputs(tokens[:, :past])[1] if past else model.initial_state(rows)
+        state = states.reserve(state, 1)
+        for round, (index, rule) in product(range(ROUNDS), enumerate(rules)):
+            own = states.fork(state)
+            counting = FlopCounterMode(display=False, custom_mapping=PACKED) if round == 0 else nullcontext()
+            begun = time.perf_counter()
+            with with_rule(stack, rule), counting:
+                model.logits(model.head_inputs(tokens[:, past:], own)[0])
+            seconds[index][round] = time.perf_counter() - begun
+            if isinstance(counting, FlopCounterMode):
+                flops[index] = counting.get_total_flops()
+    fastest = [min(times[1:]) for times in seconds]
+    spent, took = (
+        sum(tokens * each for tokens, each in zip(found.tokens, costs, strict=False)) / (sum(found.tokens) * costs[-1])
+        for costs in (flops, fastest)
+    )
+    return replace(found, flops_saved=1 - spent, speedup=1 / took)
+
+
+def _packed_flops(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * prod(out_shape) * x[-1]
+
+
+PACKED = {torch.ops.mkldnn._linear_pointwise: _packed_flops} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}
+"""How the FLOPs of products whose weights are packed (``generation.packed``) are counted."""

@@ -1,0 +1,38 @@
+"""The relative gain of each step to a longer context, the picture behind a relative effective context length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kinformer.evaluation.recl import THRESHOLD, Recl
+from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure, save, spread
+
+
+def plot(names: Sequence[str], contexts: Sequence[int], found: Sequence[Recl], path: Path) -> None:
+    """Gain in percent of perplexity against the context that a step leads to, one line per model; PNG or SVG."""
+    with figure(6.4, 4.0) as drawn:
+        axes = drawn.subplots()
+        bare(axes, "left", "bottom")
+        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
+        style: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
+        axes.annotate("least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), color=QUIET, **style)
+        for index, each in enumerate(found):
+            gains = [100 * gain for gain in each.gains]
+            axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("gain over one step shorter (% of perplexity)")
+        low, high = axes.get_ylim()
+        heights = [(100 * each.gains[-1] - low) / (high - low) for each in found]
+        for index, (name, each, height) in enumerate(zip(names, found, spread(heights, 0.055), strict=True)):
+            axes.annotate(
+                f"{name}: RECL {'at least ' if each.at_least else ''}{each.length}",
+                (1.02, height),
+                xycoords="axes fraction",
+                color=SERIES[index % len(SERIES)],
+                va="center",
+            )
+        drawn.tight_layout()
+        save(drawn, path)

@@ -1,1 +1,0 @@
-"""What outlives a sequence: stores on disk."""

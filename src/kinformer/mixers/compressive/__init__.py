@@ -1,0 +1,300 @@
+"""Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
+
+    softmax attention over [compressed; memory; own segment so far], distances counted in slots
+
+At the end of each segment its inputs join the memory; what falls out of that at its other end is compressed, ``rate``
+vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. All are inputs as they enter
+the layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no
+gradient of the outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it
+reach the compression: that learns to preserve, measured where it happens,
+
+    auto-encoding   mean |old - expand(compress(old))|^2
+    attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the segment that is over)
+
+old, h, the norm and the projections of this attention (by content alone, before the output product) are constants here.
+The state's ``aux`` accumulates these costs times the tokens of a segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kinformer.core.config import check_unused
+from kinformer.core.contract import AS_THEY_ARE, CausalMixer, Chunk, MixerConfig, activation_dtype, state_dtype
+from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
+from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
+from kinformer.mixers.compressive.alignment import RowGroup, by_position, last_slots
+from kinformer.mixers.compressive.compression import CompressionConfig, Convolution, Expansion
+from kinformer.mixers.compressive.reconstruction import attention_loss, content_loss, no_loss
+from kinformer.patterns.causal import Causal
+from kinformer.patterns.segments import check_sizes
+from kinformer.positions.xl import TransformerXL
+from kinformer.projections.multi_head import MultiHead
+from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.errors import KinformerError
+
+
+class CompressiveState(NamedTuple):
+    """All slots right-aligned: ``hidden_states`` [batch, 1, past, dim] the last ``memory + segment - 1`` inputs,
+    ``usage`` [batch, 1, past, 1 or 0] the probability with which queries looked at them, ``compressed`` [batch, 1,
+    slots, dim]; ``k``, ``v`` and ``compressed_k``, ``compressed_v`` [batch, kv_heads, slots, head_dim] are their
+    projections without gradients (with gradients no slots). ``aux`` [batch] compression's costs, ``seen`` [batch]."""
+
+    hidden_states: Tensor
+    k: Tensor
+    v: Tensor
+    usage: Tensor
+    compressed: Tensor
+    compressed_k: Tensor
+    compressed_v: Tensor
+    aux: Tensor
+    seen: Tensor
+
+    slots = ("hidden_states", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
+    derived = ("k", "v", "compressed_k", "compressed_v")  # type: ignore[misc]
+    aux_name = "compression"  # type: ignore[misc]
+
+
+class _Call(NamedTuple):
+    """What all pieces of a chunk have in common: what distances do, where attention by slot is added up, the norm."""
+
+    relative: Relative | None
+    watch: Tensor | None
+    norm: nn.Module
+
+
+class Compressive(CausalMixer):
+    """Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
+
+    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    """
+
+    growth = "window"
+    remembers_inputs = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "compressive"
+        num_heads: int = 4
+        head_dim: int | None = None
+        segment: int = 128
+        memory: int = 128
+        compressed: int = 128
+        compression: CompressionConfig = Convolution.Config()
+        loss: Literal["attention", "auto-encoding"] = "attention"
+        loss_weight: float = 1.0
+        projection: ProjectionConfig = MultiHead.Config(bias=False)
+        position: PositionConfig = TransformerXL.Config()
+        bias: bool = False  # of the output projection
+        dropout: float = 0.0  # of the attention probabilities
+        impl: str = "auto"
+
+        def __post_init__(self) -> None:
+            check_sizes(self.segment, self.memory)
+            if self.compressed < 0:
+                raise KinformerError(f"compressed must be 0 vectors (none) or more, but is {self.compressed}.")
+            rate = self.compression.rate
+            for name in ("segment", "memory"):
+                if getattr(self, name) % rate:
+                    raise KinformerError(
+                        f"{name} = {getattr(self, name)} is no multiple of the compression's rate of {rate}, so that "
+                        f"memories would be left over; use {getattr(self, name) // rate * rate + rate}."
+                    )
+
+        def build(self, dim: int) -> Compressive:
+            return Compressive(self, dim)
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.config, self.dim, self.head_dim = config, dim, config.head_dim or head_width(dim, config.num_heads)
+        self.segment, self.memory = config.segment, config.memory
+        self.projection = config.projection.build(dim, config.num_heads, self.head_dim)
+        check_forgetful(self.projection, config.projection)
+        self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
+        self.compression = config.compression.build(dim)
+        if not self.compression.learns:
+            why = f"with the compression {config.compression.kind!r}, which has no weights"
+            check_unused(config, why, "loss", "loss_weight")
+        autoencodes = self.compression.learns and config.loss == "auto-encoding"
+        self.expansion = Expansion(self.compression.rate, dim) if autoencodes else None
+        self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
+        self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
+        check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
+        self.kept = config.memory + config.segment - 1
+        self.even_costs = 512 % config.segment == 0
+
+    @property
+    def retained(self) -> int:
+        lookback = self.memory + self.config.compressed * self.compression.rate
+        return max(self.kept, -(-lookback // self.segment) * self.segment)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> CompressiveState:
+        like: Tensor = self.out.weight  # type: ignore[assignment]
+        device, dtype = device or like.device, dtype or activation_dtype(like)
+        hidden_states = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
+        empty = hidden_states.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
+        usage = hidden_states.new_zeros(batch, 1, 0, int(self.compression.counts), dtype=state_dtype(dtype))
+        aux = usage.new_zeros(batch)
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        return CompressiveState(hidden_states, empty, empty, usage, hidden_states, empty, empty, aux, seen)  # type: ignore[call-arg]
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        wide, past = state_dtype(dtype).itemsize, min(length, self.kept)
+        slots = past + self._compressed_after(length)
+        numbers_of = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
+        return slots * numbers_of * dtype.itemsize + past * wide * self.compression.counts + wide + 8
+
+    def _compressed_after(self, seen: int) -> int:
+        """How many compressed vectors a sequence of ``seen`` tokens has."""
+        fallen = max(0, seen // self.segment * self.segment - self.memory)
+        return min(self.config.compressed, fallen // self.compression.rate)
+
+    def forward(
+        self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE
+    ) -> tuple[Tensor, CompressiveState]:
+        return self._absorb(chunk, state, norm)
+
+    @torch.no_grad()
+    def attention_by_slot(self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE) -> Tensor:
+        """[compressed + memory + segment] float32 or better: the mean probability, over rows, heads and queries of the
+        chunk, with which each slot was looked at, oldest first, the own segment by position; sums to 1."""
+        watch = state.aux.new_zeros(self.config.compressed + self.memory + self.segment)
+        self._absorb(chunk, state, norm, watch)
+        return watch / watch.sum()
+
+    @uncompiled("segments are cut where each row has come to, which the host reads")
+    def _absorb(
+        self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
+    ) -> tuple[Tensor, CompressiveState]:
+        most = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
+        relative = self.position.relative(0, min(most, self.config.compressed + self.kept + 1) - 1)
+        run = partial(self._rows, call=_Call(relative, watch, norm))
+        return by_position(chunk, state, state.hidden_states.shape[2], run)
+
+    def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
+        """``x`` [rows, time, dim] of sequences at one position, piece by piece: until a segment or a sequence ends."""
+        seen, outputs, at = rows.seen, [], 0
+        state = self._trimmed(state, seen)
+        while at < x.shape[1]:
+            if at in rows.begin:
+                new = self.initial_state(x.shape[0], device=x.device, dtype=state.hidden_states.dtype)
+                seen, state = 0, new._replace(aux=state.aux)
+            stop = min(x.shape[1], at + self.segment - seen % self.segment, *(i for i in rows.begin if i > at))
+            y, state = self._piece(x[:, at:stop], state, seen, call)
+            outputs.append(y)
+            seen, at = seen + stop - at, stop
+            if seen % self.segment == 0:
+                state = self._turned(state, seen, call.norm)
+            state = self._trimmed(state, seen)
+        if self.training and torch.is_grad_enabled() and self.config.compressed:
+            state = state._replace(aux=state.aux + no_loss(self.compression, self.expansion))
+        return torch.cat(outputs, dim=1) if outputs else x, state
+
+    def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
+        """``x`` of one segment of sequences that have ``seen`` tokens before it; a query sees all that is before it."""
+        own, time = seen % self.segment, x.shape[1]
+        remembered, edge = min(seen - own, self.memory), state.hidden_states.shape[2] - own
+        hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
+        q, k, v = self.projection(call.norm(x))
+        v, recent = self.position.values(v), slice(edge - remembered, None)
+        if torch.is_grad_enabled():
+            before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
+            before_k, before_v = self._keys_values(before, call.norm)
+            state = state._replace(
+                **{name: getattr(state, name)[:, :, :0].detach() for name in CompressiveState.derived}
+            )
+        else:
+            state = self._projected(state, k, call.norm)
+            before_k = torch.cat([state.compressed_k, state.k[:, :, recent]], dim=2)
+            before_v = torch.cat([state.compressed_v, state.v[:, :, recent]], dim=2)
+            state = state._replace(k=torch.cat([state.k, k], dim=2), v=torch.cat([state.v, v], dim=2))
+        keys, values = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
+        y, sums = self._attend(q, keys, values, call)
+        if self.compression.counts:
+            usage = pad(state.usage, (0, 0, 0, time))
+            usage[:, :, recent] += sums[:, -(remembered + own + time) :].unsqueeze(1).unsqueeze(-1)
+            state = state._replace(usage=usage)
+        if call.watch is not None:
+            start = len(call.watch) - self.segment + own + time - keys.shape[2]
+            call.watch[start : start + keys.shape[2]] += sums.sum(0)
+        hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
+        return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """Outputs, and [batch, slots] the probability, mean over heads, with which the queries together looked at each
+        slot, where it is asked for (else 0). The last of the slots k, v are the queries' own."""
+        batch, slots, time = k.shape[0], k.shape[2], q.shape[2]
+        slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
+        q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
+        k = self.position.rotate_keys(k, slot_positions)
+        dropout = Dropout.drawn(self.config.dropout, self.training)
+        relative = None if call.relative is None else call.relative.below(slots)
+        visibility = Visibility(self.pattern, slot_positions[:, -time:], whole=True)
+        scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl
+        y = attention(q, k, v, visibility, scoring, impl=impl).out
+        if call.watch is None and not self.compression.counts:
+            return y, y.new_zeros(batch, slots)
+        return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
+
+    def _turned(self, state: CompressiveState, seen: int, norm: nn.Module) -> CompressiveState:
+        """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""
+        state = state._replace(hidden_states=state.hidden_states.detach())
+        lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
+        falling = lookback - min(seen, self.memory)
+        if not falling or not self.config.compressed:
+            return state
+        start = state.hidden_states.shape[2] - lookback
+        old, usage = state.hidden_states[:, 0, start : start + falling], None
+        if self.compression.counts:
+            asked = torch.arange(lookback, lookback - falling, -1, device=old.device)
+            usage = state.usage[:, 0, start : start + falling, 0] / asked
+        new = self.compression(old, usage)
+        if torch.is_grad_enabled() and self.compression.learns:
+            cost = self._cost(state.hidden_states[:, 0, -self.segment :], old, new, norm)
+            state = state._replace(aux=state.aux + cost)
+        kept = new.detach().to(state.hidden_states.dtype)[:, None]
+        if not torch.is_grad_enabled():
+            pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(kept, norm), strict=True)
+            k, v = (torch.cat(pair, dim=2) for pair in pairs)
+            state = state._replace(compressed_k=k, compressed_v=v)
+        return state._replace(compressed=torch.cat([state.compressed, kept], dim=2))
+
+    def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
+        """[batch], a segment's worth: ``tokens`` of the segment that is over, ``old`` and ``new`` before and after."""
+        if self.expansion is not None:
+            lost = content_loss(old, self.expansion(new))
+        else:
+            lost = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
+        return self.config.loss_weight * self.segment * lost
+
+    def _projected(self, state: CompressiveState, like: Tensor, norm: nn.Module) -> CompressiveState:
+        """The state with the projections that it lacks after a step with gradients."""
+        if state.k.shape[2] < state.hidden_states.shape[2]:
+            k, v = self._keys_values(state.hidden_states, norm)
+            state = state._replace(k=k, v=v)
+        if state.compressed_k.shape[2] < state.compressed.shape[2]:
+            k, v = self._keys_values(state.compressed, norm)
+            state = state._replace(compressed_k=k, compressed_v=v)
+        return state._replace(**{name: getattr(state, name).to(like.dtype) for name in CompressiveState.derived})
+
+    def _keys_values(self, hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
+        return k, self.position.values(v)
+
+    def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
+        """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
+        past, compressed = min(seen, self.kept), self._compressed_after(seen)
+        leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
+        leaves |= {name: last_slots(getattr(state, name), compressed) for name in _COMPRESSED}
+        return state._replace(**leaves)
+
+
+_COMPRESSED = ("compressed", "compressed_k", "compressed_v")

@@ -1,0 +1,76 @@
+"""The text of a run's data, or another, with the exits by which its tokens were foretold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.evaluation.early_exit import Exited, Exiting, exiting_stack
+from kinformer.evaluation.windows import Windows, cut
+from kinformer.figures.exits import ColouredText
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.run import Run, open_run
+from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.tasks.shared.text import held_out, main_windows
+from kinformer.tasks.task import Measuring
+
+TOKENS, MOST = 1200, 6000
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """In windows as the run was trained, which overlap by half, or with the state carried."""
+
+    context: None = None
+    overlap: float = 0.5
+
+
+def coloured_text(options: DrawOptions) -> ColouredText:
+    """The first ``options.length`` tokens of the text, and by which exits they were foretold."""
+    others = ("pattern", "position", "layer", "head", "image_width")
+    if given := [flag_of(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"--exits draws a text, and knows no {', '.join(given)}; leave them out.")
+    run = open_run(options.subject)
+    if not run.task.tokenizes:
+        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
+    model = run.model(options.set)
+    if exiting_stack(model) is None:
+        raise KinformerError(
+            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
+            "give a threshold by --set stack.rule.thresholds=[0.9]."
+        )
+    split = held_out(run, Measuring(data=options.data)).split
+    split.require(2, "a drawing")
+    count = min(options.length or TOKENS, MOST, len(split) - 1)
+    tokens = np.array(split.tokens(0, count + 1), np.int64)
+    exits, exited = _exits(run, model, tokens)
+    title = f"{run.folder.name} ({run.member})"
+    return ColouredText(title=title, pieces=_pieces(run, tokens.tolist(), exits), exited=exited)
+
+
+def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
+    """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
+    windows, seen = main_windows(run, model, _Reading(), beside_lengths=True), []
+    hook = model.stack.left.register_forward_hook(lambda _, given, __: seen.append(given[0][0]))
+    try:
+        with torch.inference_mode():
+            for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
+                model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
+                seen[-1] = seen[-1][window.unscored :]
+    finally:
+        hook.remove()
+    found = Exiting(model.stack)
+    found.note(torch.cat(seen), None)
+    assert found.found is not None
+    return torch.cat(seen).tolist(), found.found
+
+
+def _pieces(run: Run, tokens: list[int], exits: list[int]) -> list[tuple[str, int | None]]:
+    """Each token's text; characters of several tokens stand with the last."""
+    assert run.tokenizer is not None
+    stream = run.tokenizer.stream()
+    pieces = [(stream.feed(token), exit) for token, exit in zip(tokens, [None, *exits], strict=True)]
+    return [*pieces, (stream.finish(), None)]

@@ -1,0 +1,143 @@
+"""What a trained model looks at in an image: attention roll-out, or the windows of its stages.
+
+Roll-out (Abnar and Zuidema 2020, section 3): A_l = (mean over heads of the probabilities + I) / 2 for each layer, and
+R = A_L ... A_1; a row of R is how much of each patch has reached a token by attention and residual connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.core.encoder import EncoderMixer, Text
+from kinformer.figures.image import HeatOver, ImageDrawing, WindowsOver
+from kinformer.kernels.attention import Scoring, Visibility, attention
+from kinformer.mixers.bidirectional import BidirectionalAttention
+from kinformer.mixers.windows import WindowAttention
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.tasks.shared.classes import classes_of
+from kinformer.tasks.vision.predict import pictures, probabilities_of
+
+TASK = "vision"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a mixer was called with while the model read the image."""
+
+    mixer: EncoderMixer
+    x: Tensor
+    text: Text
+
+
+def looked_at(options: DrawOptions) -> ImageDrawing:
+    """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
+    others = ("pattern", "position", "spans", "exits", "data", "length", "layer", "head", "image_width")
+    if given := [flag_of(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"{', '.join(given)}: is not for --image, which draws what a run sees; leave it out.")
+    assert options.image is not None
+    run = open_run(options.subject)
+    if run.task.name != TASK:
+        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}; --image is for the task {TASK}.")
+    model, names = run.model(options.set), classes_of(run)
+    picture = next(pictures(run, options.image, 1))
+    calls: list[_Call] = []
+    shares: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda mixer, given: calls.append(_Call(mixer, given[0], *given[1:])))
+        for module in model.stack.modules()
+        if isinstance(module, EncoderMixer)
+    ]
+    if (gate := getattr(model.head, "gate", None)) is not None:
+        hooks.append(gate.register_forward_hook(lambda gate, given, found: shares.append(found[0])))
+    try:
+        share, index = probabilities_of(model, [picture])[0].max(-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    panels: Sequence[HeatOver | WindowsOver]
+    if all(isinstance(call.mixer, WindowAttention) for call in calls):
+        panels = _windows(calls, model.config.input.patch)
+    elif all(_rolls(call) for call in calls):
+        found = rollout([probabilities(call.mixer, call.x) for call in calls])
+        panels = _rolled(found, shares, calls[0], model.config.input)
+    else:
+        raise KinformerError(
+            f"{run.folder}: --image draws attention between all patches, as in vit and deit, or windows, as in swin, "
+            f"but {run.member} mixes otherwise; give a run of those."
+        )
+    title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"
+    return ImageDrawing(title=title, pixels=picture.pixels, panels=panels)
+
+
+@torch.no_grad()
+def probabilities(mixer: Any, x: Tensor) -> Tensor:
+    """[heads, time, time] of softmax attention over x [1, time, dim]: by the reference, with the identity as values."""
+    q, k, _ = mixer.projection(x)
+    time = x.shape[1]
+    q, k = mixer.position.rotate(q, k, torch.arange(time, device=x.device)[None])
+    q = mixer.score.queries(q)
+    scoring = Scoring.of(mixer.score, mixer.position.relative(1 - time, time - 1))
+    each = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
+    return attention(q, k, each, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
+
+
+def rollout(layers: Sequence[Tensor]) -> Tensor:
+    """[time, time] of the probabilities [heads, time, time] of each layer, the first layer first."""
+    found = torch.eye(layers[0].shape[-1], dtype=torch.float64)
+    for each in layers:
+        mean = each.double().cpu().mean(0) + torch.eye(each.shape[-1], dtype=torch.float64)
+        found = mean / mean.sum(-1, keepdim=True) @ found
+    return found
+
+
+def _rolls(call: _Call) -> bool:
+    """Whether the roll-out of the mixer's probabilities says what reaches its outputs."""
+    mixer, text = call.mixer, call.text
+    if not isinstance(mixer, BidirectionalAttention) or text.num_global or text.global_positions is not None:
+        return False
+    relative = mixer.position.relative(0, 0)
+    return relative is None or relative.values is None
+
+
+def _rolled(found: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
+    """Of the tokens that stand before the patches, or of the patches' mean where none do, or their mean by the head's
+    ``shares`` where it has some: times the mean patch."""
+    grid = call.text.grid
+    assert grid is not None
+    rows = found[: input.before] if input.before else found.mean(0, keepdim=True)
+    names = ("class token", "distillation token") if input.before else ("mean of all patches",)
+    if shares:
+        rows, names = shares[0].double().cpu()[None] @ found, ("gated mean",)
+    heat = rows[:, input.before :]
+    heat = heat / heat.mean(-1, keepdim=True)
+    return [
+        HeatOver(name=f"roll-out, {name}", values=row.unflatten(0, grid).numpy(), patch=input.patch)
+        for name, row in zip(names, heat, strict=False)
+    ]
+
+
+def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
+    """Of each stage, whose patches are twice as wide as those before, and of shifted and other layers of it."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    widest = calls[0].x.shape[-1]
+    for layer, call in enumerate(calls):
+        assert isinstance(call.mixer, WindowAttention) and call.text.grid is not None
+        stage = (call.x.shape[-1] // widest).bit_length() - 1
+        found.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(layer + 1)
+    return [
+        WindowsOver(
+            name=f"stage {stage + 1}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+            f"\n{side} x {side} patches{f', shifted by {shift}' if shift else ''}",
+            patch=patch << stage,
+            side=side,
+            shift=shift,
+        )
+        for (stage, side, shift), layers in found.items()
+    ]

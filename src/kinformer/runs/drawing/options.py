@@ -1,0 +1,52 @@
+"""What drawing is asked for. Free of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kinformer.runtime.errors import flag_of, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
+
+    subject: str
+    """A member of the family, a run folder, a kind of pattern or position, or one as JSON, as in
+    '{"kind": "union", "patterns": [{"kind": "local", "window": 4}, {"kind": "columns", "stride": 8}]}'."""
+    pattern: bool = False
+    """Take the name for a kind of pattern, where a member has it too."""
+    position: bool = False
+    """Take the name for a kind of position, where a member has it too."""
+    spans: bool = False
+    """Of a run whose heads learn how far back they look: their spans, by layer and head."""
+    exits: bool = False
+    """Of a run whose tokens may leave early: a text coloured by the layers that each token took."""
+    image: str | None = None
+    """Of a run of the task vision: what it looks at in an image (a PNG or JPEG, or the first test image of data), by
+    attention roll-out, or the windows of its stages."""
+    data: str | None = None
+    """With --exits: the text, a path or stdlib; the test split of the run's own data if not given."""
+    recipe: str = "small"
+    """Which of the member's recipes."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """Change the recipe, or an option of the pattern or position, as in --set window=8; may be given again."""
+    length: int | None = None
+    """Tokens in the picture; if not given, as many as it takes to see the structure."""
+    layer: int | None = None
+    """Only this layer, counted from 1."""
+    head: int | None = None
+    """Only this head, counted from 1."""
+    image_width: int | None = None
+    """Also show what one query sees of an image so wide, its positions being pixels line by line."""
+    out: str | None = None
+    """The picture's name, which ends in .png or .svg; NAME.png in this folder if not given."""
+    seed: int = 0
+    """Decides everything random."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "layer", "head", "image_width"):
+            require(flag_of(name), getattr(self, name), 1)
+        require("--seed", self.seed, 0)

@@ -1,0 +1,300 @@
+"""What is asked to be drawn: a member, a run, or a kind of pattern or position."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kinformer.core.config import Config, field_types, from_dict, override
+from kinformer.core.model_config import EmbeddingConfig
+from kinformer.core.parts import PatternConfig, PositionConfig
+from kinformer.core.pattern import Pattern
+from kinformer.figures.encoder_pattern import WholeText, global_token_words, in_text
+from kinformer.figures.influence import influence_panel
+from kinformer.figures.panels import (
+    Panel,
+    Placed,
+    describe,
+    field_panel,
+    grid,
+    heads_of,
+    numbered,
+    parts_of,
+    pattern_panel,
+    raster,
+)
+from kinformer.figures.positions import LENGTH, Encoding, OneToken, encoding_panels
+from kinformer.kernels.block_sparse import explain
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.drawing.spans import span_panel
+from kinformer.runs.run import CONFIG, open_run
+from kinformer.runtime.errors import KinformerError, flag_of, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kinformer.core.model_config import ModelConfig
+
+TITLE = 36
+DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern."""
+
+    kind: str
+    title: str
+    options: DrawOptions
+    patterns: list[tuple[Pattern, str, str]] = field(default_factory=list)
+    encodings: list[Encoding] = field(default_factory=list)
+    others: list[tuple[Any, str, str, int]] = field(default_factory=list)
+    ready: list[Panel] = field(default_factory=list)
+
+    def panels(self) -> list[Panel]:
+        """All panels, patterns first."""
+        options, panels = self.options, list(self.ready)
+        tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
+        for pattern, name, place in self.patterns:
+            panel = pattern_panel(pattern, name, place, tokens, cells)
+            if not isinstance(pattern, WholeText):
+                computed = explain(pattern.sized(panel.length), panel.length).computed
+                panel = replace(panel, computed_pairs=round(computed))
+            panels.append(panel)
+            if (image := raster(pattern, options.image_width)) is not None:
+                panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
+        for mixer, name, place, dim in self.others:
+            panels.append(influence_panel(mixer, name, place, dim, options.length))
+        for encoding in self.encodings:
+            panels += encoding_panels(encoding, options.length or LENGTH)
+        return panels
+
+
+def find(options: DrawOptions) -> Drawing:
+    """A member first, then a run folder, then a pattern, then a position; or what an option says it is."""
+    from kinformer.family.table import FAMILY
+
+    name = options.subject
+    if options.spans:
+        return _spans(options)
+    if options.pattern and options.position:
+        raise KinformerError("--pattern and --position contradict; give one.")
+    if name.lstrip().startswith("{"):
+        return _expression(options)
+    named = not (options.pattern or options.position)
+    if named and name in FAMILY and not _means_part(options):
+        return _member(options)
+    if named and (Path(name) / CONFIG).is_file():
+        return _run(options)
+    table = _parts(options)
+    if name in table:
+        return _part(options, {"kind": name})
+    wanted = (
+        "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
+    )
+    raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(FAMILY if named else ())])}")
+
+
+def _spans(options: DrawOptions) -> Drawing:
+    others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "data")
+    if given := [flag_of(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"--spans draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
+    run = open_run(options.subject)
+    title = f"{run.folder.name} ({run.member}, trained)"
+    return Drawing(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
+
+
+def _parts(options: DrawOptions) -> dict[str, str]:
+    """Kind to slot of all that can be drawn by itself, or of what an option says; patterns go first."""
+    from kinformer.family.kinds import kinds
+
+    slots = ["pattern"] if options.pattern else ["position", "embedding"]
+    if not (options.pattern or options.position):
+        slots.append("pattern")
+    return {kind: slot for slot in slots for kind in kinds()[slot]}
+
+
+def _means_part(options: DrawOptions) -> bool:
+    """Whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
+    from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
+
+    changed = {path.split(".")[0] for path in options.set}
+    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
+    return bool(changed) and options.subject in _parts(options) and not changed & owned
+
+
+def _expression(options: DrawOptions) -> Drawing:
+    try:
+        data = json.loads(options.subject)
+    except json.JSONDecodeError as error:
+        raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
+    if str(data.get("kind")) not in (table := _parts(options)):
+        raise KinformerError(
+            f"{options.subject}: does not say what is to be drawn; {nearest(str(data.get('kind')), table)}"
+        )
+    return _part(options, data)
+
+
+def _part(options: DrawOptions, data: dict[str, Any]) -> Drawing:
+    """A pattern or a position by itself, with the options that --set gives it."""
+    from kinformer.family.kinds import kinds
+
+    slot, changes = _parts(options)[data["kind"]], options.set
+    own = {name: value for name, value in changes.items() if "." not in name}
+    inner = {path: value for path, value in changes.items() if "." in path}
+    bases: dict[str, type[Config]] = {
+        "pattern": PatternConfig,
+        "position": PositionConfig,
+        "embedding": EmbeddingConfig,
+    }
+    config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
+    name = describe(config)
+    title = name if len(name) <= TITLE else config.kind.replace("_", " ")
+    subject = Drawing(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
+    if isinstance(config, PatternConfig):
+        subject.patterns.extend(_heads(Placed(config, config, "", None), options))
+    elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
+        subject.encodings.append(_alone(config))
+    return subject
+
+
+def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
+    """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features."""
+    from kinformer.positions.slots import AtTokens
+
+    if isinstance(config, EmbeddingConfig):
+        return _one_token(config.build(1, DIM), config)
+    if isinstance(config, AtTokens):
+        return Encoding(position=config.build_model(DIM, DEPTH), name=describe(config), place="", depth=DEPTH)
+    position = config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM)
+    return Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)
+
+
+def _member(options: DrawOptions) -> Drawing:
+    from kinformer.family.build import configure
+
+    config = configure(options.subject, options.recipe, None, options.set)
+    return _model("member", f"{options.subject} ({options.recipe})", config, None, options)
+
+
+def _run(options: DrawOptions) -> Drawing:
+    run = open_run(options.subject)
+    model = run.model(options.set)
+    return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
+
+
+def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Drawing:
+    """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
+    depth = len(config.layers)
+    if options.layer is not None and options.layer > depth:
+        raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
+    subject = Drawing(kind=kind, title=title, options=options)
+    _add(subject, _Side(config, config.dim, model), "")
+    if (encoder := getattr(config, "encoder", None)) is not None:
+        _add(subject, _Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
+    return subject
+
+
+class _Side(NamedTuple):
+    """A model, or the encoder that reads its source: config, width, and the trained module or None."""
+
+    config: Any
+    dim: int
+    model: Any
+
+
+def _add(subject: Drawing, side: _Side, name: str) -> None:
+    """What there is to draw of a side, whose places begin with its ``name``."""
+    (config, dim, model), options, before = side, subject.options, len(subject.encodings)
+    at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
+    for placed in _of_layer(parts_of(config, "pattern"), options):
+        found = [(in_text(each, config), called, place) for each, called, place in _heads(placed, options)]
+        subject.patterns.extend((each, _with_globals(each, called), at(place)) for each, called, place in found)
+    for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
+        if placed.part.kind != "none":
+            subject.encodings.append(_encoding(placed, side))
+    for placed in parts_of(config, "embedding") if options.layer is None else ():
+        embedding = placed.part.build(placed.owner.vocab_size, dim) if model is None else model.input.embedding
+        subject.encodings.append(_one_token(embedding, placed.part))
+    subject.encodings[before:] = [replace(each, place=at(each.place)) for each in subject.encodings[before:]]
+    mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
+    for placed in _apart(_of_layer(mixers, options), model):
+        width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
+        mixer = placed.part.build(width) if model is None else _at(model, placed.path)
+        if not hasattr(placed.part, "pattern") and not getattr(mixer, "reads_source", False):  # it sees all of that
+            subject.others.append((mixer, describe(placed.part), at(_place(placed)), width))
+
+
+def _with_globals(pattern: Pattern, name: str) -> str:
+    return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, WholeText) else name
+
+
+def _of_layer(found: list[Placed], options: DrawOptions) -> list[Placed]:
+    """Those of the layer that was asked for."""
+    if options.layer is None:
+        return found
+    layer = options.layer - 1
+    return [Placed(each.part, each.owner, each.path, (layer,)) for each in found if layer in (each.layers or ())]
+
+
+def _apart(found: list[Placed], model: Any) -> list[Placed]:
+    """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
+    separate = []
+    for placed in found:
+        layers = placed.layers or ()
+        paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
+        modules = [] if model is None else [_at(model, path) for path in paths]
+        if len(set(map(id, modules))) > 1 and any(True for _ in modules[0].parameters()):
+            separate += [
+                Placed(placed.part, placed.owner, path, (layer,)) for path, layer in zip(paths, layers, strict=True)
+            ]
+        else:
+            separate.append(placed)
+    return separate
+
+
+def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
+    """Each pattern that differs among the heads, or that of the head that was asked for."""
+    groups = heads_of(placed.part)
+    count = groups[0][0].num_heads if not groups[0][2] else sum(len(heads) for _, _, heads in groups)
+    if options.head is not None and groups[0][2]:
+        if options.head > (count or 0):
+            raise KinformerError(f"--head {options.head}: the pattern is for {count} heads; give 1 to {count}.")
+        head = options.head - 1
+        groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
+    named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]
+    return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
+
+
+def _encoding(placed: Placed, side: _Side) -> Encoding:
+    config, dim, model = side
+    depth = len(config.uses)
+    if placed.layers is None:
+        position = config.position.build_model(dim, depth) if model is None else model.position
+        return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
+    owner = placed.owner
+    head_dim = owner.head_dim or dim // owner.num_heads
+    if model is None:
+        position = placed.part.build_heads(dim, owner.num_heads, head_dim)
+    else:
+        position = _at(model, placed.path)
+    return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
+
+
+def _at(model: Any, path: str) -> Any:
+    """The module that a part of the config at ``path`` became."""
+    found: Any = model.stack if path.startswith("layers.") else model
+    for name in path.split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    return found
+
+
+def _one_token(embedding: nn.Module, config: Config) -> Encoding:
+    return Encoding(position=OneToken(embedding), name=f"{describe(config)}\none token at every position", place="")
+
+
+def _place(placed: Placed) -> str:
+    return numbered("layer", placed.layers or ())

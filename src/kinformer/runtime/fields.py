@@ -1,0 +1,75 @@
+"""Options and settings are of the types that their dataclass says, and numbers in range, wherever they come from."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal
+
+from kinformer.runtime.errors import KinformerError, flag_of
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "dropout": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    "std": (lambda value: value >= 0, "0 or more"),
+    "eps": (lambda value: value >= 0, "0 or more"),
+    "base": (lambda value: value > 1, "above 1"),
+    "head_dim": (lambda value: value >= 1, "1 or more"),
+    "hidden_dim": (lambda value: value >= 1, "1 or more"),
+    "chunks": (lambda value: value >= 1, "1 or more"),
+}
+"""What a number of this name has to be, in whichever config: what makes no model, or one whose outputs are no numbers,
+is refused."""
+
+
+def require_ranges(given: Mapping[str, Any]) -> None:
+    """Raise where a number of a config is not finite, or not in the range that its name says."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise KinformerError(f"{name} must be a finite number, but is {value}.")
+        inside, told = _RANGES.get(name, (None, ""))
+        if inside is not None and not inside(value):
+            raise KinformerError(f"{name} must be {told}, but is {value:g}.")
+
+
+def require_types(options: Any, declared: type) -> None:
+    """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type."""
+    for name, kind in _plain_types(declared).items():
+        value = getattr(options, name)
+        if not any(_is_one(value, each) for each in kind):
+            raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_told, kind))}.")
+
+
+@cache
+def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
+    """What each field may be, of those that hold plain values."""
+    hints = typing.get_type_hints(declared)
+    known = {}
+    for field in fields(declared):
+        hint = hints[field.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if union else (hint,)
+        if all(kind in (*_NAMES, type(None)) or typing.get_origin(kind) is Literal for kind in kinds):
+            known[field.name] = kinds
+    return known
+
+
+def _is_one(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return any(value == each and type(value) is type(each) for each in typing.get_args(kind))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _told(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    return "left out" if kind is type(None) else _NAMES[kind]

@@ -1,0 +1,223 @@
+"""Files that survive a crash: atomic writes, and contents whose every byte is checked when they are read.
+
+Tensors are kept as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
+file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
+Whatever goes wrong in reading a file is reported in one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
+CHECKSUM = "checksum"
+_BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
+
+
+def partial_of(path: Path) -> Path:
+    """Where ``path`` is filled before it appears under its name."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def remove_partials(folder: Path, names: Iterable[str]) -> None:
+    """Remove what writers of the files ``names`` (which may be patterns) left behind in ``folder`` when they died.
+
+    Only for a folder that the caller has locked.
+    """
+    for name in names:
+        for pattern in (f".{name}.partial", f".{name}.*.partial"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, flush it to the disk and rename it into place.
+
+    A crash at any moment leaves either the old file or the new one, whole. A full disk is one clear sentence. The
+    file has the permissions that the umask gives, whatever ``write`` makes of them.
+    """
+    temporary = partial_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        write(temporary)
+        with temporary.open("rb") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or str(error)
+        raise KinformerError(
+            f"{path}: could not be written ({reason}); free space or choose another folder."
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore it from a copy") -> Iterator[None]:
+    """Tell whatever goes wrong with the contents of ``path`` inside as one sentence."""
+    try:
+        yield
+    except (KinformerError, ImportError):  # a broken installation is not the file's fault
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise KinformerError(f"{path}: {what} ({reason.rstrip('.')}); {remedy}.") from None
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is missing or no regular file before it is opened; a FIFO would keep its reader waiting for ever."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise KinformerError(f"{path}: there is no such file; check the folder's name.") from None
+    except (OSError, ValueError) as error:
+        raise KinformerError(f"{path}: cannot be read ({error}); check the path and its permissions.") from None
+    if not stat.S_ISREG(mode):
+        raise KinformerError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}; give a file.")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """``data`` as indented JSON, atomically."""
+    text = json.dumps(data, indent=2) + "\n"
+    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in ``path``; a missing or damaged file is one clear sentence."""
+    require_file(path)
+    with reading(path, "is not readable JSON"):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def signed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with the checksum of all its keys as one more."""
+    return {**data, CHECKSUM: json_digest(data)}
+
+
+def require_signature(data: Mapping[str, Any], path: Path) -> None:
+    """Raise where ``data``, as read from ``path``, is not what :func:`signed` made; data without a checksum passes."""
+    rest = dict(data)
+    if CHECKSUM in rest and rest.pop(CHECKSUM) != json_digest(rest):
+        raise KinformerError(
+            f"{path}: has been altered (it does not match its checksum); restore it from a copy, or remove its key "
+            f"{CHECKSUM!r} if it is meant to be as it is."
+        )
+
+
+def json_digest(data: Any) -> str:
+    """sha256 of ``data`` as JSON, whatever the order of its keys."""
+    plain = json.loads(json.dumps(data))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def checksum(path: Path) -> str:
+    """Size and crc32 of a file; of one beyond 256 MiB only 64 blocks of 1 MiB, evenly spread, are looked at."""
+    require_file(path)
+    with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        blocks = -(-size // _BLOCK)
+        starts = range(0, size, _BLOCK)
+        if blocks > _WHOLE_BLOCKS:
+            starts = [(size - _BLOCK) * n // (_SAMPLED_BLOCKS - 1) for n in range(_SAMPLED_BLOCKS)]  # type: ignore[assignment]
+        crc = 0
+        for start in starts:
+            file.seek(start)
+            crc = zlib.crc32(file.read(_BLOCK), crc)
+    return f"{size}:{crc:08x}"
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; returns their digest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    extra = dict(metadata or {}) | {DIGEST: digest(tensors)}
+    extra[METADATA_DIGEST] = json_digest(extra)
+
+    def write(target: Path) -> None:
+        try:
+            save_file(tensors, target, extra)
+        except SafetensorError as error:
+            raise OSError(0, str(error)) from error
+
+    write_atomic(path, write)
+    return extra[DIGEST]
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence."""
+    from safetensors import safe_open
+
+    require_file(path)
+    with reading(path, "is truncated or damaged"):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        if DIGEST in metadata and metadata[DIGEST] != digest(tensors):
+            raise ValueError("its tensors do not match their checksum")
+        rest = {name: value for name, value in metadata.items() if name != METADATA_DIGEST}
+        if (DIGEST in metadata or len(rest) < len(metadata)) and metadata.get(METADATA_DIGEST) != json_digest(rest):
+            raise ValueError("its metadata do not match their checksum")
+    return tensors, metadata
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
+    """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
+    require_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tensors, place)
+    model.load_state_dict(dict(tensors))
+
+
+def require_weights(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], place: Path | str) -> None:
+    """Raise where ``tensors`` have not the names and shapes of the model's ``own``."""
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
+        raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
+    for name, shape in own.items():
+        if tuple(tensors[name].shape) != shape:
+            shapes = f"{tuple(tensors[name].shape)}, here {shape}"
+            raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, types, shapes and bytes, in order of the names."""
+    import torch
+
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

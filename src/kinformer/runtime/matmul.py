@@ -1,0 +1,48 @@
+"""Which way float32 products take on a CPU, as ``torch.set_float32_matmul_precision`` says.
+
+Any setting but "highest" is oneDNN's way (see ``training.precision``): twice as fast for large products, but it takes
+so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
+inside PyTorch's fused attention, which are small ones, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kinformer.runtime.compiling import constant
+
+ONEDNN_FROM = 16**3
+"""Multiplications of a product from which on PyTorch asks oneDNN."""
+FEW = 32
+"""Rows below which a product is small whatever its width."""
+
+
+@constant
+def _precision() -> str:
+    return torch.get_float32_matmul_precision()
+
+
+def by_onednn(x: Tensor) -> bool:
+    """Whether large products of ``x`` are oneDNN's, and small ones slow; narrow ones always are."""
+    if x.device.type != "cpu" or x.element_size() > 4:
+        return False
+    return x.element_size() < 4 or _precision() != "highest"
+
+
+@contextmanager
+def few_rows(device: torch.device, asked: bool = True) -> Iterator[None]:
+    """Within it, if ``asked``, products on a CPU take PyTorch's own way, for steps of one token."""
+    before = torch.get_float32_matmul_precision()
+    own = device.type != "cpu" or torch.cuda.is_available()  # the setting is the GPU's
+    if not asked or own or before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,190 @@
+"""What other packages add: parts, tasks and members, found by name through their entry points.
+
+A package says in its metadata what it adds, for example in ``pyproject.toml``::
+
+    [project.entry-points."kinformer.parts"]
+    "mixer.my_mixer" = "my_package.mixers:MyMixer.Config"
+
+    [project.entry-points."kinformer.members"]
+    my-member = "my_package.member:MEMBER"
+
+Names are read without importing anything; what is behind a name is imported when it is asked for by that name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+KINFORMER = "kinformer"
+PARTS, TASKS, MEMBERS = "kinformer.parts", "kinformer.tasks", "kinformer.members"
+
+T = TypeVar("T")
+
+
+@cache
+def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Name to the entry points of that name, in all installed packages; more than one is for the caller to refuse."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        found[entry.name] = (*found.get(entry.name, ()), entry)
+    return found
+
+
+def load(entry: EntryPoint, what: str) -> Any:
+    """The object behind an entry point; ``what`` is how messages call it ("the mixer 'my_mixer'")."""
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KinformerError(
+            f"{what} of {_told(_package(entry))} cannot be imported from {entry.value} ({reason}); "
+            "mend that package, or uninstall it."
+        ) from error
+
+
+class Registry(Mapping[str, T]):
+    """Things by name: Kinformer's ``own``, and those that other packages add by the entry points of ``group``.
+
+    An entry point's name is ``prefix`` followed by the name here. ``noun`` is what messages call such a thing;
+    ``expected(name)`` says in words what has to be found there, and ``fits(name, found)`` whether it is. A name that is
+    taken twice, or leads to something else, raises a :class:`KinformerError` when it is looked up, never before.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        own: Mapping[str, T],
+        group: str,
+        *,
+        fits: Callable[[str, Any], bool],
+        expected: Callable[[str], str],
+        prefix: str = "",
+    ) -> None:
+        self.noun, self.own, self.group, self.prefix = noun, own, group, prefix
+        self._fits, self._expected = fits, expected
+
+    @classmethod
+    def of_records(cls, record: type[T], own: Mapping[str, T], group: str) -> Registry[T]:
+        """One of objects of the class ``record`` that know their own name."""
+        return cls(
+            record.__name__.lower(),
+            own,
+            group,
+            fits=lambda name, found: isinstance(found, record) and getattr(found, "name", None) == name,
+            expected=lambda name: f"a {record.__name__} of the name {name!r}",
+        )
+
+    def added(self) -> list[str]:
+        """The names that other packages add, sorted; one of them may be taken already."""
+        names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
+        return sorted(name.removeprefix(self.prefix) for name in names)
+
+    def available(self, complain: Callable[[str], object] = warnings.warn) -> list[T]:
+        """All that can be had, Kinformer's own first; ``complain`` gets a sentence for each that cannot."""
+        found = list(self.own.values())
+        for name in self.added():
+            try:
+                found.append(self[name])
+            except KinformerError as error:
+                complain(str(error))
+        return found
+
+    def package(self, name: str) -> str | None:
+        """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""
+        entries = entry_points_of(self.group).get(self.prefix + name, ())
+        return _package(entries[0]) if entries else None
+
+    def check_package(self, name: str, package: str | None) -> None:
+        """Refuse ``name`` if it was written down as part of ``package`` and is not found there any more.
+
+        ``package`` is what :meth:`package` gave then ("name version"); with None nothing is asked.
+        """
+        if package is not None:
+            require_package(package, f"the {self.noun} {name!r}", KINFORMER if name in self.own else self.package(name))
+
+    def __getitem__(self, name: str) -> T:
+        entries = entry_points_of(self.group).get(self.prefix + name, ())
+        if not entries:
+            return self.own[name]
+        if len(entries) > 1 or name in self.own:
+            owners = ["Kinformer itself"] * (name in self.own) + [_told(_package(entry)) for entry in entries]
+            raise KinformerError(
+                f"the {self.noun} {name!r} is in {' and in '.join(owners)}, so its name does not say which is meant; "
+                "uninstall one of the packages, or rename what it adds."
+            )
+        found = load(entries[0], f"the {self.noun} {name!r}")
+        if not self._fits(name, found):
+            raise KinformerError(
+                f"the {self.noun} {name!r} of {_told(_package(entries[0]))} is {found!r}, but must be "
+                f"{self._expected(name)}; correct the entry point {entries[0].value} of that package."
+            )
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self.added()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.own, *self.added()]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def package_of(thing: object, group: str, name: str) -> str | None:
+    """The package ("name version") whose entry point ``name`` of ``group`` leads to ``thing``, or None."""
+    for entry in entry_points_of(group).get(name, ()):
+        try:
+            found = entry.load()
+        except (Exception, SystemExit):  # reported when it is asked for by its name
+            continue
+        if found is thing:
+            return _package(entry)
+    return None
+
+
+def require_package(package: str, what: str, found: str | None) -> None:
+    """Refuse what was written down as part of ``package`` ("name version") and is not found there any more.
+
+    ``what`` is how messages call it, ``found`` the package where its name leads to now: ``KINFORMER`` itself, another
+    one, or None.
+    """
+    name = package.partition(" ")[0]
+    if found is not None and found.partition(" ")[0] == name:
+        return
+    if found == KINFORMER:
+        remedy = "but here it is Kinformer's own; use a version of Kinformer that has none of that name."
+    elif found is not None:
+        remedy = f"but here it is part of {_told(found)}; install the former, and uninstall the latter."
+    elif (version := _installed(name)) is not None:
+        remedy = f"but version {version} of it, which is installed, has none of that name; install another version."
+    else:
+        remedy = "which is not installed; install it."
+    raise KinformerError(f"{what} comes from {_told(package)}, {remedy}")
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
+
+
+def _told(package: str) -> str:
+    name, _, version = package.partition(" ")
+    return f"the package {name!r} ({version})" if version else f"the package {name!r}"
+
+
+def _installed(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError):
+        return None

@@ -1,0 +1,135 @@
+"""Algorithm: a causal model copies, reverses, adds, or tells parity (``data.algorithms``), of lengths beyond training
+too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.tasks.shared.options import whole_numbers
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data.algorithms import AlgorithmData
+    from kinformer.training.data_module import DataModule
+
+NAME = "algorithm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmOptions:
+    """Of algorithms."""
+
+    algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
+    """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
+    digits: str = "1-20"
+    """How many digits a problem has, one of this range, both ends included; of an addition each number."""
+
+    def __post_init__(self) -> None:
+        least, dash, most = self.digits.partition("-")
+        fine = least.isdecimal() and (most.isdecimal() if dash else not most)
+        if not fine or not 1 <= int(least) <= int(most or least):
+            raise KinformerError(f"--digits {self.digits}: is no range of numbers from 1; write as in 1-20.")
+
+    @property
+    def data(self) -> AlgorithmData:
+        """The rows that these options describe."""
+        from kinformer.data.algorithms import AlgorithmData
+
+        least, _, most = self.digits.partition("-")
+        return AlgorithmData(algorithm=self.algorithm, least=int(least), most=int(most or least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmMeasuring:
+    """Of algorithms."""
+
+    at_digits: str | None = None
+    """Measure problems of these numbers of digits, as in 10,20,40, instead of up to four times training's longest."""
+    problems: int = 256
+    """How many problems of each number of digits are measured."""
+
+    def __post_init__(self) -> None:
+        require("--problems", self.problems, 1)
+        if self.at_digits is not None:
+            lengths_of(self.at_digits)
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    """``"10,20"`` as distinct numbers of digits, in order."""
+    return whole_numbers("--at-digits", text, "digits", "10,20,40")
+
+
+def _answers(model: Any) -> Any:
+    from kinformer.tasks.algorithm.rows import AlgorithmLoss
+
+    return AlgorithmLoss()
+
+
+class Algorithm(Task):
+    """Accuracy per token of the answers and per problem, by the number of digits."""
+
+    name = NAME
+    title = "algorithm"
+    description = (
+        "Learns an algorithm on digits (copy, reverse, addition, parity) from problems of lengths drawn from a range. "
+        "Measured by the share of answers' tokens that are right and of problems that are solved, by length, up to "
+        "four times the longest of training."
+    )
+    does = "computes answers"
+    protocol = CausalModel
+    input = "tokens"
+    figures = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
+    objectives = {"answers": _answers}
+    Options = AlgorithmOptions
+    MeasuringOptions = AlgorithmMeasuring
+    default_data = NAME
+    refused = dict.fromkeys(
+        ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
+    )
+
+    def open(self, source: Source, options: AlgorithmOptions, cache: Path | None = None) -> AlgorithmData:
+        return options.data
+
+    def vocab_size(self, data: AlgorithmData) -> int:
+        from kinformer.data.algorithms import SYMBOLS
+
+        return len(SYMBOLS)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_sequence
+
+        check_ids(plan, self.vocab_size(plan.data), special_apart=False)
+        check_sequence(model)
+        plan.data.check(plan.settings.length)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.algorithm.rows import AlgorithmModule
+
+        return AlgorithmModule(plan.data, plan.settings)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: AlgorithmMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.algorithm.evaluate import evaluate
+
+        measuring.refuse_data("an algorithm makes its own problems; give --problems and --at-digits.")
+        at = None if own.at_digits is None else lengths_of(own.at_digits)
+        return evaluate(subject, measuring, at, own.problems, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.algorithm.evaluate import answer
+
+        return answer(subject, prompt, options, write)
+
+
+TASK = Algorithm()

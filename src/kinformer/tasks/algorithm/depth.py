@@ -1,0 +1,58 @@
+"""Which tokens of a problem a model that lets tokens halt or leave early thinks about longest: by their place in the
+answer, and in an addition by how far the carry that arrives there has come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.data.algorithms import carried
+from kinformer.evaluation.depths import Depths
+from kinformer.tasks.shared.answer_rows import AskedBatch
+
+PLACE, CARRY = "place", "carry"
+
+
+class ByDifficulty:
+    """Answers' tokens of problems of one ``algorithm`` and so many ``digits``, counted by their difficulty; ``depths``
+    are of the call that read the batch that is noted."""
+
+    def __init__(self, algorithm: str, digits: int, depths: Depths) -> None:
+        self.digits, self.depths = digits, depths
+        names = (PLACE, CARRY) if algorithm == "addition" else (PLACE,)
+        self.counts = {name: torch.zeros(3, digits + 2, dtype=torch.float64) for name in names}
+        self.all = torch.zeros(2, dtype=torch.float64)
+
+    def note(self, batch: AskedBatch, right: Tensor) -> None:
+        """``right`` [tokens] bool: which of the batch's answers' tokens are, in order."""
+        asked, depth = batch.asked.cpu(), self.depths.last.cpu().double()
+        place = (asked.cumsum(1) - 1)[asked]
+        self.all += torch.stack([(depth > 0).sum(), depth.sum()])
+        groups = {PLACE: place}
+        if CARRY in self.counts:
+            rows = asked.nonzero()[:, 0]
+            groups[CARRY] = torch.from_numpy(carried(batch.tokens.cpu().numpy(), self.digits))[rows, place]
+        for name, group in groups.items():
+            for row, weights in enumerate((torch.ones_like(depth[asked]), right.cpu().double(), depth[asked])):
+                self.counts[name][row] += group.bincount(weights, minlength=self.digits + 2)
+
+    @property
+    def mean(self) -> float:
+        """Over all tokens, those of problems too."""
+        return float(self.all[1] / self.all[0])
+
+    @property
+    def facts(self) -> dict[str, list[dict[str, Any]]]:
+        """For JSON: by what, a row for each group that has tokens."""
+        return {f"by_{name}": rows_of(name, counts, self.depths.figure.name) for name, counts in self.counts.items()}
+
+
+def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, Any]]:
+    """Of ``counts`` [3, groups] (tokens, right ones, depths summed): how many, how often right, how deep."""
+    return [
+        {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
+        for number, (tokens, right, total) in enumerate(counts.T.tolist())
+        if tokens
+    ]

@@ -1,0 +1,202 @@
+"""How many problems a model solves by their length, in training's range and beyond, and what it answers to one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite, log
+from typing import Any
+
+import torch
+
+from kinformer.core import state as states
+from kinformer.core.model import device_of
+from kinformer.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData
+from kinformer.evaluation.adaptive_computation import PONDER_STEPS
+from kinformer.evaluation.depths import noting_depths
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
+from kinformer.tasks.algorithm.rows import solved
+from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
+from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.training.batch import map_fields
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Figure
+
+
+def sequence_accuracy_at(digits: int) -> Figure:
+    """The share of problems of so many digits that are solved."""
+    return Figure(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
+
+
+def evaluate(
+    subject: LoadedRun, measuring: Measuring, at_digits: Sequence[int] | None, rows: int, quiet: bool
+) -> Evaluation:
+    """A run on ``rows`` new problems of each number of digits; the figures of all are over those in training's range,
+    or over all where none is."""
+    run, model, changes, _ = subject
+    data: AlgorithmData = run.options.data
+    split = choose(measuring.split, SPLITS, "--split")
+    lengths = _lengths(model, data, at_digits)
+    found, begun = [], time.perf_counter()
+    with progressing(quiet) as progress:
+        for done, digits in enumerate(lengths):
+            found.append(_measured(model, data, split, digits, rows, measuring))
+            if progress is not None:
+                progress(done + 1, len(lengths))
+    main = [each for each in found if each["trained"]] or found
+    total = {name: sum(each[name] for each in main) for name in ("tokens", "correct", "solved", "problems", "nats")}
+    figures = {
+        ACCURACY.name: total["correct"] / total["tokens"],
+        SEQUENCE_ACCURACY.name: total["solved"] / total["problems"],
+        BITS_PER_LABEL.name: total["nats"] / log(2) / total["tokens"],
+    }
+    units = [ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL]
+    for each in found:
+        units.append(sequence_accuracy_at(each["digits"]))
+        figures[units[-1].name] = each["sequence_accuracy"]
+    depth = next((each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in found[0]), None)
+    if depth is not None:
+        units.append(depth)
+        figures[depth.name] = sum(each[depth.name] for each in main) / len(main)
+    identity = data.identity | {"split": split}
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "algorithm", "algorithm": data.algorithm,
+        "set": list(changes), "data": identity, **figures, "by_digits": found, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    guessing = max(each["guessing"] for each in main)
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=tuple(units),
+        baselines={"most_frequent_token": guessing},
+        data=identity,
+        facts=facts | {"most_frequent_token": guessing},
+        text=_text(subject, data, split, figures, total, found, depth),
+    )
+
+
+def _text(
+    subject: LoadedRun,
+    data: AlgorithmData,
+    split: str,
+    figures: dict,
+    total: dict,
+    found: list[dict[str, Any]],
+    depth: Figure | None,
+) -> tuple[str | Table, ...]:
+    run, _, changes, _ = subject
+    names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
+    steps = [] if depth is None else [depth]
+    lines = [
+        [
+            each["digits"], "yes" if each["trained"] else "no", each["problems"], f"{each['sequence_accuracy']:.1%}",
+            f"{each['accuracy']:.1%}", f"{each['guessing']:.1%}", *(f"{each[own.name]:.2f}" for own in steps),
+        ]
+        for each in found
+    ]  # fmt: skip
+    ponder = "" if depth is None else f", {depth.text(figures[depth.name])}"
+    return (
+        f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} "
+        f"digits, {split} split",
+        f"{figures[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
+        f"{figures[ACCURACY.name]:.1%} of their tokens right, {figures[BITS_PER_LABEL.name]:.4f} bits per "
+        f"token{ponder}\n",
+        Table((*names, *(own.unit for own in steps)), lines, [0, *range(2, len(names) + len(steps))]),
+        *(() if depth is None else _by_difficulty(found, depth)),
+    )
+
+
+def _by_difficulty(found: list[dict[str, Any]], depth: Figure) -> Iterator[str | Table]:
+    """Tables of answers' tokens by their difficulty, of the longest problems in training's range."""
+    longest = ([each for each in found if each["trained"]] or found)[-1]
+    for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
+        if f"by_{name}" not in longest:
+            continue
+        lines = [
+            [row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"]
+            for row in longest[f"by_{name}"]
+        ]
+        yield f"\nAnswers of {longest['digits']} digits:"
+        yield Table((what, "tokens", "right", depth.unit), lines, range(4))
+
+
+def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
+    """The numbers of digits to measure at: those asked for, or to twice and four times training's, within the model's
+    positions."""
+    limit = model.max_length
+    if at_digits is not None:
+        for digits in at_digits:
+            if limit is not None and data.width(digits) > limit:
+                raise KinformerError(
+                    f"--at-digits {digits}: takes rows of {data.width(digits)} tokens, but this model's positions end "
+                    f"at {limit}; give fewer digits."
+                )
+        return list(at_digits)
+    wanted = sorted({data.least, (data.least + data.most) // 2, data.most, 2 * data.most, 4 * data.most})
+    fitting = [digits for digits in wanted if limit is None or data.width(digits) <= limit]
+    if fitting != wanted:
+        left = ", ".join(str(digits) for digits in wanted if digits not in fitting)
+        note(f"note: not measured at {left} digits, beyond the model's positions.")
+    return fitting
+
+
+def _measured(
+    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, measuring: Measuring
+) -> dict[str, Any]:
+    """Of problems with so many digits: answers' tokens and how many are right, problems and how many are solved."""
+    tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, measuring.chunk // data.width(digits))
+    counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
+    with torch.inference_mode(), noting_depths(model) as depths:
+        deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
+        for part, first in enumerate(range(0, rows, size)):
+            batch = AskedBatch.of(data.rows(split, part, min(size, rows - first), measuring.seed, digits))
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
+            done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
+            nats += float(answered.nats)
+            counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+            if deep is not None:
+                deep.note(batch, answered.right)
+    require_finite(isfinite(nats))
+    return {
+        "digits": digits, "trained": data.least <= digits <= data.most, "problems": rows, "solved": done,
+        "sequence_accuracy": done / rows, "tokens": tokens, "correct": right, "accuracy": right / tokens,
+        "guessing": int(counts.max()) / tokens, "nats": nats,
+    } | ({} if deep is None else {deep.depths.figure.name: deep.mean} | deep.facts)  # fmt: skip
+
+
+def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
+    """The answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
+    if options.samples != 1:
+        raise KinformerError(f"--samples {options.samples}: a problem has one answer, the most probable; leave it out.")
+    text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
+    if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
+        raise KinformerError(
+            f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
+        )
+    begun, most = time.perf_counter(), subject.model.max_length
+    new: list[int] = []
+    with torch.inference_mode():
+        tokens = torch.tensor([[SYMBOLS.index(symbol) for symbol in text]], device=device_of(subject.model))
+        logits, state = subject.model(tokens)
+        first, room = time.perf_counter(), MOST_NEW if most is None else min(MOST_NEW, most - len(text))
+        while (token := int(logits[0, -1, : len(SYMBOLS)].argmax())) != END and len(new) < room:
+            new.append(token)
+            if write is not None:
+                write(SYMBOLS[token])
+            logits, state = subject.model(tokens.new_tensor([[token]]), state)
+    if write is not None:
+        write("\n")
+    return Generated(
+        [Sample(new, "".join(SYMBOLS[token] for token in new), stopped=token == END)],
+        len(text),
+        seed=options.seed,
+        state_bytes=states.nbytes(state),
+        prompt_seconds=first - begun,
+        new_tokens=len(new),
+        seconds=time.perf_counter() - begun,
+    )

@@ -1,0 +1,101 @@
+"""Classification: an encoder predicts the classes of labelled examples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import WholeModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.task import (
+    READS_WHOLE_TEXTS,
+    SPECIAL_TOKENS,
+    Evaluation,
+    LoadedRun,
+    Measuring,
+    Source,
+    Task,
+    TrainingPlan,
+)
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import Labelled
+    from kinformer.training.data_module import DataModule
+
+HEAD, FEWEST = "classification", 2
+
+
+def _classification(model: Any) -> Any:
+    from kinformer.tasks.classify.rows import Classification
+
+    return Classification()
+
+
+class Classify(Task):
+    """Accuracy beside the most frequent class, class by class."""
+
+    name = "classify"
+    title = "classification"
+    description = (
+        "Learns to tell the classes of examples: a folder with a folder per class, or a file of lines, .tsv or .jsonl. "
+        "Measured by accuracy, with that of always predicting the most frequent class as the baseline."
+    )
+    does = "predicts classes"
+    protocol = WholeModel
+    input = "tokens"
+    figures = (ACCURACY, BITS_PER_LABEL)
+    objectives = {"classification": _classification}
+    tokenizes = True
+    needs = "needs labelled examples; give --data FOLDER, FILE.tsv or FILE.jsonl."
+    refused = {"train_tokenizer": "is for text without labels, not for classify; give --tokenizer."}
+    generates_nothing = READS_WHOLE_TEXTS
+    special_apart = False
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.head.kind == HEAD
+
+    def open(self, source: Source, options: Any, cache: Path | None = None) -> Labelled:
+        from kinformer.data import open_labelled
+
+        return open_labelled(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+
+    def vocab_size(self, data: Labelled) -> int:
+        return data.vocab_size + SPECIAL_TOKENS
+
+    def fit(self, config: Any, data: Labelled | None) -> dict[str, Any]:
+        classes = FEWEST if data is None else len(data.classes)
+        if config.head.kind == HEAD:
+            return {"head.classes": classes}
+        return {"head": {"kind": HEAD, "classes": classes}}
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_sequence
+
+        check_ids(plan, plan.data.vocab_size, self.special_apart)
+        check_sequence(model)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.classify.rows import Labels
+        from kinformer.tasks.shared.text import ends_of
+
+        return Labels(plan.data, plan.settings, ends_of(plan.config))
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+        from kinformer.tasks.classify.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for examples; leave it out.")
+        return evaluate(self, subject, measuring, quiet)
+
+    def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
+        """What names the data to measure on."""
+        from kinformer.tasks.shared.text import spec_of
+
+        return spec_of(subject.run, data)
+
+
+TASK = Classify()

@@ -1,0 +1,108 @@
+"""How well a model predicts the classes of examples, class by class."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from kinformer.core.model import device_of
+from kinformer.data import Buckets, Examples, Labelled
+from kinformer.runtime.errors import choose, require_finite
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.classify.rows import LabelledBatch
+from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
+from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelMeasurement:
+    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
+
+    bits: float
+    examples: tuple[int, ...]
+    predicted: tuple[int, ...]
+    correct: tuple[int, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of examples whose class was predicted."""
+        return sum(self.correct) / sum(self.examples)
+
+    @property
+    def guessing(self) -> float:
+        """The share of the most frequent class: the accuracy of always telling that one."""
+        return max(self.examples) / sum(self.examples)
+
+
+def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress | None = None) -> LabelMeasurement:
+    """Measure ``model`` (in eval mode) on all examples of ``rows``."""
+    device = device_of(model)
+    counts, nats = np.zeros((3, classes), np.int64), 0.0
+    with torch.inference_mode():
+        for some in rows.in_order():
+            batch = LabelledBatch.of(some)
+            valid = None if batch.valid is None else batch.valid.to(device)
+            logits = model(batch.tokens.to(device), valid=valid).float().cpu()
+            nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
+            require_finite(isfinite(nats))
+            guesses = logits.argmax(-1).numpy()
+            right = some.labels[guesses == some.labels]
+            counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, guesses, right)])
+            if progress is not None:
+                progress(int(counts[0].sum()), len(rows.examples))
+    examples, answers, correct = (tuple(row) for row in counts.tolist())
+    return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
+
+
+def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
+    """A run on held-out examples, class by class, beside the most frequent class."""
+    run, model, changes, _ = subject
+    found, same, examples = _examples(task, subject, measuring)
+    classes = classes_of(run)
+    length = whole_length(run, model)
+    rows = Buckets(examples, max(1, measuring.chunk // length), length, 0, ends_of(model.config))
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        measured = measure_labels(model, rows, len(classes), progress)
+    counts, table = by_class(classes, measured, "examples")
+    text = (
+        heading(run.folder, run.member, changes, found, measuring.split),
+        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
+        f"{measured.guessing:.1%} are of the most frequent class\n",
+        table,
+    )
+    figures = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
+    identity = identity_of_part(found, measuring.split, same)
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
+        **figures, "guessing": measured.guessing,
+        "examples": len(examples), "length": length, "classes": counts, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(ACCURACY, BITS_PER_LABEL),
+        baselines={"guessing": measured.guessing},
+        data=identity,
+        facts=facts,
+        text=text,
+    )
+
+
+def _examples(task: Any, subject: LoadedRun, measuring: Measuring) -> tuple[Labelled, bool, Examples]:
+    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    run = subject.run
+    source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)
+    found = task.open(source, run.options)
+    same = note_other_data(run, found, measuring.data is not None)
+    part = found.splits[choose(measuring.split, found.splits, "--split")]
+    return found, same, replace(part, labels=numbers_of(run, found.name, found.classes)[part.labels])

@@ -1,0 +1,83 @@
+"""Rows of labelled examples for an encoder, and the objective of telling their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.data import IGNORED, BosEos, Buckets, Labelled, Rows
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+LEAST_EXAMPLES = 256
+
+
+class LabelledBatch(NamedTuple):
+    """``tokens`` [batch, time] int64, ``valid`` bool or None, and the ``labels`` int64 [batch] of rows, or [batch,
+    time] of tokens; IGNORED labels do not count."""
+
+    tokens: Tensor
+    valid: Tensor | None
+    labels: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows) -> LabelledBatch:
+        """Rows as a batch."""
+        valid = None if rows.valid is None else torch.from_numpy(rows.valid)
+        return cls(torch.from_numpy(rows.tokens), valid, torch.from_numpy(rows.labels))
+
+    @property
+    def size(self) -> int:
+        """How many tokens are read."""
+        return self.tokens.numel()
+
+
+class Labels(DataModule):
+    """Examples with the classes to tell. Validation: the first ones of as many tokens as asked for, 256 at least."""
+
+    metrics = ("nats", "correct")
+    figures = (ACCURACY, BITS_PER_LABEL)
+
+    def __init__(self, data: Labelled, settings: Settings, ends: BosEos) -> None:
+        sizes = settings.batch_size, settings.length, settings.seed
+        self.train, self.held_out = (Buckets(data.splits[name], *sizes, ends) for name in ("train", "validation"))
+        enough = int(np.searchsorted(np.cumsum(self.held_out.lengths), settings.validation_tokens)) + 1
+        self.examples = min(len(self.held_out.lengths), max(LEAST_EXAMPLES, enough))
+
+    @property
+    def validations(self) -> int:
+        return -(-self.examples // self.held_out.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> LabelledBatch:
+        return LabelledBatch.of(self.train.batch(step, rank, world))
+
+    def validation(self, rank: int, world: int) -> Iterator[LabelledBatch]:
+        for rows in self.held_out.in_order(self.examples):
+            yield LabelledBatch.of(rows.share(rank, world))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+
+
+class Classification:
+    """Mean cross-entropy of the label of every row, or of every token where the model predicts classes of those."""
+
+    def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> Outcome:
+        return scored(model(batch.tokens, valid=batch.valid), batch.labels)
+
+
+def scored(logits: Tensor, labels: Tensor) -> Outcome:
+    """Loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` are those most probable."""
+    logits, labels = logits.float().flatten(0, -2), labels.flatten()
+    nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    counted = (labels != IGNORED).sum()
+    correct = (logits.detach().argmax(-1) == labels).sum()
+    return nats / counted.clamp_min(1), {"nats": nats.detach(), "predicted": counted, "correct": correct}, None

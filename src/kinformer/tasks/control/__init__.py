@@ -1,0 +1,102 @@
+"""Control: a causal model acts in an environment and learns from what it gets, by proximal policy optimisation with its
+state carried from step to step (Schulman et al. 2017; Parisotto et al. 2019 for models with memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import CausalModel
+from kinformer.tasks.control.options import ControlGenerating, ControlMeasuring, ControlOptions
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import RETURN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.tasks.control.data import ControlData
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+NAME, INPUT = "control", "observations"
+
+
+def _policy(model: Any) -> Any:
+    from kinformer.tasks.control.ppo import PolicyLoss
+
+    return PolicyLoss(None)
+
+
+class Control(Task):
+    """The mean return of episodes, beside that of random actions."""
+
+    name = NAME
+    title = "control"
+    description = (
+        "Acts in an environment (--env: t-maze, poc-memory, masked-cartpole, or gymnasium's) and learns from its "
+        "rewards by proximal policy optimisation, with the model's state carried from step to step. Measured by the "
+        "mean return of new episodes, beside random actions."
+    )
+    does = "acts for rewards"
+    protocol = CausalModel
+    figures = (RETURN,)
+    objectives = {"policy": _policy}
+    Options = ControlOptions
+    MeasuringOptions = ControlMeasuring
+    GeneratingOptions = ControlGenerating
+    prompted = False
+    default_data = NAME
+    refused = dict.fromkeys(
+        ("data", "holdout", "tokenizer", "train_tokenizer"), "control learns from what it does in --env; leave it out."
+    ) | {"devices": "control acts in one process; leave it out."}
+    settings = {"length": 32, "batch_size": 32, "lr": 3e-4}
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.input.kind == INPUT
+
+    def open(self, source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
+        from kinformer.tasks.control.data import open_environment
+
+        return open_environment(options)
+
+    def fit(self, config: Any, data: ControlData | None) -> dict[str, Any]:
+        from kinformer.tasks.control.data import fitted
+
+        return fitted(config, data)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.control.data import check_plan
+        from kinformer.tasks.shared.text import check_sequence
+
+        check_sequence(model)
+        check_plan(plan, getattr(model, "max_length", None))
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.control.ppo import ControlRows
+
+        return ControlRows(plan.data, plan.settings)
+
+    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        from kinformer.tasks.control.ppo import ControlRows, PolicyLoss
+
+        self.choose_objective(name)
+        return PolicyLoss(data if isinstance(data, ControlRows) else None)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.control.evaluate import evaluate
+
+        measuring.refuse_data("control acts in new episodes; leave it out, or give --env and --episodes.")
+        return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.control.evaluate import play_episode
+
+        return play_episode(subject, options, options.own, write)
+
+
+TASK = Control()

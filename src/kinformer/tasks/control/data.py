@@ -1,0 +1,111 @@
+"""What control is learnt in, and how a model is fitted to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from kinformer.control.environments.environment import Box, Discrete, Environment
+from kinformer.control.environments.table import make
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.control.options import DEFAULT_ENV, ControlOptions
+from kinformer.tasks.task import TrainingPlan
+
+INPUT, HEAD = "observations", "policy_and_value"
+BEGINNING = {"initialisation.scheme": "framework"}
+
+
+@dataclass(frozen=True, eq=False)
+class ControlData:
+    """The environment called ``env``: its observations, ``actions`` and the longest episode's steps."""
+
+    env: str
+    observation_dim: int
+    actions: Discrete | Box
+    most_steps: int
+    options: ControlOptions
+
+    @property
+    def name(self) -> str:
+        return self.env
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    @property
+    def fingerprint(self) -> str:
+        said = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
+        return f"sha256:{sha256(said.encode()).hexdigest()}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+
+def open_environment(options: ControlOptions) -> ControlData:
+    """The environment that ``options`` name, looked at."""
+    name = options.env or DEFAULT_ENV
+    environment = make(name)
+    environment.close()
+    return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)
+
+
+def fitted(config: Any, data: ControlData | None) -> dict[str, Any]:
+    """Overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those of
+    N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
+    if data is None:
+        if config.input.kind == INPUT:
+            return {}
+        return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
+    space = data.actions
+    policy: dict[str, Any] = {"kind": "discrete_actions", "actions": space.dim}
+    if isinstance(space, Box):
+        policy = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": True}
+        policy |= {"low": list(space.low), "high": list(space.high)}
+    return {
+        "input": {"kind": INPUT, "observation_dim": data.observation_dim},
+        "head": {"kind": HEAD, "policy": policy},
+        **BEGINNING,
+    }
+
+
+def check_plan(plan: TrainingPlan, longest: int | None) -> None:
+    """Refuse rows that do not share a rollout, a model of another environment, and one whose positions end before an
+    episode does: its ``longest`` sequence."""
+    config, data, settings = plan.config, plan.data, plan.settings
+    if data.options.environments % settings.batch_size:
+        raise KinformerError(
+            f"--environments {data.options.environments}: is no multiple of --batch-size {settings.batch_size}, the "
+            "rows that an update learns from; change one of them."
+        )
+    wanted = {"input": INPUT, "head": HEAD}
+    for slot, kind in wanted.items():
+        if getattr(config, slot).kind != kind:
+            raise KinformerError(f"--set {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
+    policy = config.head.policy
+    found = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
+    if found != (data.observation_dim, data.actions.dim):
+        raise KinformerError(
+            f"--set: the model has {found[0]} observations and {found[1]} actions, but {data.env} has "
+            f"{data.observation_dim} and {data.actions.dim}; leave it out."
+        )
+    if longest is not None and longest <= data.most_steps:
+        raise KinformerError(
+            f"--env {data.env}: episodes have up to {data.most_steps} steps, but this model's positions end at "
+            f"{longest}; give --set position.max_length={data.most_steps + 1}, or a member whose positions do not end."
+        )
+
+
+def check_environment(environment: Environment, config: Any, place: str) -> None:
+    """Refuse an environment of other observations or actions than the model at ``place`` knows."""
+    policy, space = config.head.policy, environment.actions
+    known = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
+    discrete = isinstance(space, Discrete)
+    if known != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
+        kind = "discrete" if discrete else "continuous"
+        raise KinformerError(
+            f"--env {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "
+            f"{kind} actions, unlike the environment that {place} was trained in; give one like that."
+        )

@@ -1,0 +1,120 @@
+"""How good an agent is: its mean return with 95 % confidence, beside actions at random; and one episode of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kinformer.control.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
+from kinformer.control.environments.environment import Box, Discrete, Environment
+from kinformer.control.environments.table import make
+from kinformer.control.options import Acting
+from kinformer.control.playing import check_picture, play
+from kinformer.data.permutation import mix
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.control.data import check_environment, open_environment
+from kinformer.tasks.control.options import ControlGenerating, ControlMeasuring
+from kinformer.tasks.control.policy import ControlAgent
+from kinformer.tasks.shared.made import Made
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.training.metric import RETURN
+
+
+class RandomPolicy:
+    """Every action is as probable as any other."""
+
+    def __init__(self, actions: Discrete | Box, seed: int) -> None:
+        self.actions, self.seed = actions, seed
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self.episodes, self.step = episodes, 0
+
+    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        self.step += 1
+        size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
+        bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
+        drawn = bits * 2.0**-53
+        if isinstance(self.actions, Discrete):
+            return (drawn[:, 0] * self.actions.n).astype(np.int64)
+        low, high = np.array(self.actions.low), np.array(self.actions.high)
+        return (low + (high - low) * drawn).astype(np.float32)
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, quiet: bool) -> Evaluation:
+    """A run in new episodes of its environment, or of another like it."""
+    run, _, changes, _ = subject
+    environment, seeds = _environment(subject, own), MEASURED_SEEDS + measuring.seed
+    environment.close()
+    env, agent = environment.name, _agent(subject, environment, own, measuring.seed)
+    begun = time.perf_counter()
+    with progressing(quiet, "acting") as progress:
+        acted = rollouts(agent, env, 0.0, own.episodes, seeds, progress)
+    seconds = time.perf_counter() - begun
+    found = summary(acted)
+    chance = summary(rollouts(RandomPolicy(environment.actions, measuring.seed), env, 0.0, own.episodes, seeds))
+    figures = {RETURN.name: found["mean"]}
+    speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
+    identity = open_environment(run.options).identity | {"env": env}
+    headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in found else []))
+    named = ", ".join((run.member, *changes))
+    text = (
+        f"{run.folder} ({named}) in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
+        f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
+        Table(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
+    )
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "control", "set": list(changes), "data": identity,
+        **figures, "env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance,
+        "context_steps": context, "steps_per_second": speed, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(RETURN,),
+        baselines={"random": chance["mean"]},
+        data=identity,
+        facts=facts,
+        text=text,
+    )
+
+
+def play_episode(
+    subject: LoadedRun, options: Any, own: ControlGenerating, write: Callable[[str], None] | None = None
+) -> Made:
+    """An episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
+    check_picture(own.render)
+    environment = _environment(subject, own, render=own.render is not None)
+    try:
+        agent = _agent(subject, environment, own, options.seed)
+        begun, _ = environment.reset(seed=options.seed)
+        episode = play(environment, agent, begun, None, own.render, write)
+    finally:
+        environment.close()
+    facts = {
+        "run": str(subject.run.folder), "env": environment.name, **episode.facts, "seed": options.seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": own.render,
+    }  # fmt: skip
+    text = (
+        f"return {facts['return']:g}, {facts['steps']} steps in {environment.name}, "
+        f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {options.seed}"
+    )
+    return Made(facts, text if own.render is None else f"{text}; wrote {own.render}")
+
+
+def _environment(subject: LoadedRun, own: Acting, render: bool = False) -> Environment:
+    """The environment that is asked for, or the run's own."""
+    run: Any = subject.run
+    environment = make(own.env or open_environment(run.options).env, render=render)
+    check_environment(environment, run.config, f"{run.folder}")
+    return environment
+
+
+def _agent(subject: LoadedRun, environment: Environment, own: Acting, seed: int) -> ControlAgent:
+    return ControlAgent(subject.model, Drawing(environment.actions, own.action_temperature, seed), own.context)

@@ -1,0 +1,28 @@
+"""A model of observations as a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kinformer.control.acting import Agent, Drawing
+from kinformer.runtime.errors import KinformerError
+
+
+class ControlAgent(Agent):
+    """``context``: how many steps it reads again at every step; None carries."""
+
+    def __init__(self, model: Any, drawing: Drawing, context: int | None) -> None:
+        super().__init__(model, drawing, context)
+        if context is not None and model.max_length is not None and context > model.max_length:
+            raise KinformerError(
+                f"--context-steps {context}: this model's positions end at {model.max_length}; give fewer steps."
+            )
+
+    def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        return observations[:, None]
+
+    def of_policy(self, predicted: Tensor) -> Tensor:
+        return predicted[:, :-1]

@@ -1,0 +1,202 @@
+"""Acting for training: rollouts of a model that learns, in rows of an environment that go on without end.
+
+A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a stopped
+run goes on where it was by acting again what was done in the episodes that had not ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.control.acting import Drawing, within
+from kinformer.control.environments.table import make
+from kinformer.control.policies import log_density
+from kinformer.core import state as states
+from kinformer.core.model import device_of
+from kinformer.data.permutation import mix
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading
+from kinformer.runtime.matmul import few_rows
+from kinformer.tasks.control.data import ControlData
+from kinformer.training.carried import rebuilt
+
+RECENT = 100
+"""Episodes whose mean return is told."""
+_APART = 1 << 40
+"""Seeds of training's episodes lie beyond those in which an agent is measured."""
+_EPISODES = 0x45504953
+
+
+class Rollout(NamedTuple):
+    """``observations`` [rows, time, features]; ``begun`` [rows, time] bool: this step is an episode's first;
+    ``actions`` [rows, time] int64 or [rows, time, dim], as they were drawn; ``log_densities``, ``advantages`` (of mean
+    0 and deviation 1) and ``returns`` (the value's targets) [rows, time]; ``state``: the model's before the first step.
+    """
+
+    observations: Tensor
+    begun: Tensor
+    actions: Tensor
+    log_densities: Tensor
+    advantages: Tensor
+    returns: Tensor
+    state: Any
+
+    @property
+    def size(self) -> int:
+        """Positions."""
+        return self.begun.numel()
+
+
+class Step(NamedTuple):
+    """A column of a rollout: what was seen, done and got, [rows, ...]."""
+
+    observations: np.ndarray
+    begun: np.ndarray
+    actions: np.ndarray
+    log_densities: np.ndarray
+    values: np.ndarray
+    rewards: np.ndarray
+    ended: np.ndarray
+
+
+class Actor:
+    """``time`` steps a rollout in each of the environment's rows; a row that ended begins another episode."""
+
+    def __init__(self, data: ControlData, time: int, seed: int) -> None:
+        self.data, self.options, self.time, self.seed = data, data.options, time, seed
+        count = self.options.environments
+        self.environment = make(data.env, count)
+        self.drawing = Drawing(data.actions, 1.0, seed)
+        self.rows = np.arange(count)
+        self.acted = 0
+        self.episodes, self.returns = np.zeros(count, np.int64), np.zeros(count)
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.done: list[list[np.ndarray]] = [[] for _ in self.rows]
+        self.state: Any = None
+        self.observations = self._begin(np.ones(count, bool))
+
+    @property
+    def steps(self) -> int:
+        """Of the environment, in all rows together."""
+        return self.acted * len(self.rows)
+
+    def rollout(self, model: Any) -> Rollout:
+        """``model``, which is left in training mode, goes on acting."""
+        if self.state is None:
+            self.state = model.initial_state(len(self.rows))
+        self.state = first = states.renewed(states.pop_aux(self.state)[1])
+        model.eval()
+        with torch.no_grad(), few_rows(device_of(model)):
+            steps = Step(*map(np.stack, zip(*(self._step(model) for _ in range(self.time)), strict=True)))
+            last = self._values(model, self.observations)
+        model.train()
+        advantages = advantages_of(steps, last, self.options.discount, self.options.gae_lambda)
+        returns = advantages + steps.values
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        columns = (*steps[:4], advantages.astype(np.float32), returns.astype(np.float32))
+        tensors = (torch.from_numpy(np.ascontiguousarray(each.swapaxes(0, 1))) for each in columns)
+        return Rollout._make([*tensors, states.to(first, "cpu")])
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a stopped run needs to go on."""
+        done = [each for row in self.done for each in row]
+        tensors = {
+            "acted": torch.tensor([self.acted]),
+            "episodes": torch.from_numpy(self.episodes.copy()),
+            "recent": torch.tensor(list(self.recent), dtype=torch.float64),
+            "done": torch.from_numpy(np.stack(done)) if done else torch.zeros(0),
+        }
+        if self.state is not None:
+            tensors |= {f"state.{i:04d}": leaf.clone() for i, leaf in enumerate(states.tensors(self.state))}
+        lengths = torch.tensor([len(row) for row in self.done])
+        return tensors | {"lengths": lengths}
+
+    def load(self, model: Any, kept: Mapping[str, Tensor]) -> None:
+        """Go on from what :meth:`kept` gave."""
+        with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
+            self.acted = int(kept["acted"])
+            self.episodes = kept["episodes"].numpy().copy()
+            self.recent.extend(kept["recent"].tolist())
+            self._act_again(kept["done"].numpy(), kept["lengths"].tolist())
+            leaves = [kept[name] for name in sorted(kept) if name.startswith("state.")]
+            if leaves:
+                template = model.initial_state(len(self.rows))
+                self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
+
+    def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
+        """Bring every row where its last ``lengths`` actions of ``done`` lead from the beginning of its episode."""
+        self.episodes -= 1
+        self.observations = self._begin(np.ones(len(self.rows), bool))
+        parts = np.split(done, np.cumsum(lengths)[:-1])
+        self.done = [list(part) for part in parts]
+        actions = np.zeros((len(self.rows), *done.shape[1:]), done.dtype)
+        for step in range(max(lengths)):
+            going = np.array(lengths) > step
+            actions[going] = np.stack([part[step] for part in parts if len(part) > step])
+            self.environment.ended = ~going
+            self.observations, rewards, *_ = self.environment.step(within(actions, self.data.actions))
+            self.returns += rewards
+        self.environment.ended[:] = False
+
+    def _begin(self, rows: np.ndarray) -> np.ndarray:
+        """New episodes in ``rows`` [rows] bool; the observations of all."""
+        self.episodes += rows
+        seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
+        self.returns[rows] = 0
+        for row in np.flatnonzero(rows):
+            self.done[row] = []
+        return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
+
+    def _step(self, model: Any) -> Step:
+        seen, begun = self.observations, self.environment.steps == 0
+        said, self.state = self._said(model, seen, begun if begun.any() else None)
+        predicted, values = said[:, :-1], said[:, -1].cpu().numpy()
+        drawn = self.drawing.drawn(predicted, self.rows, self.acted)
+        densities = log_density(predicted, torch.from_numpy(drawn).to(predicted.device), self.data.actions)
+        observations, rewards, terminated, truncated, _ = self.environment.step(within(drawn, self.data.actions))
+        self.acted, self.returns = self.acted + 1, self.returns + rewards
+        for row in self.rows:
+            self.done[row].append(drawn[row])
+        if truncated.any():  # nothing had ended: what would have come is worth what the model expects of it
+            rewards = rewards + self.options.discount * truncated * self._values(model, observations)
+        ended = terminated | truncated
+        if ended.any():
+            self.recent.extend(self.returns[ended])
+            observations = self._begin(ended)
+        self.observations = observations
+        return Step(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
+
+    def _values(self, model: Any, observations: np.ndarray) -> np.ndarray:
+        """[rows], of what is seen after the last step."""
+        return self._said(model, observations, None)[0][:, -1].cpu().numpy()
+
+    def _said(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, Any]:
+        """The head's output [rows, ...] in float32, and the state after."""
+        device = device_of(model)
+        values = torch.from_numpy(observations).to(device)[:, None]
+        reset = None if begun is None else torch.from_numpy(begun).to(device)[:, None]
+        said, state = model(values, self.state, reset=reset)
+        if not bool(said.isfinite().all()):
+            raise KinformerError(
+                "training diverged: what the model says of actions are no finite numbers; start again with a lower "
+                "--lr, a longer --warmup or a smaller --clip."
+            )
+        return said[:, 0].float(), state
+
+
+def advantages_of(steps: Step, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
+    """Generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows, ...],
+    after which the value is ``last`` [rows]."""
+    found = np.zeros_like(steps.rewards)
+    following, running = last, np.zeros_like(last)
+    for step in reversed(range(len(found))):
+        going = discount * ~steps.ended[step]
+        running = steps.rewards[step] + going * following - steps.values[step] + smoothing * going * running
+        found[step], following = running, steps.values[step]
+    return found

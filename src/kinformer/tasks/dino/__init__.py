@@ -1,0 +1,108 @@
+"""Self-distillation: an encoder of images learns without labels to say the same of any part of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import WholeModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.dino.options import DinoMeasuring, DinoOptions
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
+from kinformer.tasks.vision import INPUTS
+from kinformer.training.metric import ACCURACY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import ImageData
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+
+def _objective(model: Any) -> Any:
+    from kinformer.tasks.dino.loss import SelfDistillation
+
+    return SelfDistillation(model, DinoOptions())
+
+
+class Dino(Task):
+    """Measured by whether the nearest training images, by the encoder's vectors, are of the same class."""
+
+    name = "dino"
+    title = "self-distillation of images"
+    description = (
+        "An encoder of images learns without labels (DINO): a student that sees a small view of an image says what a "
+        "teacher, the running mean of its weights, says of a large one. Of a pyramid (hipt) --level says which of its "
+        "encoders learns; the next, and the task vision, begin with the run by --init. evaluate looks, where images "
+        "have labels, for the class of the nearest training images."
+    )
+    does = "learns images without labels"
+    protocol = WholeModel
+    input = INPUTS
+    figures = (ACCURACY,)
+    objectives = {"self-distillation": _objective}
+    Options = DinoOptions
+    MeasuringOptions = DinoMeasuring
+    prompted = False
+    default_data = "digits"
+    refused = dict.fromkeys(
+        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+    )
+    settings = {"validate_every": 0}
+    generates_nothing = "which tells no classes yet; train it on for the task vision, with --init."
+
+    def open(self, source: Source, options: DinoOptions, cache: Path | None = None) -> ImageData:
+        from kinformer.data.images import read_images
+
+        return read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+
+    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+        """The classes of images without labels are those of the recipe, until there are some to tell."""
+        from kinformer.tasks.vision.fit import fitted
+
+        classes = 0 if data is None else len(data.classes)
+        found = fitted(config, data, classes=classes if classes > 1 else getattr(config.head, "classes", 2))
+        if not hasattr(config.head, "classes"):
+            found.pop("head", None)
+        return found
+
+    def length(self, data: ImageData, config: Any) -> int:
+        from kinformer.tasks.vision.fit import length_of
+
+        return length_of(config, data.shape)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.dino.loss import check_level, level_of
+        from kinformer.tasks.dino.rows import level_config
+        from kinformer.tasks.vision.fit import check_channels
+
+        check_channels(plan)
+        level_config(plan.config, plan.options.level)
+        check_level(level_of(model, plan.options.level))
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.dino.rows import DinoRows
+
+        return DinoRows(plan.data, plan.settings, plan.options, plan.config)
+
+    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+        from kinformer.tasks.dino.loss import SelfDistillation
+        from kinformer.tasks.shared.image_features import keep_features
+
+        self.choose_objective(name)
+        found = SelfDistillation(model, self.Options() if data is None else data.options)
+        if data is not None:
+            data.features = keep_features(found.teacher.input, changed=False)
+        return found
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: DinoMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.dino.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+        return evaluate(subject, measuring, own, quiet)
+
+
+TASK = Dino()

@@ -1,0 +1,89 @@
+"""How good an encoder's vectors are: whether the nearest training images are of the same class (Caron et al. 2021,
+section 4.1; Wu et al. 2018, section 3.4)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.model import device_of
+from kinformer.data import Images
+from kinformer.runtime.errors import require_finite
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.dino.loss import level_of
+from kinformer.tasks.dino.options import DinoMeasuring
+from kinformer.tasks.dino.rows import Pieces, level_config
+from kinformer.tasks.shared.text import heading, identity_of_part
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.tasks.vision.evaluate import labelled_part
+from kinformer.training.metric import ACCURACY
+
+TEMPERATURE = 0.07
+AT_ONCE = 16
+
+
+def vectors_of(model: Any, level: int, images: Images, count: int, progress: Progress | None = None) -> Tensor:
+    """[count, dim] of length 1: of each of the first images the mean of the encoder's vectors of its pieces."""
+    size = level_config(model.config, level).input.size
+    encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
+    each, found = len(pieces) // len(images), []
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            last = min(first + AT_ONCE, count)
+            values = pieces.take(np.arange(first * each, last * each)).to(device)
+            vectors = encoder.head.pooled(encoder.hidden(values).long_input).float().unflatten(0, (-1, each))
+            require_finite(bool(vectors.isfinite().all()))
+            found.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
+            if progress is not None:
+                progress(last, count)
+    return torch.cat(found)
+
+
+def nearest_classes(vectors: Tensor, known: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:
+    """The class [n] of ``vectors`` [n, dim]: of those of the ``nearest`` among ``known`` [m, dim] with ``labels`` [m],
+    the one whose exp(cosine / 0.07) have the largest sum."""
+    cosine, index = (vectors @ known.T).topk(min(nearest, len(known)), dim=-1)
+    votes = functional.one_hot(labels[index], classes) * (cosine / TEMPERATURE).exp()[..., None]
+    return votes.sum(1).argmax(-1)
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, own: DinoMeasuring, quiet: bool) -> Evaluation:
+    """A run on held-out images, beside the most frequent class."""
+    run, model, changes, _ = subject
+    found, same, part = labelled_part(subject, measuring)
+    count = len(part) if own.images is None else min(own.images, len(part))
+    level, begun = run.options.level, time.perf_counter()
+    with progressing(quiet) as progress:
+        known = vectors_of(model, level, found.train, len(found.train), progress)
+        vectors = vectors_of(model, level, part, count)
+    labels, own_labels = (torch.from_numpy(np.array(each.labels)) for each in (found.train, part))
+    own_labels = own_labels[:count]
+    guesses = nearest_classes(vectors, known, labels, own.nearest, len(found.classes))
+    accuracy = float((guesses == own_labels).double().mean())
+    guessing = float(own_labels.bincount().max()) / count
+    identity = identity_of_part(found, measuring.split, same)
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "dino", "set": list(changes), "data": identity,
+        ACCURACY.name: accuracy, "guessing": guessing, "nearest": own.nearest, "level": level,
+        "measured_images": count, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    text = (
+        heading(run.folder, run.member, changes, found, measuring.split),
+        f"accuracy {accuracy:.1%} by the {own.nearest} nearest training images, by vectors of level {level}: {count:,} "
+        f"images, {guessing:.1%} are of the most frequent class",
+    )
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures={ACCURACY.name: accuracy},
+        units=(ACCURACY,),
+        baselines={"guessing": guessing},
+        data=identity,
+        facts=facts,
+        text=text,
+    )

@@ -1,0 +1,145 @@
+"""Self-distillation without labels (Caron et al. 2021, DINO, section 3.1).
+
+A student that sees a part of an image is to say what a teacher says of another view of it. The teacher is a running
+mean of the student's weights; that it says the same of all images is kept off by taking a running mean away from its
+logits, and that it says nothing by its low temperature.
+
+    loss = mean over (i, j), i global, j != i, of  -sum_k P_t(x_i)_k log P_s(x_j)_k
+    P_t = softmax((g_t(x) - c) / tau_t),   P_s = softmax(g_s(x) / tau_s)
+    c <- 0.9 c + 0.1 mean g_t,   theta_t <- m theta_t + (1 - m) theta_s
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from math import cos, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.online import Online
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.dino.options import DinoOptions
+from kinformer.tasks.dino.rows import DinoBatch
+from kinformer.tasks.dino.views import views_of_features, views_of_pixels
+from kinformer.training.objective import Outcome
+
+STUDENT_TEMPERATURE, CENTRE_MOMENTUM = 0.1, 0.9
+WIDER, BOTTLENECK = 16 / 3, 256
+"""Hidden layers of the head are so many times as wide as the encoder, 2048 for 384."""
+
+
+def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of logits ``student`` [views, rows, classes], whose first views are those of ``teacher`` [global views, rows,
+    classes]: the cross-entropy of each row over all pairs of unlike views [rows], and the teacher's entropy [rows]."""
+    told = ((teacher - centre) / temperature).softmax(-1)
+    said = (student / STUDENT_TEMPERATURE).log_softmax(-1)
+    pairs = -torch.einsum("trk,srk->tsr", told, said)
+    unlike = ~torch.eye(len(teacher), len(student), dtype=torch.bool, device=student.device)
+    return pairs[unlike].mean(0), -torch.special.xlogy(told, told).sum(-1).mean(0)
+
+
+def level_of(model: Any, level: int) -> Any:
+    """The encoder number ``level`` of a pyramid, from 1 below; the model itself where it is none."""
+    return (model.input.lower or (model,))[level - 1]
+
+
+class Prototypes(nn.Module):
+    """Vectors [rows, dim] -> logits [rows, classes]: three layers, then cosines with a direction for each class."""
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        wide = round(WIDER * dim)
+        layers = (nn.Linear(dim, wide), nn.GELU(), nn.Linear(wide, wide), nn.GELU(), nn.Linear(wide, BOTTLENECK))
+        self.layers = nn.Sequential(*layers)
+        self.directions = nn.Parameter(torch.randn(classes, BOTTLENECK))
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=layer.in_features**-0.5)  # 0.02 of 2,048
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(self.layers(x), dim=-1) @ functional.normalize(self.directions, dim=-1).T
+
+
+class SelfDistillation(Online):
+    """The encoder number ``options.level`` of the model is the teacher, so that its weights are those that are kept.
+
+    The student, which begins as a copy of it, and both heads are this module's, and kept in checkpoints.
+    """
+
+    def __init__(self, model: Any, options: DinoOptions) -> None:
+        super().__init__()
+        self.options = options
+        level = level_of(model, options.level)
+        check_level(level)
+        inner = level.input.lower[-1:]
+        self.student = copy.deepcopy(level, {id(each): nn.Identity() for each in inner})  # which reads their features
+        model.requires_grad_(False)
+        self.student.requires_grad_(True).head.requires_grad_(False)
+        self.head = Prototypes(level.config.width, options.prototypes)
+        self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(options.prototypes))
+        self.told: Tensor | None = None  # sums of the teacher's logits in this step, and how many
+        self.progress = 0.0
+        object.__setattr__(self, "teacher", level)  # a part of the model, not of this module
+
+    centre: Tensor
+    teacher: Any
+
+    def forward(self, model: Any, batch: DinoBatch, state: Any, progress: float) -> Outcome:
+        views = self._views(batch.values)
+        teacher = self._logits(self.teacher, self.teacher_head, views[:2]).detach()
+        student = self._logits(self.student, self.head, views)
+        nats, entropy = view_nats(student, teacher, self.centre, self.options.teacher_temperature)
+        if self.training:
+            self.progress = progress
+            flat = teacher.flatten(0, 1)
+            told = torch.cat([flat.sum(0), flat.new_full((1,), len(flat))])
+            self.told = told if self.told is None else self.told + told
+        counted = torch.tensor(len(nats), device=nats.device)
+        metrics = {"nats": nats.detach().sum(), "teacher_nats": entropy.sum(), "predicted": counted}
+        return nats.mean(), metrics, None
+
+    @torch.no_grad()
+    def learn(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The teacher follows the student, the centre what the teacher said in this step."""
+        if self.told is not None:
+            told, self.told = total(self.told), None
+            self.centre.lerp_(told[:-1] / told[-1], 1 - CENTRE_MOMENTUM)
+        share = (1 - self.options.teacher_momentum) * (1 + cos(pi * self.progress)) / 2
+        for student, teacher in ((self.student, self.teacher), (self.head, self.teacher_head)):
+            for name, weight in student.named_parameters():
+                teacher.get_parameter(name).lerp_(weight, share)
+
+    def _views(self, values: Tensor) -> list[Tensor]:
+        """In training by PyTorch's own generator, which the trainer seeds for each step; else always the same."""
+        options = self.options
+        generator = None if self.training else torch.Generator().manual_seed(0)
+        if self.teacher.input.lower:
+            return views_of_features(values, options.local_views, options.flip, generator)
+        images, patch = values.float() / 255, self.teacher.config.input.patch
+        return views_of_pixels(images, patch, options.local_views, options.flip, generator, options.area)
+
+    @staticmethod
+    def _logits(encoder: Any, head: nn.Module, views: Sequence[Tensor]) -> Tensor:
+        """[views, rows, classes]; views of one size are read together."""
+        found = []
+        for some in (views[:2], views[2:]):
+            if some:
+                vectors = encoder.head.pooled(encoder.hidden(torch.cat(list(some))).long_input)
+                found.append(head(vectors).float().unflatten(0, (len(some), -1)))
+        return torch.cat(found)
+
+
+def check_level(level: Any) -> None:
+    """Refuse an encoder whose head makes no vector of an image, or one with weights of its own."""
+    pooling = getattr(level.head, "pooling", None)
+    if pooling is None or pooling == "gated":
+        raise KinformerError(
+            f"--set head={level.config.head.kind}: views are compared by one vector each, that of the first token, the "
+            "mean or the maximum; give --set head=pooled, or another member."
+        )

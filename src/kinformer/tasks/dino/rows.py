@@ -1,0 +1,122 @@
+"""What an encoder of a pyramid learns of by itself: the tiles or regions of images, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.data import ImageData, Images
+from kinformer.data.permutation import in_epochs
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.dino.options import DinoOptions
+from kinformer.tasks.shared.image_features import KeptFeatures
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import Figure
+from kinformer.training.settings import Settings
+
+BITS_PER_VIEW = Figure("bits_per_view", "bits per view")
+TEACHER_BITS = Figure("teacher_bits", "bits of the teacher")
+LEAST_PIECES = 256
+_ORDER = 14
+
+
+class DinoBatch(NamedTuple):
+    """``values``: images uint8 [rows, channels, height, width], or maps of features; ``positions`` [rows, n] bool has
+    one for each position that a row becomes."""
+
+    values: Tensor
+    positions: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions are read."""
+        return self.positions.numel()
+
+
+class Pieces:
+    """``images`` cut into a grid of pieces of ``size`` (rows and columns of pixels), row by row, image by image; what
+    lies beyond an image is 0."""
+
+    def __init__(self, images: Images, size: tuple[int, int]) -> None:
+        self.images, self.size = images, size
+        self.grid = (-(-images.shape[0] // size[0]), -(-images.shape[1] // size[1]))
+
+    def __len__(self) -> int:
+        return len(self.images) * self.grid[0] * self.grid[1]
+
+    def take(self, index: np.ndarray) -> Tensor:
+        """Those of the numbers ``index``, uint8 [rows, channels, height, width]."""
+        each = self.grid[0] * self.grid[1]
+        found = np.zeros((len(index), *self.size, self.images.shape[2]), np.uint8)
+        for row, number in enumerate(index.tolist()):
+            down, across = (number % each) // self.grid[1] * self.size[0], number % self.grid[1] * self.size[1]
+            piece = self.images.pixels[number // each, down : down + self.size[0], across : across + self.size[1]]
+            found[row, : piece.shape[0], : piece.shape[1]] = piece
+        return torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))
+
+
+class DinoRows(DataModule):
+    """Pieces of the training images in an order of their own in every epoch; the first of the validation images'.
+
+    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    """
+
+    metrics = ("nats", "teacher_nats")
+    figures = (BITS_PER_VIEW, TEACHER_BITS)
+    features: KeptFeatures | None = None
+
+    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: Any) -> None:
+        self.settings, self.options = settings, options
+        own = level_config(config, options.level)
+        self.length = own.input.length
+        size = (own.input.size[0], own.input.size[1])
+        self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
+        self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> DinoBatch:
+        share = self.settings.batch_size // world
+        place = step * self.settings.batch_size + np.arange(rank * share, (rank + 1) * share)
+        return self._batch("train", in_epochs(place, len(self.pieces["train"]), self.settings.seed, _ORDER))
+
+    def validation(self, rank: int, world: int) -> Iterator[DinoBatch]:
+        """Where the last pieces cannot be shared evenly, some are measured twice."""
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            share = -(-min(rows, self.held_out - first) // world)
+            index = first + np.arange(rank * share, (rank + 1) * share)
+            yield self._batch("validation", np.minimum(index, self.held_out - 1))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_VIEW.name: means["nats"] / log(2), TEACHER_BITS.name: means["teacher_nats"] / log(2)}
+
+    def _batch(self, split: str, index: np.ndarray) -> DinoBatch:
+        values = self.pieces[split].take(index)
+        if self.features is not None:
+            values = self.features.of(values, split, index)
+        return DinoBatch(values, torch.ones(len(values), self.length, dtype=torch.bool))
+
+
+def level_config(config: Any, level: int) -> Any:
+    """The config of the encoder number ``level``, from 1 below, of the pyramid ``config``; the highest, which has the
+    task's head, is none of them. A model that reads no tiles has one level, itself."""
+    found: list[Any] = []
+    own = config
+    while (inner := getattr(own.input, "encoder", None)) is not None:
+        found.insert(0, inner)
+        own = inner
+    found = found or [config]
+    if level > len(found):
+        levels = "one level" if len(found) == 1 else f"{len(found)} levels"
+        raise KinformerError(
+            f"--level {level}: this model has {levels} that can learn without labels; give one of them."
+        )
+    return found[level - 1]

@@ -1,0 +1,154 @@
+"""Image: a causal model draws images value by value, each foretold from those before it in the order of a raster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import BITS_PER_DIM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data.images import ImageData
+    from kinformer.training.data_module import DataModule
+
+INPUT, LEVELS = "pixels", 256
+ABSOLUTE = ("learned", "sinusoidal")
+"""Positions of sequences, which the input's rows, columns and channels stand in for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Of images."""
+
+    resize: int | None = None
+    """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
+
+    def __post_init__(self) -> None:
+        require("--resize", self.resize, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMeasuring:
+    """Of images."""
+
+    images: int | None = None
+    """Measure on the first N images only."""
+    without_first: bool = False
+    """Leave the first value of every image unscored, as the Linear Transformer's code does."""
+
+    def __post_init__(self) -> None:
+        require("--images", self.images, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageGenerating:
+    """Of images."""
+
+    out: str | None = None
+    """The PNG to write, a grid of --samples images (samples.png in the run folder)."""
+    complete: str | None = None
+    """Complete images: a PNG or JPEG, or data as --data takes it, of which the first test images are taken."""
+    rows: int | None = None
+    """With --complete: how many rows from the top are kept (half of them)."""
+    occluded: int = 8
+    """With --complete: how many images of the data are completed; each of them --samples times."""
+
+    def __post_init__(self) -> None:
+        require("--rows", self.rows, 0)
+        require("--occluded", self.occluded, 1)
+        if self.rows is not None and self.complete is None:
+            raise KinformerError(f"--rows {self.rows}: says what is kept of an image; give --complete FILE too.")
+
+
+def _pixels(model: Any) -> Any:
+    from kinformer.tasks.image.rows import PixelLoss
+
+    return PixelLoss(model)
+
+
+class Image(Task):
+    """Bits per dimension, every value of every image scored, beside what counting finds."""
+
+    name = "image"
+    title = "image"
+    description = (
+        "Learns to draw images value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten digits). "
+        "Measured in bits per dimension, every value scored, beside a histogram of every place and the neighbours that "
+        "are known; generate writes a PNG, --complete the rest of occluded images."
+    )
+    does = "draws images"
+    protocol = CausalModel
+    input = INPUT
+    gives_input = True
+    figures = (BITS_PER_DIM,)
+    objectives = {"pixels": _pixels}
+    Options = ImageOptions
+    MeasuringOptions = ImageMeasuring
+    GeneratingOptions = ImageGenerating
+    default_data = "digits"
+    prompted = False
+    temperature = 1.0
+    refused = dict.fromkeys(
+        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+    )
+
+    def open(self, source: Source, options: ImageOptions, cache: Path | None = None) -> ImageData:
+        from kinformer.data.images import read_images
+
+        return read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+
+    def vocab_size(self, data: ImageData) -> int:
+        return LEVELS
+
+    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+        from kinformer.tasks.image.fit import image_changes
+
+        position = {"position": "none"} if config.input.kind != INPUT and config.position.kind in ABSOLUTE else {}
+        return image_changes(config, None if data is None else data.shape) | position
+
+    def length(self, data: ImageData, config: Any) -> int:
+        raster = getattr(config.input, "raster", None)
+        if raster is None:
+            raise KinformerError(
+                f"--set input={config.input.kind}: the task image needs the input pixels; leave it out, or choose "
+                "another task."
+            )
+        return raster.size
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.image.fit import check_image
+
+        check_image(plan.config, plan.data, model)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.image.rows import ImageRows
+
+        return ImageRows(plan.data, plan.settings, plan.config.input)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: ImageMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.image.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+        return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        from kinformer.data.image_files import require_pillow
+
+        require_pillow(f"generate {run.folder}")
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.image.generate import draw
+
+        return draw(subject, options, options.own)
+
+
+TASK = Image()

@@ -1,0 +1,102 @@
+"""Bits per dimension of a run, beside what counting finds in the same images."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite, log
+from typing import Any
+
+import torch
+
+from kinformer.core.model import device_of
+from kinformer.data.image_floors import floors
+from kinformer.data.images import ImageData, Images, read_images
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.image.rows import Sequences, nats_of, shifted
+from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table, TrainedRun
+from kinformer.training.metric import BITS_PER_DIM, Figure
+
+WITHOUT_FIRST = Figure("bits_per_dim_without_first", "bits per dimension without the first value of an image")
+
+
+def data_of(run: TrainedRun, data: str | None) -> ImageData:
+    """The images that ``data`` names, or the run's own; ones of another shape than the model's are refused."""
+    spec = spec_of(run, data)
+    found = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
+    input: Any = run.config.input
+    if found.shape != (shape := (input.height, input.width, input.channels)):
+        raise KinformerError(
+            f"--data {spec}: has images of {' x '.join(map(str, found.shape))}, but this model draws "
+            f"{' x '.join(map(str, shape))}; give images of that shape."
+        )
+    return found
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    """A run on the images of a split, every value scored unless asked otherwise."""
+    run, model, changes, _ = subject
+    begun = time.perf_counter()
+    data = data_of(run, measuring.data)
+    split = data.splits[choose(measuring.split, data.splits, "--split")]
+    same = note_other_data(run, data, measuring.data is not None)
+    pixels = split.pixels[: own.images]
+    sequences = Sequences(run.config.input)
+    nats, first = _nats(model, sequences, pixels, measuring.chunk, quiet)
+    require_finite(isfinite(nats))
+    per_image = pixels[0].size
+    unscored = sequences.input.channels if sequences.input.joint else 1
+    every = nats / log(2) / pixels.size
+    rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
+    main = WITHOUT_FIRST if own.without_first else BITS_PER_DIM
+    figures = {main.name: rest if own.without_first else every}
+    baselines = floors(data.train.pixels, pixels)
+    identity = identity_of_part(data, split.name, same)
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "image", "set": list(changes), "data": identity,
+        **figures, "images": len(pixels), "dimensions": per_image, "scored": per_image - unscored * own.without_first,
+        "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
+        "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(main,),
+        baselines=baselines,
+        data=identity,
+        facts=facts,
+        text=_text(subject, data, split, facts, main),
+    )
+
+
+def _text(
+    subject: LoadedRun, data: ImageData, split: Images, facts: dict[str, Any], main: Figure
+) -> tuple[str | Table, ...]:
+    run, _, changes, _ = subject
+    scored = f"{facts['scored']} of {facts['dimensions']} values of each of {facts['images']:,} images scored"
+    lines = [
+        [run.member, f"{facts[main.name]:.4f}"],
+        ["four neighbours, counted", f"{facts['neighbours_bits']:.4f}"],
+        ["histogram of every place", f"{facts['histogram_bits']:.4f}"],
+    ]
+    return (
+        heading(run.folder, run.member, changes, data, split.name),
+        f"{main.text(facts[main.name])}; {scored}\n",
+        Table(("model", "bits per dimension"), lines, (1,)),
+    )
+
+
+def _nats(model: Any, sequences: Sequences, pixels: Any, chunk: int, quiet: bool) -> tuple[float, float]:
+    """Nats of all values of ``pixels``, and of those at the first position."""
+    rows = max(1, chunk // len(sequences.order))
+    scored, total, first = nats_of(model), 0.0, 0.0
+    with torch.inference_mode(), progressing(quiet) as progress:
+        for start in range(0, len(pixels), rows):
+            values = sequences.of(pixels[start : start + rows]).to(device_of(model))
+            nats = scored(model(shifted(values))[0], values).double()
+            total, first = total + float(nats.sum()), first + float(nats[:, 0].sum())
+            if progress is not None:
+                progress(min(start + rows, len(pixels)), len(pixels))
+    return total, first

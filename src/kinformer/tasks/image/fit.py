@@ -1,0 +1,74 @@
+"""How a model's config is fitted to the sizes of images: its input, and patterns that know rows and columns."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from kinformer.core.config import to_dict
+from kinformer.core.pattern import Pattern
+from kinformer.data.images import ImageData
+from kinformer.runtime.errors import KinformerError
+
+INPUT = "pixels"
+_BLOCKS = ("block_height", "block_width")
+
+
+def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is not known:
+    an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
+    patterns = {index: pattern for index, layer in enumerate(config.layers) if (pattern := _pattern(layer)) is not None}
+    if config.input.kind == INPUT:
+        given = to_dict(config.input)
+    else:
+        given = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
+        if patterns and shape is not None:
+            given |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
+    if shape is None:
+        return {"input": given}
+    height, width, channels = shape
+    if channels == 1:
+        given = {name: value for name, value in given.items() if name not in ("joint", "per_channel")}
+    cells = {"height": height, "width": width * (1 if given.get("joint") else channels)}
+    if given.get("block_height") is not None:
+        given |= {f"block_{side}": divisor(size, given[f"block_{side}"]) for side, size in cells.items()}
+    changes = {"input": given | {"height": height, "width": width, "channels": channels}}
+    for index, pattern in patterns.items():
+        blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
+        changes[f"layers.{index}.mixer.pattern"] = to_dict(pattern) | cells | blocks
+    return changes
+
+
+def _pattern(layer: Any) -> Any:
+    """The pattern of a layer's attention, if it is of blocks of an image."""
+    pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
+    known = {each.name for each in fields(pattern)} if pattern is not None else set()
+    return pattern if {"height", "width", *_BLOCKS} <= known else None
+
+
+def divisor(size: int, most: int) -> int:
+    """The greatest divisor of ``size`` that is ``most`` at most."""
+    return next(number for number in range(min(size, most), 0, -1) if size % number == 0)
+
+
+def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
+    """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
+    input = config.input
+    shape = (input.height, input.width, input.channels)
+    if shape != data.shape:
+        raise KinformerError(
+            f"--set input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
+            f"{' x '.join(map(str, data.shape))}; leave the sizes out, they follow the data."
+        )
+    for module in model.modules():
+        pattern = getattr(module, "pattern", None)
+        raster = getattr(pattern, "raster", None) if isinstance(pattern, Pattern) else None
+        if raster is not None and raster != input.raster:
+            raise KinformerError(
+                f"the pattern of attention has blocks of {raster.block_height} x {raster.block_width} cells of "
+                f"{raster.height} x {raster.width}, but the input {input.raster.block_height} x "
+                f"{input.raster.block_width} of {input.raster.height} x {input.raster.width}; give both the same "
+                "block_height and block_width."
+            )

@@ -1,0 +1,183 @@
+"""Images drawn value by value, or completed from their first rows, and written as a PNG."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core import state as states
+from kinformer.core.likelihood import Likelihood
+from kinformer.core.model import device_of
+from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
+from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
+from kinformer.generation.steps import Steps
+from kinformer.runtime.errors import KinformerError, require_finite
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.image.evaluate import data_of
+from kinformer.tasks.image.rows import LEVELS, START, Sequences
+from kinformer.tasks.task import LoadedRun
+
+PAUSE, OCCLUDED, SMALL = 1, 128, 84
+"""Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn: ``pixels`` uint8 [images, height, width, channels]; ``facts`` for JSON, ``text`` for people."""
+
+    pixels: np.ndarray
+    facts: Mapping[str, Any]
+    text: str
+    interrupted: bool = False
+
+
+def draw(subject: LoadedRun, options: Any, own: Any) -> Drawn:
+    """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
+    what is kept of it, its completions, and the image itself."""
+    run, model, _, _ = subject
+    out = Path(own.out) if own.out is not None else run.folder / "samples.png"
+    if out.suffix.lower() != ".png":
+        raise KinformerError(f"--out {out}: is no name of a PNG; end it with .png.")
+    _check(model, options)
+    sequences = Sequences(run.config.input)
+    kept, whole = _occluded(subject, sequences, own)
+    count = options.samples * (1 if kept is None else len(kept))
+    begin = None if kept is None else kept.repeat_interleave(options.samples, 0)
+    begun = time.perf_counter()
+    values, state_bytes = _sample(model, sequences, begin, count, options)
+    seconds = time.perf_counter() - begun
+    pixels = sequences.images(values)
+    if whole is None or kept is None:
+        write_png(out, grid(pixels, ceil(sqrt(count))))
+    else:
+        lines = pixels.reshape(len(whole), options.samples, *pixels.shape[1:])
+        shown = [_veiled(whole, sequences, kept.shape[1])[:, None], lines, whole[:, None]]
+        write_png(out, grid(np.concatenate(shown, 1).reshape(-1, *pixels.shape[1:]), options.samples + 2))
+    steps = values.shape[1] - (0 if kept is None else kept.shape[1])
+    facts = {
+        "run": str(run.folder), "out": str(out), "images": count, "drawn_values": values[:, -steps:].numel(),
+        "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
+    }  # fmt: skip
+    text = (
+        f"{count} images in {seconds:.2f} s, {count / seconds:.3g} images/s; state {state_bytes:,} bytes; "
+        f"seed {options.seed}"
+    )
+    return Drawn(pixels, facts, text)
+
+
+def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
+    """Images [count, height, width, channels] side by side, ``columns`` in a line, with white between them; of small
+    ones every pixel becomes a square."""
+    times = max(1, SMALL // pixels.shape[1])
+    pixels = pixels.repeat(times, axis=1).repeat(times, axis=2)
+    count, height, width, channels = pixels.shape
+    lines = ceil(count / columns)
+    sheet = np.full((lines * (height + PAUSE) + PAUSE, columns * (width + PAUSE) + PAUSE, channels), 255, np.uint8)
+    for index, image in enumerate(pixels):
+        top, left = (
+            PAUSE + n * (side + PAUSE) for n, side in zip(divmod(index, columns), (height, width), strict=True)
+        )
+        sheet[top : top + height, left : left + width] = image
+    return sheet
+
+
+def _check(model: Any, options: Any) -> None:
+    if options.stop:
+        raise KinformerError(f"--stop {options.stop[0]}: is for text; an image ends with its last pixel.")
+    if options.max_new_tokens is not None:
+        raise KinformerError(f"--max-new-tokens {options.max_new_tokens}: an image has a size; leave it out.")
+    if isinstance(model.head, Likelihood):
+        for name in ("top_k", "top_p"):
+            if (value := getattr(options, name)) is not None:
+                raise KinformerError(
+                    f"--{name.replace('_', '-')} {value}: is for heads that give every value a probability; leave it "
+                    "out, or give --temperature."
+                )
+
+
+def _occluded(subject: LoadedRun, sequences: Sequences, own: Any) -> tuple[Tensor | None, np.ndarray | None]:
+    """What is kept of the images to complete, int64 [images, time(, channels)], and the images themselves."""
+    if own.complete is None:
+        return None, None
+    input: Any = subject.run.config.input
+    rows = input.height // 2 if own.rows is None else own.rows
+    if rows >= input.height:
+        raise KinformerError(f"--rows {rows}: nothing is left to complete of {input.height} rows; keep fewer.")
+    kept = sequences.prefix(rows)
+    if kept is None:
+        raise KinformerError(
+            f"--rows {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
+        )
+    if Path(own.complete).suffix.lower() in SUFFIXES:
+        whole = _picture(Path(own.complete).expanduser(), (input.height, input.width, input.channels))[None]
+    else:
+        whole = np.asarray(data_of(subject.run, own.complete).test.pixels[: own.occluded])
+    return sequences.of(whole)[:, :kept], whole
+
+
+def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    """The picture ``path``, which must have the size of ``shape``."""
+    head = read_head(path)
+    if (head.height, head.width) != shape[:2]:
+        raise KinformerError(
+            f"--complete {path}: has {head.width} x {head.height} pixels, but this model draws {shape[1]} x "
+            f"{shape[0]}; scale the picture first."
+        )
+    return decode(path, shape)
+
+
+def _veiled(whole: np.ndarray, sequences: Sequences, kept: int) -> np.ndarray:
+    """``whole`` with grey where it is not kept."""
+    values = sequences.of(whole)
+    values[:, kept:] = OCCLUDED
+    return sequences.images(values)
+
+
+def _sample(model: Any, sequences: Sequences, begin: Tensor | None, count: int, options: Any) -> tuple[Tensor, int]:
+    """Values int64 [count, time(, channels)] that go on from ``begin``, and the bytes of the state at the end."""
+    device, time_, input = device_of(model), len(sequences.order), sequences.input
+    pick = _Picker(model, count, options)
+    values = torch.full((count, time_ + 1, *([input.channels] if input.joint else [])), START, device=device)
+    done = 0 if begin is None else begin.shape[1]
+    if begin is not None:
+        values[:, 1 : 1 + done] = begin.to(device)
+    with torch.inference_mode(), progressing(options.quiet, "drawing rows") as progress:
+        state = states.reserve(model.initial_state(count), time_)
+        for part in values[:, :done].split(options.chunk, 1) if done else ():
+            state = model.head_inputs(part, state)[1]
+        stepping = Steps(model, time_ - done, recorded=True)
+        for step in range(done, time_):
+            logits, state = stepping.step(values[:, step : step + 1], state)
+            values[:, step + 1] = pick(logits)
+            if progress is not None and (step + 1) % input.raster.width == 0:
+                progress((step + 1) // input.raster.width, input.height)
+        require_finite(bool(logits.isfinite().all()))
+        state = stepping.settled(state)
+    return values[:, 1:], states.nbytes(state)
+
+
+class _Picker:
+    """Draws the next value of every image, each from a stream of its own."""
+
+    def __init__(self, model: Any, count: int, options: Any) -> None:
+        self.head = model.head if isinstance(model.head, Likelihood) else None
+        self.temperature = options.temperature
+        sampling = Sampling(
+            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        )
+        self.sampler = TokenSampler(sampling, range(count))
+        self.uniforms = UniformStreams(sampling.seed, range(count))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.head is None:
+            return self.sampler(logits[:, :LEVELS])
+        numbers = [self.uniforms.next(logits.device) for _ in range(self.head.draws)]
+        return self.head.draw(logits, torch.cat(numbers, dim=-1), self.temperature)

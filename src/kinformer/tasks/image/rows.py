@@ -1,0 +1,116 @@
+"""Images as sequences for a causal model, and the objective of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.likelihood import Likelihood
+from kinformer.core.raster import Raster
+from kinformer.data.images import ImageData
+from kinformer.data.permutation import in_epochs
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import BITS_PER_DIM
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+LEVELS, START = 256, 256
+
+
+class ImageBatch(NamedTuple):
+    """``values`` int64 [images, time], or [images, time, channels] where a position is a pixel."""
+
+    values: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions there are."""
+        return self.values.shape[0] * self.values.shape[1]
+
+
+class Sequences:
+    """Images as sequences in the order of a model's input, a config of pixels."""
+
+    def __init__(self, input: Any) -> None:
+        self.input = input
+        self.order = input.raster.order()
+        self._places = np.argsort(self.order)
+
+    def of(self, pixels: np.ndarray) -> Tensor:
+        """``pixels`` uint8 [images, height, width, channels] as values int64 [images, time(, channels)]."""
+        cells = pixels.reshape(len(pixels), len(self.order), -1)[:, self.order]
+        return torch.from_numpy((cells if self.input.joint else cells[..., 0]).astype(np.int64))
+
+    def images(self, values: Tensor) -> np.ndarray:
+        """The inverse of :meth:`of`."""
+        shape = (len(values), self.input.height, self.input.width, self.input.channels)
+        return values.cpu().numpy().astype(np.uint8)[:, self._places].reshape(shape)
+
+    def prefix(self, rows: int) -> int | None:
+        """How many positions hold the first ``rows`` rows, None where these are no beginning of the sequence."""
+        raster: Raster = self.input.raster
+        return None if rows % raster.block_height and raster.block_width < raster.width else rows * raster.width
+
+
+class ImageRows(DataModule):
+    """Images in a new order in every epoch; the same first ones in every validation, as many as hold the tokens asked
+    for."""
+
+    figures = (BITS_PER_DIM,)
+
+    def __init__(self, data: ImageData, settings: Settings, input: Any) -> None:
+        self.data, self.settings, self.sequences = data, settings, Sequences(input)
+        count = max(1, settings.validation_tokens // input.raster.size)
+        self.examples = max(min(settings.batch_size, len(data.validation)), min(count, len(data.validation)))
+
+    @property
+    def validations(self) -> int:
+        return max(1, self.examples // self.settings.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> ImageBatch:
+        share = self.settings.batch_size // world
+        number = np.arange(share) + step * self.settings.batch_size + rank * share
+        chosen = in_epochs(number, len(self.data.train), self.settings.seed)
+        return ImageBatch(self.sequences.of(self.data.train.pixels[chosen]))
+
+    def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
+        share, pixels = self.settings.batch_size // world, self.data.validation.pixels
+        for part in range(self.validations):
+            chosen = (np.arange(share) + part * self.settings.batch_size + rank * share) % len(pixels)
+            yield ImageBatch(self.sequences.of(pixels[chosen]))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_DIM.name: means["nats"] / log(2)}
+
+
+class PixelLoss:
+    """-ln p of every value given those before it, the first included, which follows START."""
+
+    def __init__(self, model: Any) -> None:
+        self.nats = nats_of(model)
+
+    def __call__(self, model: Any, batch: ImageBatch, state: Any, progress: float) -> Outcome:
+        logits, state = model(shifted(batch.values))
+        nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
+        return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
+
+
+def shifted(values: Tensor) -> Tensor:
+    """What a model reads to foretell ``values`` [images, time, ...]: START, and all of them but the last."""
+    return torch.cat([torch.full_like(values[:, :1], START), values[:, :-1]], dim=1)
+
+
+def nats_of(model: Any) -> Any:
+    """How the head of ``model`` scores values: (logits, values) -> nats of every position, [images, time]."""
+    return model.head.nats if isinstance(model.head, Likelihood) else class_nats
+
+
+def class_nats(logits: Tensor, values: Tensor) -> Tensor:
+    """-ln softmax(logits)[value], of logits [images, time, 256]."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), values.flatten(), reduction="none").view_as(values)

@@ -1,0 +1,71 @@
+"""ListOps: an encoder predicts what nested lists of digits and operators compute (see ``data.listops``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.classify import Classify
+from kinformer.tasks.task import LoadedRun, Source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kinformer.data import Labelled
+
+NAME = "listops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsOptions:
+    """Of ListOps."""
+
+    examples: int = 96_000
+    """Lists to train on."""
+    example_tokens: str = "500-2000"
+    """How many tokens a list has, more than the one and fewer than the other."""
+
+    def __post_init__(self) -> None:
+        if self.examples < 8:
+            raise KinformerError(f"--examples {self.examples}: ListOps needs 8 or more.")
+        least, dash, most = self.example_tokens.partition("-")
+        if not (dash and least.isdecimal() and most.isdecimal()):
+            raise KinformerError(f"--example-tokens {self.example_tokens}: is no range; write as in 500-2000.")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The range of tokens as numbers."""
+        least, _, most = self.example_tokens.partition("-")
+        return int(least), int(most)
+
+
+class ListOps(Classify):
+    """Ten classes, which are drawn with the lists."""
+
+    name = NAME
+    title = "ListOps"
+    description = (
+        "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured by "
+        "accuracy; a tenth to a sixth is right by guessing."
+    )
+    Options = ListOpsOptions
+    default_data = NAME
+    tokenizes = False
+    refused = dict.fromkeys(
+        ("data", "holdout", "tokenizer", "train_tokenizer"), "ListOps brings its own data and symbols; leave it out."
+    )
+    special_apart = True
+
+    def open(self, source: Source, options: ListOpsOptions, cache: Path | None = None) -> Labelled:
+        from kinformer.data.listops import open_listops
+
+        return open_listops(options.examples, options.bounds, cache=cache)
+
+    def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
+        if data is not None:
+            raise KinformerError(f"--data {data}: ListOps brings its own data; leave it out.")
+        return NAME
+
+
+TASK = ListOps()

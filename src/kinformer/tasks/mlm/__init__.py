@@ -1,0 +1,98 @@
+"""Masked language modelling: an encoder predicts masked tokens of a text (Devlin et al. 2019, BERT, section 3.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import WholeModel
+from kinformer.tasks.shared.options import MlmOptions
+from kinformer.tasks.task import (
+    READS_WHOLE_TEXTS,
+    SPECIAL_TOKENS,
+    Evaluation,
+    LoadedRun,
+    Measuring,
+    Source,
+    Task,
+    TrainingPlan,
+)
+from kinformer.training.metric import ACCURACY, bits_per_masked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import Corpus
+    from kinformer.training.data_module import DataModule
+
+HEAD = "masked_language"
+
+
+def _masked_language(model: Any) -> Any:
+    from kinformer.tasks.mlm.rows import MaskedLanguage
+
+    return MaskedLanguage()
+
+
+def _mlm_cpc(model: Any) -> Any:
+    from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
+
+    return MaskedLanguageCpc.of(model)
+
+
+class MaskedLanguageModelling(Task):
+    """Measured on masks that are the same in every evaluation, with counts of the same tokens as baselines."""
+
+    name = "mlm"
+    title = "masked language modelling"
+    description = (
+        "Learns to predict masked tokens of a text from all others. Measured in bits per masked byte (with a "
+        "tokenizer, per masked token) and accuracy, with counts of tokens and of pairs of tokens as baselines."
+    )
+    does = "predicts masked tokens"
+    protocol = WholeModel
+    input = "tokens"
+    figures = (bits_per_masked("byte"), ACCURACY)
+    objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
+    Options = MlmOptions
+    default_data = "stdlib"
+    tokenizes = True
+    budgeted = True
+    generates_nothing = READS_WHOLE_TEXTS
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.head.kind == HEAD
+
+    def open(self, source: Source, options: MlmOptions, cache: Path | None = None) -> Corpus:
+        from kinformer.data import open_corpus
+
+        return open_corpus(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+
+    def vocab_size(self, data: Corpus) -> int:
+        return data.tokenizer.vocab_size + SPECIAL_TOKENS
+
+    def fit(self, config: Any, data: Corpus | None) -> dict[str, Any]:
+        return {} if config.head.kind == HEAD else {"head": HEAD}
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_long_enough, check_sequence
+
+        check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
+        check_sequence(model)
+        check_long_enough(plan.data, 1, plan.settings.length)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.mlm.rows import MaskedTokens, masking_of
+        from kinformer.tasks.shared.text import ends_of
+
+        masking = masking_of(plan.config, plan.tokenizer, plan.options)
+        return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+        from kinformer.tasks.mlm.evaluate import evaluate
+
+        return evaluate(subject, measuring, quiet)
+
+
+TASK = MaskedLanguageModelling()

@@ -1,0 +1,126 @@
+"""How well a model predicts masked tokens, and how well counting does on the very same ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.core.model import device_of
+from kinformer.data import IGNORED
+from kinformer.data.bigrams import Bigrams
+from kinformer.data.masked_text import MaskedText
+from kinformer.runtime.errors import require_finite
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input
+from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
+from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.training.batch import map_fields
+from kinformer.training.metric import ACCURACY, bits_per_masked
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedMeasurement:
+    """Of ``masked`` tokens of ``windows``: bits each, the share found, and bits by frequency (``unigram_bits``) and by
+    frequency after the true token before it (``bigram_bits``), as counted in the training data."""
+
+    bits: float
+    accuracy: float
+    masked: int
+    windows: int
+    unigram_bits: float
+    bigram_bits: float
+
+
+def measure_masked(
+    model: Any, text: MaskedText, counts: Bigrams, rows: int, progress: Progress | None = None
+) -> MaskedMeasurement:
+    """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else."""
+    device, objective = device_of(model), MaskedLanguage()
+    sums, baselines, done = np.zeros(3), np.zeros(2), 0
+    with torch.inference_mode():
+        for shown in text.in_order(rows):
+            batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
+            _, metrics, _ = objective(model, batch, None, 1.0)
+            sums += [float(metrics[name]) for name in ("nats", "predicted", "correct")]
+            require_finite(isfinite(sums[0]))
+            scored = shown.rows.labels != IGNORED
+            for index, each in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
+                baselines[index] -= np.log2(each).sum()
+            done += len(shown.rows.tokens)
+            if progress is not None:
+                progress(done, len(text))
+    nats, masked, correct = sums.tolist()
+    unigram, bigram = (baselines / masked).tolist()
+    return MaskedMeasurement(
+        bits=nats / log(2) / masked,
+        accuracy=correct / masked,
+        masked=int(masked),
+        windows=done,
+        unigram_bits=unigram,
+        bigram_bits=bigram,
+    )
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
+    """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
+    run, model, changes, _ = subject
+    held = held_out(run, measuring)
+    masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
+    text = MaskedText(held.split, length, masking, ends_of(model.config), measuring.seed)
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        counts = Bigrams(held.corpus.splits["train"])
+        measured = measure_masked(model, text, counts, max(1, measuring.chunk // length), progress)
+    unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
+    figure = bits_per_masked(unit)
+    lines = [
+        heading(run.folder, run.member, changes, held.corpus, measuring.split),
+        f"{measured.bits:.4f} {figure.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
+        f"windows of {length} tokens{words}",
+        f"{measured.unigram_bits:.4f} by their frequency in the training split",
+        f"{measured.bigram_bits:.4f} by their frequency after the true {unit} before them",
+    ]
+    figures = {figure.name: measured.bits, ACCURACY.name: measured.accuracy}
+    baselines = {"unigram_bits": measured.unigram_bits, "bigram_bits": measured.bigram_bits}
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "mlm", "set": list(changes), "data": held.identity,
+        **figures, **baselines,
+        "masked": measured.masked, **asdict(run.options), "length": length, "windows": measured.windows,
+        "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    if has_global_input(model):
+        further, more = _global_input(subject, text, measuring, quiet)
+        facts, lines = facts | further, lines + more
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(figure, ACCURACY),
+        baselines=baselines,
+        data=held.identity,
+        facts=facts,
+        text=tuple(lines),
+    )
+
+
+def _global_input(
+    subject: LoadedRun, text: MaskedText, measuring: Measuring, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What the global input is worth, as JSON and as text."""
+    training = subject.run.training
+    rows = training.get("batch_size", max(1, measuring.chunk // text.length))
+    with progressing(quiet) as progress:
+        found = measure_global_input(subject.model, text, rows, progress)
+    lines = [f"{found.zeroed:.4f} with the vectors of the global tokens zeroed, {found.without:.4f} without these"]
+    if training.get("objective") == "mlm-cpc":
+        lines.append(
+            f"{found.accuracy:.1%} of {found.sentences:,} masked sentences identified by their global tokens "
+            f"(by chance: {found.chance:.1%})"
+        )
+    return {"global_input": asdict(found)}, lines

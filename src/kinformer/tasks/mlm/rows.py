@@ -1,0 +1,110 @@
+"""Rows of text with masked tokens for an encoder, and the objective of predicting them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kinformer.data import BosEos, Corpus, Rows, Tokenizer
+from kinformer.data.masked_text import MaskedText
+from kinformer.data.masking import Masking, Words, ordinary
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.classify.rows import scored
+from kinformer.tasks.shared.options import MlmOptions
+from kinformer.tasks.shared.text import ends_of, mask_token_of
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import ACCURACY, bits_per_masked
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+
+class MaskedBatch(NamedTuple):
+    """``tokens`` [batch, time] int64, ``valid`` bool or None, and the ``labels`` [batch, n] of the tokens at
+    ``positions`` [batch, n], IGNORED where there are fewer."""
+
+    tokens: Tensor
+    valid: Tensor | None
+    labels: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows) -> MaskedBatch:
+        """Rows as a batch."""
+        assert rows.positions is not None
+        valid = None if rows.valid is None else torch.from_numpy(rows.valid)
+        tokens, labels, positions = (torch.from_numpy(field) for field in (rows.tokens, rows.labels, rows.positions))
+        return cls(tokens, valid, labels, positions)
+
+    @property
+    def size(self) -> int:
+        """How many tokens are read."""
+        return self.tokens.numel()
+
+
+class MaskedTokens(DataModule):
+    """Windows of text with masked tokens, other ones at every step, and the same ones in every validation."""
+
+    metrics = ("nats", "correct")
+
+    def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
+        self.bits = bits_per_masked(unit_of(corpus))
+        self.figures = (self.bits, ACCURACY)
+        train, kept = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
+        self.text = MaskedText(train, settings.length, masking, ends, settings.seed)
+        self.held_out = MaskedText(kept, settings.length, masking, ends, 0)
+        self.sampler = self.text.sampler(settings.batch_size)
+        self.batch_size = settings.batch_size
+
+    @property
+    def validations(self) -> int:
+        return -(-len(self.held_out) // self.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> MaskedBatch:
+        return MaskedBatch.of(self.text.batch(self.sampler, step, rank, world))
+
+    def validation(self, rank: int, world: int) -> Iterator[MaskedBatch]:
+        for shown in self.held_out.in_order(self.batch_size):
+            yield MaskedBatch.of(shown.rows.share(rank, world))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {self.bits.name: means["nats"] / log(2), ACCURACY.name: means["correct"]}
+
+
+class MaskedLanguage:
+    """Mean cross-entropy of the tokens that stood at ``batch.positions`` (Devlin et al. 2019, section 3.1).
+
+    The head computes logits of these positions alone.
+    """
+
+    reads_hidden = True
+
+    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> Outcome:
+        return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
+
+
+def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> Outcome:
+    """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
+    index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
+    return scored(model.logits(hidden_states.gather(1, index)), batch.labels)
+
+
+def unit_of(corpus: Corpus) -> str:
+    """What a token is: a byte, or a tokenizer's token."""
+    return "byte" if corpus.splits["train"].encoded_from is None else "token"
+
+
+def masking_of(config: Any, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
+    """How tokens are masked for an encoder."""
+    mask = mask_token_of(config)
+    if mask is None:
+        raise KinformerError(
+            "this model has no token that stands for a mask; give one, as in --set input.mask_token=103."
+        )
+    assert tokenizer is not None
+    special = {token for token in (mask, *ends_of(config)) if token is not None}
+    usual = ordinary(tokenizer.vocab_size, special)
+    return Masking(mask, usual, options.mask_share, Words.of(tokenizer) if options.whole_words else None)

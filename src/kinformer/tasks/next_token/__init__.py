@@ -1,0 +1,123 @@
+"""Next token: a causal model foretells every token of a text from those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.shared.options import NextTokenMeasuring, NextTokenOptions
+from kinformer.tasks.task import Load, LoadedRun, Measuring, Report, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import BITS_PER_BYTE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import Corpus
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+
+def _next_token(model: Any) -> Any:
+    from kinformer.tasks.next_token.rows import NextTokenLoss
+
+    return NextTokenLoss()
+
+
+def _deep_supervision(model: Any) -> Any:
+    from kinformer.tasks.next_token.deep_supervision import DeepSupervision
+
+    return DeepSupervision.of(model)
+
+
+def _exits(model: Any) -> Any:
+    from kinformer.tasks.next_token.exit_losses import ExitLosses
+
+    return ExitLosses.of(model)
+
+
+class NextToken(Task):
+    """Bits per byte, whatever the tokenizer, so that models with different ones compare."""
+
+    name = "next-token"
+    title = "next token"
+    description = (
+        "Learns to predict every token of a text from those before it, and continues texts. Measured in bits per byte "
+        "of held-out text, with a 5-gram model as the baseline."
+    )
+    does = "predicts next tokens"
+    protocol = CausalModel
+    input = "tokens"
+    figures = (BITS_PER_BYTE,)
+    objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
+    Options = NextTokenOptions
+    MeasuringOptions = NextTokenMeasuring
+    default_data = "stdlib"
+    tokenizes = True
+    budgeted = True
+
+    def open(self, source: Source, options: NextTokenOptions, cache: Path | None = None) -> Corpus:
+        from kinformer.data import open_corpus
+
+        return open_corpus(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+
+    def vocab_size(self, data: Corpus) -> int:
+        return data.tokenizer.vocab_size
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_long_enough, check_sequence
+
+        check_ids(plan, self.vocab_size(plan.data), special_apart=False)
+        check_sequence(model)
+        if plan.options.segments:
+            _check_endless(model)
+        rows = plan.settings.batch_size if plan.options.segments else 1
+        check_long_enough(plan.data, rows, plan.settings.length)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.next_token.rows import NextTokens
+
+        return NextTokens(plan.data, plan.settings, plan.options.segments)
+
+    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        from kinformer.tasks.next_token.retrieved import RetrievedNextToken
+        from kinformer.tasks.next_token.rows import RetrievedTokens
+
+        if isinstance(data, RetrievedTokens) and self.choose_objective(name) == "next-token":
+            return RetrievedNextToken()
+        return super().objective(name, model, data)
+
+    def evaluate(
+        self, runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool = True
+    ) -> Report:
+        from kinformer.tasks.next_token.evaluate import evaluate
+
+        return evaluate(runs, load, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.next_token.generate import continue_text
+
+        return continue_text(subject, prompt, options, write)
+
+
+def _check_endless(model: Any) -> None:
+    """A state that is carried through the whole corpus must not grow with it."""
+    if model.max_length is not None:
+        raise KinformerError(
+            f"--segments: the state goes on without end, but this model's positions end at {model.max_length}; choose "
+            "another member, or another position such as --set position=sinusoidal."
+        )
+    if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
+        raise KinformerError(
+            "--segments: the state goes on without end, but this model's grows with every token; choose another "
+            'member, or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+        )
+
+
+TASK = NextToken()

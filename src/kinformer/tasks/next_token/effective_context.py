@@ -1,0 +1,116 @@
+"""How far back each of a group of runs makes use of what it reads (``evaluation.recl``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.shared.lengths import Length, short_names, trained_at
+from kinformer.tasks.shared.options import NextTokenMeasuring
+from kinformer.tasks.shared.text import HeldOut, held_out
+from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
+from kinformer.training.metric import Figure
+
+STEPS = 8
+RECL = Figure("recl", "tokens", lower_is_better=False)
+
+
+def evaluate_recl(
+    runs: Sequence[TrainedRun],
+    load: Load,
+    measuring: Measuring,
+    own: NextTokenMeasuring,
+    contexts: Sequence[int],
+    quiet: bool,
+) -> Report:
+    """Measure the group at every context."""
+    check(contexts, own.hardest)
+    held = _same_data(runs, measuring)
+    losses = np.stack([_losses(load(run), held, contexts, measuring.chunk, own, quiet) for run in runs])
+    found = recl(losses, contexts, hardest=own.hardest)
+    names = short_names([run.folder for run in runs])
+    if own.plot is not None:
+        from kinformer.figures.effective_context import plot
+
+        plot(names, contexts, found, Path(own.plot))
+        note(f"drew {own.plot}")
+    evaluations = [
+        Evaluation(
+            run=str(run.folder),
+            member=run.member,
+            figures={RECL.name: each.length},
+            units=(RECL,),
+            data=held.identity,
+            facts=_facts(run, each, loss),
+        )
+        for run, each, loss in zip(runs, found, losses, strict=True)
+    ]
+    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": own.hardest}
+    each_run = {"runs": [evaluation.facts for evaluation in evaluations]}
+    return Report(
+        evaluations, _blocks(names, held, contexts, found, f"{own.hardest:.0%} of {losses.shape[2]}"), facts | each_run
+    )
+
+
+def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
+    """As asked for, or eight equal steps up to twice the (first run's) training length."""
+    first = runs[0]
+    if lengths:
+        return sorted({length.tokens(first) for length in lengths})
+    trained = trained_at(first)
+    if trained is None:
+        raise KinformerError(f"{first.folder}: does not say its training length; give --lengths 64,128,192,256.")
+    return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
+
+
+def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
+    """The data that all are measured on, the first run's if none was named; all must read it alike."""
+    first = runs[0]
+    for other in runs[1:]:
+        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            raise KinformerError(
+                f"--recl compares losses token by token, but {other.folder} and {first.folder} have different "
+                "tokenizers; measure them separately."
+            )
+    return held_out(first, measuring)
+
+
+def _losses(
+    subject: LoadedRun, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenMeasuring, quiet: bool
+) -> Losses:
+    positions = spread_positions(held.split, contexts[-1], own.positions)
+    with progressing(quiet) as progress:
+        return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
+
+
+def _facts(run: TrainedRun, found: Recl, losses: Losses) -> dict[str, Any]:
+    return {
+        "run": str(run.folder),
+        "member": run.member,
+        "recl": found.length,
+        "at_least": found.at_least,
+        "gains": list(found.gains),
+        "mean_nats": losses.mean(axis=1).tolist(),
+    }
+
+
+def _blocks(
+    names: Sequence[str], held: HeldOut, contexts: Sequence[int], found: Sequence[Recl], hardest: str
+) -> list[str | Table]:
+    steps = [f"{one} to {two}" for one, two in zip(contexts, contexts[1:])]
+    rows = [
+        [name, f"{'at least ' if each.at_least else ''}{each.length}", *(f"{gain:.1%}" for gain in each.gains)]
+        for name, each in zip(names, found, strict=True)
+    ]
+    headers = ("run", "RECL", *steps)
+    title = (
+        f"relative effective context length on {held.corpus.name} {held.corpus.version}, {held.split.name} split: "
+        f"the hardest {hardest} tokens\n"
+    )
+    return [title, Table(headers, rows, range(1, len(headers)))]

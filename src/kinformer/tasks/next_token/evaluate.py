@@ -1,0 +1,255 @@
+"""Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kinformer.data import NgramModel
+from kinformer.evaluation.adaptive_computation import PONDER_STEPS, noting_steps
+from kinformer.evaluation.bits import Measurement, measure
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, Exited, exiting_stack, noting_exits, saved, with_rule
+from kinformer.evaluation.usage import Usage, noting_usage
+from kinformer.evaluation.windows import Windows
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
+from kinformer.tasks.shared.options import NextTokenMeasuring
+from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows
+from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
+from kinformer.training.metric import BITS_PER_BYTE
+
+NGRAM_CONTEXT = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
+    ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with all layers),
+    ``changes`` and ``lookup`` as of its subject."""
+
+    run: TrainedRun
+    changes: tuple[str, ...]
+    lookup: Mapping[str, Any] | None
+    data: HeldOut
+    first: Measurement
+    rest: list[Measurement]
+    skipped: list[int]
+    seconds: float
+    ngram: float | None
+    usage: tuple[Usage, ...]
+    steps: float | None = None
+    exits: Exited | None = None
+    whole: Measurement | None = None
+
+    @property
+    def all(self) -> list[Measurement]:
+        """The first and the rest."""
+        return [self.first, *self.rest]
+
+
+def evaluate(
+    runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool
+) -> Report:
+    """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
+    if own.plot is not None:
+        from kinformer.figures.style import check
+
+        check(Path(own.plot))
+        if own.lengths is None and not own.recl:
+            raise KinformerError(f"--plot {own.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
+    lengths = parse_lengths(own.lengths)
+    if own.recl:
+        from kinformer.tasks.next_token.effective_context import contexts_of, evaluate_recl
+
+        return evaluate_recl(runs, load, measuring, own, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), measuring, own, lengths, quiet) for run in runs]
+    names = short_names([run.folder for run in runs])
+    if own.plot is not None:
+        _plot(names, results, Path(own.plot))
+    return Report([_evaluation(result) for result in results], _side_by_side(names, results))
+
+
+def _measure(
+    subject: LoadedRun, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
+) -> Measured:
+    run, model, changes, lookup = subject
+    main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
+    tokens, limit = [length.tokens(run) for length in lengths], model.max_length
+    within = [length for length in tokens if limit is None or length <= limit]
+    skipped = [length for length in tokens if length not in within]
+    further = [Windows(context=length, overlap=own.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=own.overlap) for length in skipped if not within]
+    for windows in (main, *beyond):
+        check_positions(model, windows)
+    tell_untrained(run, (main.context if main else None) or 0)
+    held = held_out(run, measuring, own.holdout)
+    done: dict[Windows | None, Measurement] = {}
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        with noting_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
+            done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
+        seconds = time.perf_counter() - begun
+        exits, whole = _without_exits(model, leaving.found, held, main, measuring, seconds)
+        for windows in further:
+            if windows not in done:
+                done[windows] = measure(model, held.split, windows, chunk=measuring.chunk, progress=progress)
+    ngram = NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if own.baseline else None
+    if skipped:
+        note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
+    rest = [done[windows] for windows in further]
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean, exits, whole)
+    return Measured(run, changes, lookup, held, *measured)
+
+
+def _without_exits(
+    model: Any, found: Exited | None, held: HeldOut, main: Windows | None, measuring: Measuring, seconds: float
+) -> tuple[Exited | None, Measurement | None]:
+    """What early exits save, and the measurement with all layers; nothing where no token could leave early."""
+    if found is None:
+        return None, None
+    begun = time.perf_counter()
+    with with_rule(exiting_stack(model), None):
+        whole = measure(model, held.split, main, chunk=measuring.chunk)
+    taken = time.perf_counter() - begun
+    past = (main.context if main else measuring.chunk) // 2
+    return replace(saved(model, found, past), speedup=taken / seconds), whole
+
+
+def _evaluation(result: Measured) -> Evaluation:
+    run, first = result.run, result.first
+    depth = {} if result.steps is None else {PONDER_STEPS.name: result.steps}
+    depth |= {} if result.exits is None else {LAYERS_PER_TOKEN.name: result.exits.layers_per_token}
+    facts = (
+        {"run": str(run.folder), "member": run.member, "set": list(result.changes)}
+        | {"data": result.data.identity}
+        | _facts(first)
+        | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
+        | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
+        | {"ngram_bits_per_byte": result.ngram}
+        | dict(result.lookup or {})
+        | depth
+        | _exit_facts(result)
+        | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
+    )
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures={BITS_PER_BYTE.name: first.bits_per_byte} | depth,
+        units=(BITS_PER_BYTE, *(each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in depth)),
+        baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
+        data=result.data.identity,
+        facts=facts,
+        text=tuple(_lines(result)),
+    )
+
+
+def _exit_facts(result: Measured) -> dict[str, Any]:
+    if result.exits is None or result.whole is None:
+        return {}
+    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.whole.bits_per_byte}
+
+
+def _lines(result: Measured) -> list[str]:
+    run, data, first = result.run, result.data, result.first
+    lines = [
+        heading(run.folder, run.member, result.changes, data.corpus, data.split.name),
+        f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
+        f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
+    ]
+    if (lookup := result.lookup) is not None:
+        lines.append(
+            f"{lookup['neighbours']} neighbours of each token among the {lookup['entries']:,} entries of "
+            f"{lookup['datastore']}"
+        )
+    for usage in result.usage:
+        lines.append(
+            f"{usage.used:.1%} of the {usage.values:,} values of {usage.part} used, KL {usage.kl:.3f} from even use"
+        )
+    if result.steps is not None:
+        lines.append(PONDER_STEPS.text(result.steps))
+    if result.exits is not None and result.whole is not None:
+        lines.append(f"{result.exits.text}, which have {result.whole.bits_per_byte:.4f} bits per byte")
+    if result.ngram is not None:
+        lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
+    return lines
+
+
+def _way(measured: Measurement) -> str:
+    if measured.context is None:
+        return "state carried"
+    repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
+    return f"windows of {measured.context} tokens{repeated}"
+
+
+def _facts(measured: Measurement) -> dict[str, Any]:
+    return {
+        "context": measured.context,
+        "carried": measured.context is None,
+        "overlap": measured.overlap,
+        "tokens": measured.tokens,
+        "bits_per_byte": measured.bits_per_byte,
+        "bits_per_token": measured.bits_per_token,
+        "by_position": [each._asdict() for each in measured.by_position],
+    }
+
+
+def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | Table]:
+    """The lengths of all runs in one table, and the positions of each; nothing where no lengths were asked for."""
+    if not any(result.rest or result.skipped for result in results):
+        return []
+    blocks: list[str | Table] = ["", _by_length(names, results)]
+    for name, result in zip(names, results, strict=True):
+        where = f", {name}" if len(names) > 1 else ""
+        blocks += [f"\nbits per byte by position in the window{where}", _by_position(result)]
+    return blocks
+
+
+def _by_length(names: Sequence[str], results: Sequence[Measured]) -> Table:
+    """Bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
+    columns = [{each.context: f"{each.bits_per_byte:.4f}" for each in result.all} for result in results]
+    contexts = dict.fromkeys(context for column in columns for context in column)
+    beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
+    rows = [
+        [context or "carried", *(column.get(context, "-") for column in columns)] for context in (*contexts, *beyond)
+    ]
+    headers = ("context", *(["bits per byte"] if len(names) == 1 else names))
+    return Table(headers, rows, range(len(headers)))
+
+
+def _by_position(result: Measured) -> Table:
+    """Bits per byte by how many tokens of its window a token had before it, a column per length."""
+    measured = list({each.context: each for each in result.all if each.by_position}.values())
+    columns = [{each.last: each for each in one.by_position} for one in measured]
+    bins = {last: each for column in columns for last, each in column.items()}
+    rows = [
+        [
+            f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last),
+            *(f"{column[last].bits_per_byte:.4f}" if last in column else "" for column in columns),
+        ]
+        for last in sorted(bins)
+    ]
+    headers = ("tokens before", *(f"of {each.context}" for each in measured))
+    return Table(headers, rows, range(len(headers)))
+
+
+def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None:
+    """Every length, and the positions within the longest, of every run."""
+    from kinformer.figures.lengths import Curve, plot
+
+    curves = []
+    for name, result in zip(names, results, strict=True):
+        windowed = sorted((each for each in result.all if each.context is not None), key=lambda each: each.context or 0)
+        curves.append(
+            Curve(
+                name=name,
+                trained=trained_at(result.run),
+                lengths=tuple((each.context or 0, each.bits_per_byte) for each in windowed),
+                positions=tuple((each.last, each.bits_per_byte) for each in windowed[-1].by_position),
+            )
+        )
+    plot(curves, path)
+    note(f"drew {path}")

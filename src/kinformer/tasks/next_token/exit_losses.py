@@ -1,0 +1,83 @@
+"""Next tokens by the losses of all exits of a stack (Elbayad et al. 2020, section 3.1; Schuster et al. 2022, 3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.stack import units_of
+from kinformer.runtime.errors import KinformerError
+from kinformer.stacks.exit_rules import AllExits
+from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
+from kinformer.training.objective import Outcome
+
+WEIGHTS = {
+    "linear": lambda exits: [1.0 + number for number in range(exits)],
+    "uniform": lambda exits: [1.0] * exits,
+    "powers": lambda exits: [2.0**number for number in range(exits)],
+}
+
+
+class ExitLosses:
+    """As the model's stack says:
+
+    aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the cross-entropy of exit n for all tokens
+    mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
+
+    With aligned training comes what the stack's rule learns from. In eval mode this is :class:`NextTokenLoss`, of
+    tokens that leave as the rule says.
+    """
+
+    reads_hidden = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExitLosses:
+        """For ``model``, whose stack must have exits."""
+        if not (units_of(model) and getattr(model, "stack").exits):  # noqa: B009
+            raise KinformerError(
+                "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
+                "train calm or depth-adaptive, add --set stack=exits, or leave --objective out."
+            )
+        return cls()
+
+    def __call__(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float) -> Outcome:
+        stack: Any = model.stack
+        if not model.training:
+            return NextTokenLoss()(model, batch, state, progress)
+        if stack.config.training == "mixed":
+            return self._mixed(model, batch, state, progress, stack.config.samples)
+        return self._aligned(model, batch, state, progress, stack)
+
+    def _mixed(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float, samples: int) -> Outcome:
+        drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
+        losses, metrics, states = zip(*drawn, strict=True)
+        nats = torch.stack([each["nats"] for each in metrics]).mean()
+        return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
+
+    def _aligned(self, model: Any, batch: TokenBatch, state: Any, progress: float, stack: Any) -> Outcome:
+        targets, exits = batch.tokens[:, 1:], stack.exits
+        _, state, tapped = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=exits)
+        logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
+        found = [next_token_nats(each, targets, batch.valid) for each in logits]
+        weights = WEIGHTS[stack.config.weights](len(exits))
+        pairs = zip(weights, found, strict=True)
+        loss = torch.stack([weight * each for weight, (each, _) in pairs]).sum() / sum(weights)
+        if stack.rule is not None:
+            cost = stack.rule.cost(all_exits(tapped, logits, batch), progress)
+            loss = loss if cost is None else loss + cost
+        return loss, {"nats": found[-1][1], "predicted": predicted(batch)}, state
+
+
+def all_exits(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
+    """What is known of every exit, without a graph but for ``hidden``."""
+    targets = batch.tokens[:, 1:]
+    with torch.no_grad():
+        nats = [functional.cross_entropy(each.float().mT, targets, reduction="none") for each in logits]
+        best = [each.argmax(-1) for each in logits]
+    everywhere = torch.ones_like(targets, dtype=torch.bool)
+    sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)
+    valid = everywhere if batch.valid is None else batch.valid
+    return AllExits(hidden, torch.stack(nats), torch.stack(best), targets, valid, sequence)

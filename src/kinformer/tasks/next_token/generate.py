@@ -1,0 +1,128 @@
+"""Texts continued token by token, and what that cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.data import Tokenizer
+from kinformer.evaluation.early_exit import Exited, noting_exits, saved
+from kinformer.generation.session import Session
+from kinformer.generation.stops import StopText
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.shared.lengths import tell_untrained
+from kinformer.tasks.task import LoadedRun
+
+MOST_NEW = 256
+
+
+@dataclass
+class Sample:
+    """One continuation: its ``tokens``, its ``text``, and whether it ended before the text that was to stop it."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stopped: bool = False
+
+
+@dataclass
+class Generated:
+    """What came out, and what it cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
+    if Ctrl-C was pressed meanwhile; ``exits``: where new tokens could leave early."""
+
+    samples: list[Sample]
+    prompt_tokens: int
+    seed: int = 0
+    state_bytes: int = 0
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    exits: Exited | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, that of the first included."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+
+def continue_text(
+    subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None
+) -> Generated:
+    """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
+    tokenizer = subject.run.tokenizer
+    tokens = tokenizer.encode(prompt)
+    if not len(tokens):
+        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
+    session, new = _session(subject.model, options, len(tokens))
+    writers = [_Writer(tokenizer, options.stop, None) for _ in range(options.samples)]
+    tell_untrained(subject.run, len(tokens) + new - 1)
+    if options.samples == 1:
+        writers[0].write = write
+    result = Generated([writer.sample for writer in writers], len(tokens))
+    begun, exits = time.perf_counter(), None
+    try:
+        session.feed(torch.from_numpy(np.asarray(tokens))[None])
+        session = session if options.samples == 1 else session.fork(options.samples)
+        result.prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
+        with noting_exits(subject.model) as leaving:
+            _draw(session, writers, new, result)
+        exits = leaving.found
+    except KeyboardInterrupt:
+        result.interrupted = True
+    result.seconds = time.perf_counter() - begun if result.new_tokens else 0.0
+    for writer in writers:
+        writer.finish()
+    result.seed, result.state_bytes = session.seed, session.state_bytes
+    if exits is not None:
+        result.exits = saved(subject.model, exits, len(tokens), options.samples)
+    return result
+
+
+def _session(model: Any, options: Any, prompt: int) -> tuple[Session, int]:
+    """A session for one row, and how many tokens to draw."""
+    new = options.max_new_tokens
+    if new is None:
+        limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1
+        new = max(1, min(MOST_NEW, limit))
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    session = Session(model, chunk=options.chunk, room=new, **sampling)
+    session.require(new, [prompt])
+    return session, new
+
+
+def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Generated) -> None:
+    for row_tokens in session.stream(new):
+        for writer, token in zip(writers, row_tokens, strict=True):
+            if not writer.sample.stopped:
+                result.new_tokens += 1
+                writer.feed(token)
+        if all(writer.sample.stopped for writer in writers):
+            return
+
+
+class _Writer:
+    """One sample in the making, and where its text is written as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], write: Callable[[str], None] | None) -> None:
+        self.write, self.sample = write, Sample()
+        self._decoder = tokenizer.stream()
+        self._stop = StopText(stops)
+
+    def feed(self, token: int) -> None:
+        self.sample.tokens.append(token)
+        self._add(self._stop.feed(self._decoder.feed(token)))
+
+    def finish(self) -> None:
+        self._add(self._stop.feed(self._decoder.finish()) + self._stop.finish())
+
+    def _add(self, text: str) -> None:
+        self.sample.text += text
+        self.sample.stopped = self._stop.stopped
+        if self.write is not None and text:
+            self.write(text)

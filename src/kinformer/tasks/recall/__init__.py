@@ -1,0 +1,145 @@
+"""Recall: a causal model reads keys with values, and tells the value of each key that comes again (``data.mqar``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import require
+from kinformer.tasks.shared.options import whole_numbers
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data.mqar import Recall
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+NAME = "recall"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions:
+    """Of recall."""
+
+    pairs: str = "4,8,16"
+    """How many keys and values a row of --length tokens has: one of these numbers, drawn for every row."""
+    symbols: int = 256
+    """How many tokens there are; keys are of the lower half, values of the upper."""
+    gap_power: float = 0.01
+    """Queries come after i pairs of tokens with a probability as i to the power of this less 1: most of them soon."""
+    zero_fillers: bool = False
+    """Zeros stand between queries, instead of random tokens."""
+
+    def __post_init__(self) -> None:
+        numbers("--pairs", self.pairs)
+        require("--symbols", self.symbols, 4)
+
+    @property
+    def data(self) -> Recall:
+        """The rows that these options describe."""
+        from kinformer.data.mqar import Recall
+
+        return Recall(
+            pairs=numbers("--pairs", self.pairs),
+            symbols=self.symbols,
+            gap_power=self.gap_power,
+            random_fillers=not self.zero_fillers,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallMeasuring:
+    """Of recall."""
+
+    at_pairs: str | None = None
+    """Measure rows of these numbers of pairs instead of the trained ones, as in 4,8,16,32."""
+    rows: int = 512
+    """How many rows of each number of pairs are measured."""
+
+    def __post_init__(self) -> None:
+        require("--rows", self.rows, 1)
+        if self.at_pairs is not None:
+            numbers("--at-pairs", self.at_pairs)
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """``"4,8"`` as distinct numbers of pairs, in order."""
+    return whole_numbers(flag, text, "pairs", "4,8,16")
+
+
+def _recall(model: Any) -> Any:
+    from kinformer.tasks.recall.rows import RecallLoss
+
+    return RecallLoss(())
+
+
+class RecallTask(Task):
+    """Accuracy over all queries and by the number of pairs, beside guessing among the values of the row."""
+
+    name = NAME
+    title = "recall"
+    description = (
+        "Learns to tell which value stood behind a key (multi-query associative recall, Arora et al. 2023). Measured "
+        "by accuracy over all queries and by the number of pairs; of k pairs, guessing one of the values is right in "
+        "1/k."
+    )
+    does = "recalls values by keys"
+    protocol = CausalModel
+    input = "tokens"
+    figures = (ACCURACY, BITS_PER_LABEL)
+    objectives = {"recall": _recall}
+    Options = RecallOptions
+    MeasuringOptions = RecallMeasuring
+    default_data = NAME
+    refused = dict.fromkeys(
+        ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
+    )
+
+    def open(self, source: Source, options: RecallOptions, cache: Path | None = None) -> Recall:
+        return options.data
+
+    def vocab_size(self, data: Recall) -> int:
+        return data.symbols
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_sequence
+
+        check_ids(plan, plan.data.symbols, special_apart=False)
+        check_sequence(model)
+        plan.data.check(plan.settings.length)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.recall.rows import RecallData
+
+        return RecallData(plan.data, plan.settings)
+
+    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        from kinformer.tasks.recall.rows import RecallData, RecallLoss
+
+        self.choose_objective(name)
+        return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: RecallMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.recall.evaluate import evaluate
+
+        measuring.refuse_data("recall makes its own rows; leave it out, or give --rows and --at-pairs.")
+        at = None if own.at_pairs is None else numbers("--at-pairs", own.at_pairs)
+        return evaluate(subject, measuring, at, own.rows, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.recall.evaluate import answer
+
+        return answer(subject, prompt, options, write)
+
+
+TASK = RecallTask()

@@ -1,0 +1,127 @@
+"""How many values a model recalls by the number of pairs, and which value it recalls for a key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import isfinite, log
+from typing import Any
+
+import torch
+
+from kinformer.core import state as states
+from kinformer.core.model import device_of
+from kinformer.data.mqar import SPLITS, Recall
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.next_token.generate import Generated, Sample
+from kinformer.tasks.recall.rows import accuracy_of
+from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.training.batch import map_fields
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+
+def evaluate(
+    subject: LoadedRun, measuring: Measuring, at_pairs: tuple[int, ...] | None, rows: int, quiet: bool
+) -> Evaluation:
+    """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
+    run, model, changes, _ = subject
+    data: Recall = run.options.data
+    split = choose(measuring.split, SPLITS, "--split")
+    pairs = at_pairs or data.pairs
+    found, begun = [], time.perf_counter()
+    with progressing(quiet) as progress:
+        for done, number in enumerate(pairs):
+            found.append(
+                _measured(model, data, split, number, max(run.training["length"], 4 * number), rows, measuring)
+            )
+            if progress is not None:
+                progress(done + 1, len(pairs))
+    asked, right, nats = (sum(each[name] for each in found) for name in ("queries", "correct", "nats"))
+    guessing = rows * len(pairs) / asked
+    figures = {ACCURACY.name: right / asked, BITS_PER_LABEL.name: nats / log(2) / asked}
+    figures |= {accuracy_of(each["pairs"]).name: each["accuracy"] for each in found}
+    named = ", ".join((run.member, *changes))
+    text = (
+        f"{run.folder} ({named}) on {data.name} {data.fingerprint}, {split} split",
+        f"{ACCURACY.text(right / asked)}, {figures[BITS_PER_LABEL.name]:.4f} bits per value: {asked:,} queries, "
+        f"{guessing:.1%} by guessing a value of the row\n",
+        Table(
+            ("pairs", "length", "queries", "accuracy", "guessing"),
+            [[each["pairs"], each["length"], each["queries"], f"{each['accuracy']:.1%}", f"{1 / each['pairs']:.1%}"]
+             for each in found],
+            range(5),
+        ),
+    )  # fmt: skip
+    identity = data.identity | {"split": split}
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "recall", "set": list(changes), "data": identity,
+        **figures, "guessing": guessing, "by_pairs": found, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(ACCURACY, BITS_PER_LABEL, *map(accuracy_of, pairs)),
+        baselines={"guessing": guessing},
+        data=identity,
+        facts=facts,
+        text=text,
+    )
+
+
+def _measured(
+    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, measuring: Measuring
+) -> dict[str, Any]:
+    """Of rows with so many pairs: queries, how many are right, and nats in all."""
+    data.check(length, (pairs,))
+    if model.max_length is not None and length > model.max_length:
+        raise KinformerError(
+            f"--at-pairs {pairs}: takes rows of {length} tokens, but this model's positions end at {model.max_length}; "
+            "give fewer pairs."
+        )
+    queries, right, nats, size = 0, 0, 0.0, max(1, measuring.chunk // length)
+    with torch.inference_mode():
+        for part, first in enumerate(range(0, rows, size)):
+            count = min(size, rows - first)
+            batch = AskedBatch.of(data.rows(split, part, count, length, measuring.seed, (pairs,)))
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            queries += len(answered.labels)
+            right += int(answered.right.sum())
+            nats += float(answered.nats)
+    require_finite(isfinite(nats))
+    return {
+        "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
+        "nats": nats,
+    }  # fmt: skip
+
+
+def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
+    """The value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a key."""
+    if options.samples != 1:
+        raise KinformerError(f"--samples {options.samples}: a key has one answer, the most probable; leave it out.")
+    words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
+    symbols = subject.model.vocab_size
+    for word in words:
+        if not (word.isdecimal() and int(word) < symbols):
+            raise KinformerError(
+                f"the prompt holds {word!r}, but must be numbers of symbols below {symbols}, keys with values and at "
+                "last a key, as in 3 180 7 201 3."
+            )
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        tokens = torch.tensor([[int(word) for word in words]], device=device_of(subject.model))
+        logits, state = subject.model(tokens)
+    value = int(logits[0, -1].argmax())
+    if write is not None:
+        write(f" {value}\n")
+    return Generated(
+        [Sample([value], str(value))],
+        len(words),
+        seed=options.seed,
+        state_bytes=states.nbytes(state),
+        prompt_seconds=time.perf_counter() - begun,
+        new_tokens=1,
+        seconds=time.perf_counter() - begun,
+    )

@@ -1,0 +1,60 @@
+"""Rows of keys and values for a causal model, and the objective of recalling values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log
+
+import numpy as np
+from torch import Tensor
+
+from kinformer.data.mqar import Recall
+from kinformer.tasks.shared.answer_rows import AnswersLoss, AskedBatch, MadeRows
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SHARE, Figure
+from kinformer.training.settings import Settings
+
+
+def accuracy_of(pairs: int) -> Figure:
+    """The share of queries that are right, of rows with so many pairs."""
+    return Figure(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
+
+
+class RecallData(MadeRows):
+    """Rows of training's length."""
+
+    data: Recall
+
+    def __init__(self, data: Recall, settings: Settings) -> None:
+        super().__init__(data, settings)
+        by_pairs = (f"{name}_{number}" for number in data.pairs for name in ("correct", "asked"))
+        self.metrics = ("nats", "correct", *by_pairs)
+        self.figures = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
+
+    @property
+    def width(self) -> int:
+        return self.settings.length
+
+    def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
+        return self.data.rows(split, part, self.settings.batch_size, self.settings.length, seed)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        figures = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+        for number in self.data.pairs:
+            asked = means[f"asked_{number}"]
+            figures[accuracy_of(number).name] = means[f"correct_{number}"] / asked if asked else float("nan")
+        return figures
+
+
+class RecallLoss(AnswersLoss):
+    """Of the values that are asked for; how many are right is counted for each of ``pairs``."""
+
+    def __init__(self, pairs: Sequence[int]) -> None:
+        self.pairs = tuple(pairs)
+
+    def counted(self, batch: AskedBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+        counts: dict[str, Tensor] = {}
+        pairs = batch.sizes[rows]
+        for number in self.pairs:
+            asked = pairs == number
+            counts |= {f"correct_{number}": (right & asked).sum(), f"asked_{number}": asked.sum()}
+        return counts

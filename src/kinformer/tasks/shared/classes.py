@@ -1,0 +1,42 @@
+"""Classes that a run predicts: their names, their numbers in other data, and what was found of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.task import Table, TrainedRun
+
+
+def classes_of(run: TrainedRun) -> list[str]:
+    """The names of the classes that a run predicts."""
+    known = (run.data.get("identity") or {}).get("classes")
+    if not isinstance(known, list):
+        raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
+    return known
+
+
+def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray:
+    """The numbers that ``run`` gave to the ``classes`` of the data called ``name``, in their order."""
+    known = classes_of(run)
+    if strange := [each for each in classes if each not in known]:
+        raise KinformerError(
+            f"{name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
+            f"{', '.join(known)}."
+        )
+    return np.array([known.index(each) for each in classes], np.int64)
+
+
+def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], Table]:
+    """Of every class how many ``things`` there are, how often it was predicted and how often rightly, as JSON and as a
+    table."""
+    columns = (measured.examples, measured.predicted, measured.correct)
+    counts = [
+        {"class": name, things: there, "predicted": predicted, "correct": correct}
+        for name, there, predicted, correct in zip(classes, *columns, strict=True)
+    ]
+    rows = [list(each.values()) for each in counts]
+    return counts, Table(("class", things, "predicted", "correct"), rows, range(1, 4))

@@ -1,0 +1,79 @@
+"""Lengths at which runs are measured, as they were asked for, and how runs are called side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.tasks.task import TrainedRun
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length as it was asked for: ``number`` tokens, or so many times the training length."""
+
+    number: int
+    times: bool
+
+    def tokens(self, run: TrainedRun) -> int:
+        """How many tokens that is for a run."""
+        if not self.times:
+            return self.number
+        trained = trained_at(run)
+        if trained is None:
+            raise KinformerError(
+                f"--lengths {self.number}x: {run.folder} does not say its training length; give tokens."
+            )
+        return self.number * trained
+
+
+def parse_lengths(text: str | None) -> list[Length]:
+    """``128,512`` or ``1x,4x`` (times the training length) as lengths; none if not given."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?\d+x?", part) for part in parts):
+        raise KinformerError(
+            f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
+            "multiples of the training length."
+        )
+    return [Length(int(part.removesuffix("x")), part.endswith("x")) for part in parts]
+
+
+def trained_at(run: TrainedRun) -> int | None:
+    """The training length of a run, where it says so."""
+    length = run.training.get("length")
+    return length if isinstance(length, int) else None
+
+
+def tell_untrained(run: TrainedRun, tokens: int) -> None:
+    """Say so where a text of so many ``tokens`` reaches positions at which the model was never trained."""
+    trained = trained_at(run)
+    if trained is None or tokens <= trained or getattr(run.options, "segments", False) or not _bounded(run.config):
+        return
+    note(
+        f"note: {run.folder}: positions beyond {trained}, its training length, were never trained, and up to {tokens} "
+        f"are asked for; expect worse predictions there, stay within {trained}, or train on longer rows (--length)."
+    )
+
+
+def _bounded(config: ModelConfig) -> bool:
+    """Whether a model has positions, or distances that no pattern limits, which only training makes known."""
+    parts = [getattr(config, "position", None), getattr(config.input, "embedding", None)]
+    for layer in config.layers:
+        mixer = getattr(layer, "mixer", None)
+        if getattr(getattr(mixer, "pattern", None), "kind", "causal") == "causal":
+            parts.append(getattr(mixer, "position", None))
+    return any(getattr(part, "bounded_by_training", False) for part in parts)
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names where these differ, else their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

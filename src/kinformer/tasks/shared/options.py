@@ -1,0 +1,67 @@
+"""The options that the tasks of text have of their own, for training and for measuring, and what reads a list of
+numbers. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kinformer.runtime.errors import KinformerError, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenOptions:
+    """Of models of the next token."""
+
+    segments: bool = False
+    """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenMeasuring:
+    """Of models of the next token."""
+
+    context: str | None = None
+    """Measure in windows of N tokens, or with the state carried from end to end (N or "carried"). If not given, as it
+    was trained: carried after training with --segments, else in windows of the training length."""
+    overlap: float = 0.0
+    """The share of each window that repeats the one before and is not scored again."""
+    lengths: str | None = None
+    """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
+    for multiples of the training length. A length beyond a model's positions is left out."""
+    plot: str | None = None
+    """Draw what --lengths, --recl or --datastore measured, as PNG or SVG by the ending of this name."""
+    recl: bool = False
+    """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
+    hardest: float = 0.1
+    """With --recl: the share of tokens that count, those that the shorter context explains least."""
+    positions: int = 512
+    """With --recl: how many tokens are predicted, evenly spread, each again at every context."""
+    holdout: float | None = None
+    """Take the last share of the data for validation and test, instead of the run's."""
+    baseline: bool = False
+    """Also count 5-grams of the training split and measure their prediction."""
+
+    def __post_init__(self) -> None:
+        require("--positions", self.positions, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlmOptions:
+    """Of masked language modelling."""
+
+    mask_share: float = 0.15
+    """The share of all tokens that is predicted."""
+    whole_words: bool = False
+    """All tokens of a word are masked together."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_share < 1:
+            raise KinformerError(f"--mask-share is {self.mask_share:g} but must lie between 0 and 1.")
+
+
+def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:
+    """``"4,8"`` as distinct numbers above 0, in order: numbers ``of`` something."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.")
+    return tuple(sorted({int(part) for part in parts}))

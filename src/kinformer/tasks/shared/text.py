@@ -1,0 +1,183 @@
+"""What tasks of text share: their data and what is held out of it, the ids of their models, the windows to measure
+in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kinformer.core.pattern import Pattern
+from kinformer.data import BosEos, Corpus, FileTokenizer, Split, first_bytes, open_corpus
+from kinformer.evaluation.bits import streamable
+from kinformer.evaluation.windows import Windows
+from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.progress import note
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kinformer.tasks.task import Data, Measuring, TrainedRun, TrainingPlan
+
+CARRIED = "carried"
+
+
+def vocab_size_of(config: Any) -> int:
+    """How many ids a model of tokens knows."""
+    return config.input.vocab_size
+
+
+def mask_token_of(config: Any) -> int | None:
+    """The id that stands for a mask, if the model has one."""
+    return getattr(config.input, "mask_token", None)
+
+
+def ends_of(config: Any) -> BosEos:
+    """The tokens that begin and end every text of an encoder."""
+    return BosEos(getattr(config.input, "bos_token", None), getattr(config.input, "eos_token", None))
+
+
+def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
+    """Refuse a model that knows fewer than ``ids``, or whose special tokens stand for something else among them; a
+    tokenizer's may be among its own ids, unless they are ``special_apart``."""
+    config = plan.config
+    if vocab_size_of(config) < ids:
+        raise KinformerError(
+            f"--set input.vocab_size={vocab_size_of(config)}: the tokenizer has {ids} tokens, and the model "
+            "needs as many; leave it out, or choose another tokenizer."
+        )
+    if isinstance(plan.tokenizer, FileTokenizer) and not special_apart:
+        return
+    names = ("mask_token", "bos_token", "eos_token")
+    for name, token in zip(names, (mask_token_of(config), *ends_of(config)), strict=True):
+        if token is not None and token < ids:
+            raise KinformerError(
+                f"{name} is {token}, but the data has {ids} ids of its own below that; begin with another run, or give "
+                f"--set input.{name}={ids} or higher, below vocab_size."
+            )
+
+
+def check_sequence(model: nn.Module) -> None:
+    """Refuse a model whose attention is for images: a text is one sequence of tokens and has no rows of pixels."""
+    for module in model.modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, Pattern) and pattern.domain != "sequence":
+            raise KinformerError(
+                f"--data: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
+                'choose one for sequences, as --set \'layers.*.mixer.pattern={"kind": "local"}\' or another recipe.'
+            )
+
+
+def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
+    """Refuse data that is too short."""
+    corpus.splits["train"].require(rows * length + 1, f"training with --length {length}")
+    corpus.splits["validation"].require(2, "validation")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data to measure on; ``same`` says whether it is the very data that the run was trained on."""
+
+    corpus: Corpus
+    split: Split
+    same: bool
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """For JSON."""
+        return identity_of_part(self.corpus, self.split.name, self.same)
+
+
+def spec_of(run: TrainedRun, data: str | None) -> str:
+    """What names the data: as asked for, or as the run has it."""
+    spec = data if data is not None else run.data.get("spec")
+    if not isinstance(spec, str):
+        raise KinformerError(f"{run.folder}: does not say what data it was trained on; give --data PATH.")
+    return spec
+
+
+def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None) -> HeldOut:
+    """The part of the data to measure on; a note says where it is not the run's own.
+
+    ``holdout``: the share that is held out, the run's own if None.
+    """
+    holdout = run.data.get("holdout") if holdout is None else holdout
+    corpus = open_corpus(spec_of(run, measuring.data), tokenizer=run.tokenizer, holdout=holdout)
+    part = corpus.splits[choose(measuring.split, corpus.splits, "--split")]
+    same = note_other_data(run, corpus, measuring.data is not None)
+    if measuring.max_bytes is not None:
+        part = first_bytes(part, measuring.max_bytes, corpus.tokenizer)
+    return HeldOut(corpus, part, same)
+
+
+def identity_of_part(data: Any, split: str, same: bool) -> dict[str, Any]:
+    """What a figure was measured on, for JSON; ``same``: whether the run was trained on the very data."""
+    return dict(data.identity) | {"split": split, "same_as_run": same}
+
+
+def note_other_data(run: TrainedRun, data: Data, asked_for: bool) -> bool:
+    """Whether ``data`` is what the run was trained on; a note says where it is not."""
+    trained_on = (run.data.get("identity") or {}).get("fingerprint")
+    if trained_on is None:
+        note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")
+    elif data.fingerprint != trained_on:
+        reason = "is other data than the run was trained on" if asked_for else "has changed since the run was trained"
+        note(
+            f"note: {data.name} {reason} (now {data.fingerprint[:19]}, then {trained_on[:19]}); "
+            "the figure is not comparable with those of the run."
+        )
+    return data.fingerprint == trained_on
+
+
+def heading(folder: Path | str, member: str, changes: tuple[str, ...], data: Data, split: str) -> str:
+    """The line above a run's figures."""
+    return f"{folder} ({', '.join((member, *changes))}) on {data.name} {data.version}, {split} split"
+
+
+class Reading(Protocol):
+    """What options say of how a text is read."""
+
+    @property
+    def context(self) -> str | int | None: ...
+    @property
+    def overlap(self) -> float: ...
+
+
+def main_windows(run: TrainedRun, model: Any, reading: Reading, beside_lengths: bool = False) -> Windows | None:
+    """The windows to read in, as asked for or as the run was trained; None where the state is carried."""
+    asked = None if reading.context is None else str(reading.context)
+    endless = streamable(model)
+    if asked == CARRIED and not endless:
+        raise KinformerError(
+            f"--context {CARRIED}: this model's state grows without bound, or its positions end; give --context N."
+        )
+    if asked == CARRIED or (asked is None and endless and getattr(run.options, "segments", False)):
+        if reading.overlap and not beside_lengths:
+            raise KinformerError(
+                f"--overlap {reading.overlap:g}: the state is carried here; give --context N or --lengths too."
+            )
+        return None
+    if asked is not None:
+        if not asked.isdigit():
+            raise KinformerError(f"--context {asked}: is neither a number of tokens nor {CARRIED!r}.")
+        return Windows(context=int(asked), overlap=reading.overlap)
+    length = run.training.get("length", model.max_length)
+    if not isinstance(length, int):
+        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give --context N.")
+    most = length if model.max_length is None else min(length, model.max_length)
+    return Windows(context=most, overlap=reading.overlap)
+
+
+def check_positions(model: Any, windows: Windows | None) -> None:
+    """Refuse windows beyond the model's positions."""
+    if windows is not None and model.max_length is not None and windows.context > model.max_length:
+        raise KinformerError(
+            f"a context of {windows.context} tokens is beyond this model's positions, which end at max_length = "
+            f"{model.max_length}; give --context and --lengths no larger."
+        )
+
+
+def whole_length(run: TrainedRun, model: Any, default: int = 512) -> int:
+    """The length that an encoder was trained at, within its positions."""
+    length = run.training.get("length", model.max_length or default)
+    return length if model.max_length is None else min(length, model.max_length)

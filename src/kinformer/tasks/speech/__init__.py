@@ -1,0 +1,185 @@
+"""Speech: a model hears sound and writes what is said, by connectionist temporal classification (CTC).
+
+Members of either protocol can do it: encoders hear an utterance as a whole, causal ones write while it is spoken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kinformer.core.model import CausalModel, WholeModel
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data.sound import Sound, SoundOptions
+    from kinformer.training.data_module import DataModule
+
+NAME, INPUT, HEAD = "speech", "frames", "ctc"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechOptions:
+    """Of speech."""
+
+    units: Literal["characters", "labels"] | None = None
+    """What transcripts are made of: characters, or labels with spaces between them (words, digits, phonemes). If not
+    given, characters of a table's transcripts, labels of those in files' names."""
+    join: str | None = None
+    """Join so many clips of one speaker into an utterance, with pauses of 50 to 300 ms, as in 3-7."""
+    test_clips: str | None = None
+    """Test on the clips whose names match, as in '*_[0-4].wav'; if nothing says which, on 5 % of them."""
+    held_out_speaker: str | None = None
+    """Test on this speaker's clips, and train on none of them."""
+    sample_rate: int | None = None
+    """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
+
+    def __post_init__(self) -> None:
+        require("--sample-rate", self.sample_rate, 1000)
+        _ = self.joined
+
+    @property
+    def joined(self) -> tuple[int, int] | None:
+        """Least and most clips of an utterance."""
+        if self.join is None:
+            return None
+        least, dash, most = self.join.partition("-")
+        if not (least.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(least) <= int(most or least):
+            raise KinformerError(f"--join {self.join}: is no range of clips; write as in 3-7.")
+        return int(least), int(most or least)
+
+    def reading(self, share: float | None) -> SoundOptions:
+        """How the data is read; ``share`` is what is held out of recordings where nothing else says."""
+        from kinformer.data.clips import Holdout
+        from kinformer.data.sound import SoundOptions
+
+        held = Holdout(speaker=self.held_out_speaker, pattern=self.test_clips, share=share)
+        return SoundOptions(units=self.units, join=self.joined, rate=self.sample_rate, held=held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechMeasuring:
+    """Of speech."""
+
+    prefixes: int = 1
+    """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
+
+    def __post_init__(self) -> None:
+        require("--prefixes", self.prefixes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechGenerating:
+    """Of speech."""
+
+    audio: str | None = None
+    """The sound to write down: a WAV or FLAC file, or - for WAV on standard input, which causal models write down while
+    it comes, as in: arecord -f S16_LE -r 16000 | kinformer generate DIR --audio -."""
+    prefixes: int = 1
+    """Search the most probable transcript among so many prefixes, when all is heard; 1 writes at once (greedy)."""
+
+    def __post_init__(self) -> None:
+        require("--prefixes", self.prefixes, 1)
+
+
+def _ctc(model: Any) -> Any:
+    from kinformer.tasks.speech.rows import CTC
+
+    return CTC()
+
+
+class Speech(Task):
+    """The error rate of transcripts beside that of writing nothing, and of always writing the most frequent one."""
+
+    name = NAME
+    title = "speech"
+    description = (
+        "Learns to write what is said: a folder of WAV or FLAC files with transcripts in transcripts.tsv or in their "
+        "names, or telephone tones. Measured by the error rate, by character, label or word, with empty transcripts as "
+        "the baseline. Encoders hear whole utterances; causal members write while sound comes."
+    )
+    does = "writes what is said"
+    protocol = WholeModel
+    protocols: ClassVar[tuple[type, ...]] = (WholeModel, CausalModel)
+    figures = (ERROR_RATE, BITS_PER_SYMBOL)
+    objectives = {"ctc": _ctc}
+    Options = SpeechOptions
+    MeasuringOptions = SpeechMeasuring
+    GeneratingOptions = SpeechGenerating
+    prompted = False
+    default_data = "dtmf"
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("tokenizer", "train_tokenizer"), "is for text; the symbols of speech are those of its transcripts."
+    )
+
+    def takes(self, config: Any) -> bool:
+        return config.protocol in self.protocols and config.input.kind in ("tokens", INPUT)
+
+    def fits(self, config: Any) -> bool:
+        return self.takes(config) and config.head.kind == HEAD
+
+    def open(self, source: Source, options: SpeechOptions, cache: Path | None = None) -> Sound:
+        from kinformer.data.sound import open_sound
+
+        if source.spec == "stdlib":
+            raise KinformerError("--data stdlib: is text, not speech; give a folder of clips, or leave it out.")
+        return open_sound(source.spec, options.reading(source.holdout))
+
+    def fit(self, config: Any, data: Sound | None) -> dict[str, Any]:
+        classes = 2 if data is None else 1 + len(data.symbols)
+        head: dict[str, Any] = {"head": {"kind": HEAD, "classes": classes}}
+        if config.head.kind == HEAD:
+            head = {"head.classes": classes}
+        return head if config.input.kind == INPUT else {"input": {"kind": INPUT}} | head
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.data.filterbank import Filterbank
+        from kinformer.evaluation.transcripts import jiwer
+        from kinformer.tasks.shared.text import check_sequence
+        from kinformer.tasks.speech.rows import Rows
+
+        jiwer()
+        check_sequence(model)
+        classes = plan.config.head.classes
+        if classes != 1 + len(plan.data.symbols):
+            raise KinformerError(
+                f"--set head.classes={classes}: the data has {len(plan.data.symbols)} symbols, and one class more is "
+                "the blank; leave it out."
+            )
+        Filterbank(plan.data.rate, plan.config.input.mels)
+        for split in ("train", "validation"):
+            Rows(plan.data, split, plan.config, plan.settings.length).tell_left_out(split)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.speech.rows import SpeechRows
+
+        return SpeechRows(plan)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: SpeechMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.speech.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for sound; leave it out.")
+        return evaluate(self, subject, measuring, own.prefixes, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.speech.generate import transcribe
+
+        if options.own.audio is None:
+            raise KinformerError(
+                "there must be sound to write down; give --audio FILE, or --audio - for WAV as it comes."
+            )
+        return transcribe(subject, options.own.audio, options.own.prefixes, write)
+
+
+TASK = Speech()

@@ -1,0 +1,144 @@
+"""How well a model writes what is said, beside writing nothing and writing the most frequent transcript."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.core.model import device_of
+from kinformer.data.clips import Holdout
+from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, split_symbols
+from kinformer.evaluation.transcripts import Errors, count_errors
+from kinformer.generation.ctc import greedy, prefix_beam
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.speech.rows import Rows, ctc_nats
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
+
+SHOWN = 8
+
+
+def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int, quiet: bool) -> Evaluation:
+    """A run on held-out utterances, every one of them, however long or short."""
+    run, model, changes, _ = subject
+    data = _data(subject, measuring)
+    same = note_other_data(run, data, measuring.data is not None)
+    rows = Rows(data, choose(measuring.split, data.splits, "--split"), model.config)
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        heard, nats = _heard(model, rows, measuring.chunk, prefixes, progress)
+    said = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
+    heard_symbols = [[data.symbols[symbol - 1] for symbol in each] for each in heard]
+    errors = count_errors(said, heard_symbols)
+    figures = {ERROR_RATE.name: errors.rate, BITS_PER_SYMBOL.name: nats / log(2) / errors.symbols}
+    baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, said).rate}
+    right = sum(a == b for a, b in zip(said, heard_symbols, strict=True))
+    identity = identity_of_part(data, measuring.split, same)
+    facts: dict[str, Any] = {
+        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
+        **figures, **errors._asdict(), "utterances": len(said), "right": right, "prefixes": prefixes,
+        "baselines": baselines, "unit": data.unit, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    more = []
+    if data.unit == CHARACTERS:
+        words = _words(said, heard_symbols)
+        facts["word_error_rate"] = words.rate
+        more = [f"word error rate {words.rate:.2%} of {words.symbols:,} words\n"]
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(ERROR_RATE, BITS_PER_SYMBOL),
+        baselines=baselines,
+        data=identity,
+        facts=facts,
+        text=(
+            heading(run.folder, run.member, changes, data, measuring.split),
+            _figures(data.unit, errors, figures, prefixes),
+            *more,
+            f"{right:,} of {len(said):,} utterances without an error; writing nothing has an error rate of 100 %, "
+            f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
+            _worst(rows, said, heard_symbols),
+        ),
+    )
+
+
+def _data(subject: LoadedRun, measuring: Measuring) -> Sound:
+    """The data to measure on, with the symbols and the rate of the run's."""
+    run = subject.run
+    known = run.data.get("identity") or {}
+    symbols, rate = known.get("symbols"), known.get("rate")
+    if not isinstance(symbols, list) or not isinstance(rate, int):
+        raise KinformerError(f"{run.folder}: does not say which symbols it writes; measure the run that was trained.")
+    spec = spec_of(run, measuring.data)
+    options = run.options.reading(run.data.get("holdout"))
+    options = replace(options, rate=None if spec == "dtmf" else rate, units=known.get("unit"))
+    if measuring.data is not None:  # what is held out of the run's own data says nothing of other
+        options = replace(options, held=Holdout(share=run.data.get("holdout")))
+    return open_sound(spec, options, symbols)
+
+
+def _heard(
+    model: Any, rows: Rows, chunk: int, prefixes: int, progress: Progress | None
+) -> tuple[list[list[int]], float]:
+    """The classes that are heard in every utterance, and the nats of all transcripts."""
+    heard: list[list[int]] = [[] for _ in rows.positions]
+    order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
+    with torch.inference_mode():
+        while begin < len(order):
+            widest = int(rows.positions[order[begin:]][0])
+            end = begin + max(1, chunk // widest)
+            batch = rows.batch(order[begin:end])
+            found = model(batch.frames.to(device), valid=batch.valid.to(device))
+            logits = (found if isinstance(found, torch.Tensor) else found[0]).float().cpu()
+            lengths = batch.valid.sum(1)
+            nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())
+            require_finite(isfinite(nats))
+            for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
+                own = row[:length]
+                heard[number] = greedy(own) if prefixes == 1 else prefix_beam(own, prefixes)
+            begin = end
+            if progress is not None:
+                progress(min(begin, len(order)), len(order))
+    return heard, nats
+
+
+def _most_frequent(data: Sound, said: list[list[str]]) -> Errors:
+    """Of always writing the transcript that training has most often."""
+    train = data.splits["train"]
+    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
+    always = split_symbols(counts.most_common(1)[0][0], data.unit)
+    return count_errors(said, [always] * len(said))
+
+
+def _words(said: list[list[str]], heard: list[list[str]]) -> Errors:
+    return count_errors(*([join_symbols(each, CHARACTERS).split() for each in some] for some in (said, heard)))
+
+
+def _figures(unit: str, errors: Errors, figures: dict[str, float], prefixes: int) -> str:
+    how = "greedy" if prefixes == 1 else f"{prefixes} prefixes"
+    kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
+    return (
+        f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "
+        f"{figures[BITS_PER_SYMBOL.name]:.4f} bits per symbol\n"
+    )
+
+
+def _worst(rows: Rows, said: list[list[str]], heard: list[list[str]]) -> Table:
+    """The utterances with the most errors, the worst first."""
+    edits = np.array([count_errors([a], [b]).edits for a, b in zip(said, heard, strict=True)])
+    worst = [number for number in np.argsort(-edits, kind="stable")[:SHOWN].tolist() if edits[number]]
+    unit = rows.data.unit
+    lines = [
+        [rows.utterances.name(number), join_symbols(said[number], unit), join_symbols(heard[number], unit)]
+        for number in worst
+    ]
+    return Table(("utterance", "said", "heard"), lines)

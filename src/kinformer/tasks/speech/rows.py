@@ -1,0 +1,180 @@
+"""Rows of sound and their transcripts, and the objective of connectionist temporal classification.
+
+    loss = -log sum over the paths that give the transcript of prod over positions of p(class of the path)
+
+Graves et al. 2006. A position is some frames of 10 ms, as the model's input takes them; a transcript with n symbols, r
+of which repeat the one before, needs n + r positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.model import CausalModel
+from kinformer.data.buckets import STEP_OF_WIDTH, Order
+from kinformer.data.filterbank import Filterbank, RunningNorm, normalised, windows
+from kinformer.data.sound import Sound, split_symbols
+from kinformer.evaluation.transcripts import count_errors
+from kinformer.generation.ctc import BLANK, greedy
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import note
+from kinformer.tasks.task import TrainingPlan
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
+from kinformer.training.objective import Outcome
+
+LEAST_EXAMPLES = 64
+IGNORED = -1
+
+
+class SpeechBatch(NamedTuple):
+    """``frames`` [batch, time, width, mels] float32, ``valid`` [batch, time] bool; ``targets`` [batch, n] int64, of
+    which a row has its ``counts`` [batch] first ones; a row with IGNORED as its count is no example."""
+
+    frames: Tensor
+    valid: Tensor
+    targets: Tensor
+    counts: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions there are, padding included."""
+        return self.valid.numel()
+
+
+class Rows:
+    """The utterances of a split as a model of ``config`` hears them.
+
+    ``kept`` are those that training can learn from: not longer than ``length`` positions, and long enough for their
+    transcripts.
+    """
+
+    def __init__(self, data: Sound, split: str, config: Any, length: int | None = None) -> None:
+        self.data, self.utterances, self.input = data, data.splits[split], config.input
+        self.causal = config.protocol is CausalModel
+        self.bank = Filterbank(data.rate, config.input.mels)
+        number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
+        count = len(self.utterances.lengths)
+        transcripts = (split_symbols(self.utterances.transcript(index), data.unit) for index in range(count))
+        self.targets = [np.array([number[symbol] for symbol in each], np.int64) for each in transcripts]
+        frames = 1 + np.maximum(0, self.utterances.lengths - self.bank.size) // self.bank.hop
+        self.positions = -(-frames // self.input.stride)
+        needed = np.array([len(each) + int((each[1:] == each[:-1]).sum()) for each in self.targets])
+        self.short, self.long = self.positions < needed, self.positions > (length or np.inf)
+        self.kept = np.flatnonzero(~(self.short | self.long))
+        self.length = length
+
+    def tell_left_out(self, split: str) -> None:
+        """Say how many utterances cannot be learnt from; refuse a split of which none can."""
+        seconds = self.input.stride * self.bank.hop / self.data.rate
+        for left, why in (
+            (self.long, f"are longer than --length {self.length} positions of {1000 * seconds:.0f} ms"),
+            (self.short, f"are shorter than their transcripts at {1000 * seconds:.0f} ms a position"),
+        ):
+            if not left.any():
+                continue
+            first = self.utterances.name(int(np.flatnonzero(left)[0]))
+            told = f"{self.data.name}: {int(left.sum()):,} of {len(left):,} utterances of the {split} split {why}"
+            if not len(self.kept):
+                raise KinformerError(f"{told} (as {first}), and none is left; give a larger --length or other data.")
+            note(f"note: {told} and are left out (as {first}).")
+
+    def batch(self, numbers: np.ndarray, counted: np.ndarray | None = None) -> SpeechBatch:
+        """Utterances by number; those that are not ``counted`` [batch] bool are no examples."""
+        rows = [self.features(number) for number in numbers.tolist()]
+        targets = [self.targets[number] for number in numbers.tolist()]
+        time = max(map(len, rows))
+        time = -(-time // STEP_OF_WIDTH) * STEP_OF_WIDTH if time > STEP_OF_WIDTH else time
+        frames = torch.zeros(len(rows), time, *rows[0].shape[1:])
+        symbols = np.full((len(rows), max(map(len, targets))), BLANK, np.int64)
+        for row, own, symbol, target in zip(frames, rows, symbols, targets, strict=True):
+            row[: len(own)] = own
+            symbol[: len(target)] = target
+        counts = np.array([len(target) for target in targets])
+        counts = counts if counted is None else np.where(counted, counts, IGNORED)
+        valid = torch.arange(time) < torch.tensor([len(own) for own in rows])[:, None]
+        return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
+
+    def features(self, number: int) -> Tensor:
+        """An utterance as positions [time, width, mels]; for a causal model normalised by what was heard so far."""
+        features = self.bank(self.utterances.samples(number))
+        features = RunningNorm()(features) if self.causal else normalised(features)
+        return windows(features, self.input.width, self.input.stride)
+
+
+class SpeechRows(DataModule):
+    """Utterances of like length side by side. Validation: the first ones of as many positions as asked for, 64 at
+    least."""
+
+    metrics = ("nats", "errors")
+    figures = (ERROR_RATE, BITS_PER_SYMBOL)
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        settings = plan.settings
+        self.train, self.held_out = (
+            Rows(plan.data, split, plan.config, settings.length) for split in ("train", "validation")
+        )
+        self.size = settings.batch_size
+        self.order = Order(self.train.positions[self.train.kept], self.size, settings.seed)
+        own = self.held_out.positions[self.held_out.kept]
+        enough = int(np.searchsorted(np.cumsum(own), settings.validation_tokens)) + 1
+        self.batches = list(Order(own, self.size, 0).batches(min(len(own), max(LEAST_EXAMPLES, enough))))
+
+    @property
+    def validations(self) -> int:
+        return len(self.batches)
+
+    def batch(self, step: int, rank: int, world: int) -> SpeechBatch:
+        numbers = self.train.kept[self.order.indices(step)]
+        share = len(numbers) // world
+        return self.train.batch(numbers[rank * share : (rank + 1) * share])
+
+    def validation(self, rank: int, world: int) -> Iterator[SpeechBatch]:
+        for indices in self.batches:
+            share = -(-len(indices) // world)
+            own = np.arange(rank * share, (rank + 1) * share)
+            numbers = self.held_out.kept[indices[np.minimum(own, len(indices) - 1)]]
+            yield self.held_out.batch(numbers, own < len(indices))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {ERROR_RATE.name: means["errors"], BITS_PER_SYMBOL.name: means["nats"] / log(2)}
+
+
+class CTC:
+    """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
+
+    def __call__(self, model: Any, batch: SpeechBatch, state: Any, progress: float) -> Outcome:
+        found = model(batch.frames, valid=batch.valid)
+        logits, state = (found, None) if isinstance(found, Tensor) else found
+        lengths, there = batch.valid.sum(1), batch.counts != IGNORED
+        nats = ctc_nats(logits, lengths, batch.targets, batch.counts.clamp_min(0)).where(there, 0).sum()
+        symbols = batch.counts.clamp_min(0).sum()
+        said, heard = transcripts(logits.detach(), lengths, batch)
+        errors = torch.full_like(symbols, count_errors(said, heard).edits)
+        return nats / symbols.clamp_min(1), {"nats": nats.detach(), "predicted": symbols, "errors": errors}, state
+
+
+def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    """-log p(transcript) [batch] of ``logits`` [batch, time, classes], of whose positions a row has ``lengths``
+    [batch], and ``targets`` [batch, n], of which it has ``counts`` [batch]; 0 where positions are too few for them."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).transpose(0, 1)
+    return functional.ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True)
+
+
+def transcripts(logits: Tensor, lengths: Tensor, batch: SpeechBatch) -> tuple[list[list[int]], list[list[int]]]:
+    """What was said and what is heard of it, as classes, of every example."""
+    said, heard = [], []
+    counts = batch.counts.tolist()
+    paths = logits.float().cpu()
+    for row, length, target, count in zip(paths, lengths.tolist(), batch.targets.tolist(), counts, strict=True):
+        if count != IGNORED:
+            said.append(target[:count])
+            heard.append(greedy(row[:length]))
+    return said, heard

@@ -1,0 +1,100 @@
+"""Trajectories: a causal model learns from episodes which action followed a return to go and a state, and then acts so
+as to get the return that it is asked for (Chen et al. 2021, Decision Transformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.trajectories.options import INPUT, TrajectoryGenerating, TrajectoryMeasuring, TrajectoryOptions
+from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.tasks.trajectories.data import TrajectoryData
+    from kinformer.training.data_module import DataModule
+
+NAME, DEFAULT = "trajectories", "key-to-door"
+
+
+def _actions(model: Any) -> Any:
+    from kinformer.tasks.trajectories.rows import ActionLoss
+
+    return ActionLoss()
+
+
+class TrajectoryTask(Task):
+    """Held-out actions, and where there is an environment the returns that the agent gets, beside cloned behaviour."""
+
+    name = NAME
+    title = "trajectories"
+    description = (
+        "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such, "
+        "minari:NAME, or random walks in key-to-door or shortest-path) which action followed a return to go and a "
+        "state. Measured by held-out actions, and in an environment (--env) by the returns for those that are asked "
+        "for, beside cloned behaviour and the best of the data."
+    )
+    does = "acts for a return"
+    protocol = CausalModel
+    figures = (BITS_PER_ACTION, ACCURACY)
+    objectives = {"actions": _actions}
+    Options = TrajectoryOptions
+    MeasuringOptions = TrajectoryMeasuring
+    GeneratingOptions = TrajectoryGenerating
+    prompted = False
+    default_data = DEFAULT
+    refused = dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out.")
+
+    def fits(self, config: Any) -> bool:
+        return super().fits(config) and config.input.kind == INPUT
+
+    def names(self, spec: str) -> bool:
+        from kinformer.tasks.trajectories.data import MADE
+
+        return spec in MADE or spec.startswith("minari:")
+
+    def open(self, source: Source, options: TrajectoryOptions, cache: Path | None = None) -> TrajectoryData:
+        from kinformer.tasks.trajectories.data import open_data
+
+        return open_data(source.spec, source.holdout, options)
+
+    def fit(self, config: Any, data: TrajectoryData | None) -> dict[str, Any]:
+        from kinformer.tasks.trajectories.data import fitted
+
+        return fitted(config, data)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_sequence
+        from kinformer.tasks.trajectories.data import check_plan
+
+        check_sequence(model)
+        check_plan(plan)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.trajectories.rows import TrajectoryRows
+
+        return TrajectoryRows(plan.data, plan.settings, plan.config)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.trajectories.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
+        return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.trajectories.generate import play
+
+        return play(subject, options, options.own, write)
+
+
+TASK = TrajectoryTask()

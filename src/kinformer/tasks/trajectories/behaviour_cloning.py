@@ -1,0 +1,66 @@
+"""Behaviour cloning: the actions of the data from the state alone, whatever return they led to (Pomerleau 1988), by a
+small network that is trained when an agent is measured, on the same episodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kinformer.control.acting import Drawing
+from kinformer.control.environments.environment import Discrete
+from kinformer.tasks.trajectories.data import TrajectoryData
+
+WIDTH, ROWS, RATE = 128, 256, 1e-3
+
+
+class Clone:
+    """A policy: two hidden layers of 128 over normalised states."""
+
+    def __init__(self, data: TrajectoryData, steps: int, drawing: Drawing, seed: int) -> None:
+        self.drawing = drawing
+        self.mean, self.std = (torch.from_numpy(each).float() for each in data.found.normalisation)
+        self.network = _trained(data, steps, seed, self._normal)
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self.episodes, self.step = episodes, 0
+
+    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            predicted = self.network(self._normal(torch.from_numpy(observations)))
+        self.step += 1
+        return self.drawing(predicted, self.episodes, self.step)
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+
+    def _normal(self, observations: torch.Tensor) -> torch.Tensor:
+        return (observations - self.mean) / self.std
+
+
+def _trained(data: TrajectoryData, steps: int, seed: int, normal: object) -> nn.Module:
+    found, space = data.found, data.actions
+    index = torch.from_numpy(found.steps_of(found.splits["train"]))
+    observations, actions = (torch.from_numpy(each)[index] for each in (found.observations, found.actions))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = nn.Sequential(
+            nn.Linear(found.state_dim, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, space.dim),
+        )
+        optimiser = torch.optim.AdamW(network.parameters(), RATE)
+        for _ in range(steps):
+            rows = torch.randint(len(actions), (ROWS,))
+            predicted = network(normal(observations[rows]))  # type: ignore[operator]
+            if isinstance(space, Discrete):
+                loss = functional.cross_entropy(predicted, actions[rows])
+            else:
+                loss = functional.mse_loss(predicted, actions[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    return network

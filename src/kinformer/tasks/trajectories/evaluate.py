@@ -1,0 +1,185 @@
+"""How good an agent is: its held-out actions, and its returns for those that it is asked for, with 95 % confidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from math import isfinite, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.control.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
+from kinformer.control.environments.table import make
+from kinformer.core.model import device_of
+from kinformer.evaluation.bits import streamable
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.shared.text import note_other_data
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.trajectories.behaviour_cloning import Clone
+from kinformer.tasks.trajectories.data import TrajectoryData, check_environment, data_of
+from kinformer.tasks.trajectories.options import PER_STEP, Acting, TrajectoryMeasuring, targets_of
+from kinformer.tasks.trajectories.policy import TrajectoryAgent
+from kinformer.tasks.trajectories.rows import ActionLoss, rows_of
+from kinformer.training.batch import map_fields
+from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Figure
+
+SPLITS = ("train", "validation", "test")
+RANK_CORRELATION = Figure("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
+
+
+def return_at(target: float | None) -> Figure:
+    """The mean return of episodes in which so much is asked for."""
+    return Figure(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
+    """A run on its held-out episodes and, where there is an environment, acting in it."""
+    run, model, changes, _ = subject
+    data, begun = data_of(run, measuring.data), time.perf_counter()
+    split = choose(measuring.split, SPLITS, "--split")
+    note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
+    figures, units = _held_out(model, data, split, measuring.chunk)
+    identity = data.identity | {"split": split}
+    named = ", ".join((run.member, *changes))
+    shown = ", ".join(unit.text(figures[unit.name]) for unit in units)
+    text: list[str | Table] = [f"{run.folder} ({named}) on {data.name}, {split} split: {shown}"]
+    env = own.env or data.env
+    best = data.found.returns[data.found.splits["train"]]
+    of_data = {"data_best": float(best.max()), "data_mean": float(best.mean())}
+    facts: dict[str, Any] = {"env": env, **of_data}
+    if env is None:
+        if own.target is not None or own.picture is not None:
+            raise KinformerError(f"--target: {run.folder} names no environment; give --env NAME too.")
+        text.append("returns are measured in an environment: give --env NAME\n")
+    else:
+        rows, clone = _acted(subject, data, env, own, measuring.seed, quiet)
+        facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
+        for row in rows:
+            unit = return_at(row["target"])
+            units, figures[unit.name] = (*units, unit), row["mean"]
+        if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
+            units, figures[RANK_CORRELATION.name] = (*units, RANK_CORRELATION), facts_correlation(rows)
+        text += _told(env, rows, clone, of_data, figures, own.episodes)
+        if own.picture is not None:
+            from kinformer.figures.returns import plot
+
+            plot(rows, clone, of_data["data_best"], f"{run.member} in {env}", Path(own.picture))
+            text.append(f"wrote {own.picture}")
+    head = {
+        "run": str(run.folder),
+        "member": run.member,
+        "task": "trajectories",
+        "set": list(changes),
+        "data": identity,
+    }
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=units,
+        baselines=of_data | ({"cloning": facts["cloning"]["mean"]} if facts.get("cloning") else {}),
+        data=identity,
+        facts={**head, **figures, **facts, "seconds": time.perf_counter() - begun},
+        text=tuple(text),
+    )
+
+
+def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple[dict[str, float], tuple[Figure, ...]]:
+    """Of the actions of a split, in rows of whole episodes or as long as the model's positions."""
+    found, loss = data.found, ActionLoss()
+    most = int(found.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    sums: dict[str, float] = {}
+    windows = [(each, first) for each in found.splits[split] for first in range(0, found.lengths[each], most)]
+    size = max(1, chunk // (PER_STEP * most))
+    with torch.inference_mode():
+        for begin in range(0, len(windows), size):
+            episodes, first = np.array(windows[begin : begin + size]).T
+            batch = rows_of(found, data.actions.dim, episodes, first, most)
+            _, metrics, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+    for name in ("nats", "squares"):
+        require_finite(isfinite(sums.get(name, 0.0)))
+    known = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
+    units = tuple(unit for unit, name, _ in known if name in sums)
+    return {unit.name: sums[name] * factor / sums["predicted"] for unit, name, factor in known if name in sums}, units
+
+
+def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> TrajectoryAgent:
+    """The run as a policy, remembering as ``own`` says or as it was trained."""
+    drawing = Drawing(data.actions, own.action_temperature, seed)
+    steps = max(1, subject.run.training["length"] // PER_STEP)
+    context = own.context
+    if own.context_steps is None and not streamable(subject.model) and steps < data.found.lengths.max():
+        context = steps
+    return TrajectoryAgent(subject.model, drawing, context)
+
+
+def _acted(
+    subject: LoadedRun, data: TrajectoryData, env: str, own: TrajectoryMeasuring, seed: int, quiet: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """For every return that is asked for what came of it, and the same of cloned behaviour."""
+    environment = make(env)
+    check_environment(environment, data.found.state_dim, data.found.discrete, f"{subject.run.folder}")
+    environment.close()
+    best = float(data.found.returns[data.found.splits["train"]].max())
+    targets = (best,) if own.target is None else targets_of(own.target)
+    agent = agent_of(subject, data, own, seed)
+    rows = []
+    with progressing(quiet, "acting") as progress:
+        for target in targets:
+            begun = time.perf_counter()
+            found = rollouts(agent, env, target, own.episodes, MEASURED_SEEDS + seed, progress)
+            seconds = time.perf_counter() - begun
+            row = {"target": target, **summary(found), "context_steps": agent.context or "carried"}
+            rows.append(row | {"steps_per_second": float(found.lengths.sum()) / seconds})
+        clone = None
+        if own.cloning_steps:
+            policy = Clone(data, own.cloning_steps, agent.drawing, seed)
+            clone = summary(rollouts(policy, env, 0.0, own.episodes, MEASURED_SEEDS + seed))
+    return rows, clone
+
+
+def facts_correlation(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Spearman's, of mean returns and targets; 0 where all returns are alike."""
+    targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
+    if returns.std() == 0:
+        return 0.0
+    return float(np.corrcoef(targets, returns)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """From 0; the mean of their ranks for what is alike."""
+    return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
+
+
+def _told(
+    env: str,
+    rows: Sequence[Mapping[str, Any]],
+    clone: Mapping[str, Any] | None,
+    of_data: Mapping[str, float],
+    figures: Mapping[str, float],
+    episodes: int,
+) -> list[str | Table]:
+    optimal = "optimal_share" in rows[0]
+    lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
+    if clone is not None:
+        lines.append(["cloned behaviour", *cells(clone), ""])
+    lines.append(["data, best", f"{of_data['data_best']:.2f}", "", "", *([""] * optimal), ""])
+    lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
+    headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
+    context = rows[0]["context_steps"]
+    how = remembering(None if context == "carried" else context)
+    told: list[str | Table] = [f"{episodes} episodes each in {env}, {how}\n"]
+    told.append(Table(headers, lines, range(1, len(headers))))
+    if RANK_CORRELATION.name in figures:
+        told.append(f"\nrank correlation of returns and targets {figures[RANK_CORRELATION.name]:.3f}")
+    return told
+
+
+def _shown(target: float | None) -> str:
+    return "optimal" if target is None else f"{target:g}"

@@ -1,0 +1,65 @@
+"""One episode of an agent that is asked for a return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kinformer.control.acting import asked_of
+from kinformer.control.environments.environment import Environment
+from kinformer.control.environments.table import make
+from kinformer.control.playing import check_picture
+from kinformer.control.playing import play as play_episode
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.shared.made import Made
+from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.trajectories.data import check_environment, data_of
+from kinformer.tasks.trajectories.evaluate import agent_of
+from kinformer.tasks.trajectories.options import TrajectoryGenerating, targets_of
+from kinformer.tasks.trajectories.policy import TrajectoryAgent
+
+
+def play(
+    subject: LoadedRun, options: Any, own: TrajectoryGenerating, write: Callable[[str], None] | None = None
+) -> Made:
+    """An episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
+    once."""
+    run = subject.run
+    data = data_of(run)
+    env = own.env or data.env
+    if env is None:
+        raise KinformerError(f"{run.folder}: names no environment to act in; give --env NAME.")
+    targets = (float(data.found.returns.max()),) if own.target is None else targets_of(own.target)
+    if len(targets) > 1:
+        raise KinformerError(f"--target {own.target}: one episode is played for one return; give one.")
+    check_picture(own.render)
+    environment = make(env, 1, render=own.render is not None)
+    try:
+        check_environment(environment, data.found.state_dim, data.found.discrete, f"{run.folder}")
+        agent = agent_of(subject, data, own, options.seed)
+        return _played(subject, environment, agent, targets[0], own.render, options.seed, write)
+    finally:
+        environment.close()
+
+
+def _played(
+    subject: LoadedRun,
+    environment: Environment,
+    agent: TrajectoryAgent,
+    target: float | None,
+    render: str | None,
+    seed: int,
+    write: Callable[[str], None] | None,
+) -> Made:
+    begun, _ = environment.reset(seed=seed)
+    target = float(asked_of(environment, target)[0])
+    episode = play_episode(environment, agent, begun, target, render, write)
+    facts = {
+        "run": str(subject.run.folder), "env": environment.name, "target": target, **episode.facts, "seed": seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
+    }  # fmt: skip
+    text = (
+        f"return {facts['return']:g} of {target:g} asked for, {facts['steps']} steps in {environment.name}, "
+        f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {seed}"
+    )
+    return Made(facts, text if render is None else f"{text}; wrote {render}")

@@ -1,0 +1,165 @@
+"""Rows of trajectories for a causal model, and the objective of the actions in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.control.policies import normal_log_density
+from kinformer.control.trajectories import Trajectories
+from kinformer.core import state as states
+from kinformer.data.permutation import mix
+from kinformer.tasks.trajectories.data import TrajectoryData
+from kinformer.tasks.trajectories.options import PER_STEP
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
+from kinformer.training.objective import Outcome
+from kinformer.training.settings import Settings
+
+_ROWS = 0x524F5753
+
+
+class StepsBatch(NamedTuple):
+    """``values`` [rows, 3 * steps, width] float32, three positions a step (see ``inputs.steps``); ``actions`` [rows,
+    steps] int64 or [rows, steps, dim] float32; ``real`` [rows, steps] bool: where an episode has not ended yet."""
+
+    values: Tensor
+    actions: Tensor
+    real: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many positions are read, padding included."""
+        return self.values.shape[0] * self.values.shape[1]
+
+    @property
+    def valid(self) -> Tensor:
+        """Which positions are real [rows, 3 * steps]."""
+        return self.real.repeat_interleave(PER_STEP, dim=1)
+
+
+def rows_of(found: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int) -> StepsBatch:
+    """Of ``episodes`` [rows] the ``steps`` steps from step ``first`` [rows] of each on, or as many as there are."""
+    offset = first[:, None] + np.arange(steps)
+    real = offset < found.lengths[episodes][:, None]
+    index = np.where(real, found.starts[episodes][:, None] + offset, 0)
+    dims = 1, found.state_dim, action_dim
+    values = np.zeros((len(episodes), steps, PER_STEP, 2 + max(dims)), np.float32)
+    values[..., 0] = np.arange(PER_STEP)
+    values[..., 1] = offset[..., None]
+    values[..., 0, 2] = found.returns_to_go[index]
+    values[..., 1, 2 : 2 + found.state_dim] = found.observations[index]
+    actions = found.actions[index]
+    values[..., 2, 2 : 2 + action_dim] = np.eye(action_dim, dtype=np.float32)[actions] if found.discrete else actions
+    values[~real] = 0
+    return StepsBatch(
+        torch.from_numpy(values.reshape(len(episodes), -1, values.shape[-1])),
+        torch.from_numpy(actions),
+        torch.from_numpy(real),
+    )
+
+
+class TrajectoryRows(DataModule):
+    """Windows of episodes: these are drawn by their length (and return), and in each a window that slides over both its
+    ends and is then pushed back into it, so that no step is rarer than another. Validation goes through the episodes of
+    its split."""
+
+    def __init__(self, data: TrajectoryData, settings: Settings, config: Any) -> None:
+        self.found, self.settings, self.action_dim = data.found, settings, data.actions.dim
+        self.steps = min(settings.length // PER_STEP, int(self.found.lengths.max()))
+        self.train = self.found.splits["train"]
+        self.ends = _weights(self.found, self.train, data.options.return_weight).cumsum()
+        if self.found.discrete:
+            self.metrics, self.figures = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
+        elif config.head.gaussian:
+            self.metrics, self.figures = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
+        else:
+            self.metrics, self.figures = ("squares",), (ACTION_ERROR,)
+        self.held_out = self._windows("validation")
+
+    def _windows(self, split: str) -> np.ndarray:
+        """The windows of a split [windows, 2]: episode and first step, side by side without overlap."""
+        return np.array(
+            [
+                (episode, first)
+                for episode in self.found.splits[split]
+                for first in range(0, self.found.lengths[episode], self.steps)
+            ]
+        )
+
+    @property
+    def validations(self) -> int:
+        wanted = max(1, self.settings.validation_tokens // (self.settings.batch_size * self.steps * PER_STEP))
+        return min(wanted, -(-len(self.held_out) // self.settings.batch_size))
+
+    def batch(self, step: int, rank: int, world: int) -> StepsBatch:
+        size = self.settings.batch_size // world
+        number = step * self.settings.batch_size + rank * size + np.arange(size)
+        drawn = mix(self.settings.seed, _ROWS, np.stack([2 * number, 2 * number + 1])) >> np.uint64(11)
+        where, within = drawn * 2.0**-53
+        episodes = self.train[np.searchsorted(self.ends, where * self.ends[-1], side="right")]
+        lengths = self.found.lengths[episodes]
+        first = (within * (lengths + self.steps - 1)).astype(np.int64) - (self.steps - 1)
+        first = np.clip(first, 0, np.maximum(lengths - self.steps, 0))
+        return rows_of(self.found, self.action_dim, episodes, first, self.steps)
+
+    def validation(self, rank: int, world: int) -> Iterator[StepsBatch]:
+        size = self.settings.batch_size // world
+        for part in range(self.validations):
+            begin = part * self.settings.batch_size + rank * size
+            windows = self.held_out[(begin + np.arange(size)) % len(self.held_out)]
+            batch = rows_of(self.found, self.action_dim, windows[:, 0], windows[:, 1], self.steps)
+            again = torch.from_numpy(begin + np.arange(size) >= len(self.held_out))
+            yield batch._replace(real=batch.real & ~again[:, None])
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        known = {
+            BITS_PER_ACTION.name: means.get("nats", 0.0) / log(2),
+            ACCURACY.name: means.get("correct", 0.0),
+            ACTION_ERROR.name: means.get("squares", 0.0),
+        }
+        return {figure.name: known[figure.name] for figure in self.figures}
+
+
+def _weights(found: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
+    """How often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its return
+    between the worst (0) and the best (1)."""
+    returns, lengths = found.returns[episodes], found.lengths[episodes].astype(np.float64)
+    span = returns.max() - returns.min()
+    return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
+
+
+class ActionLoss:
+    """Of actions, each predicted at the position of its state: cross-entropy of discrete ones, the mean squared error
+    of continuous ones, or the negative logarithm of their density."""
+
+    reads_hidden = True
+
+    def __call__(self, model: Any, batch: StepsBatch, state: Any, progress: float) -> Outcome:
+        predicted, actions, state = predictions(model, batch, state)
+        count = max(1, len(actions))
+        metrics = {"predicted": torch.full((), len(actions), device=actions.device)}
+        if not actions.is_floating_point():
+            nats = functional.cross_entropy(predicted, actions, reduction="sum")
+            metrics |= {"nats": nats.detach(), "correct": (predicted.detach().argmax(-1) == actions).sum()}
+            return nats / count, metrics, state
+        size = actions.shape[-1]
+        squares = (predicted[:, :size] - actions).square().mean(-1).sum()
+        metrics["squares"] = squares.detach()
+        if predicted.shape[-1] == size:
+            return squares / count, metrics, state
+        nats = -normal_log_density(predicted, actions).sum()
+        return nats / count, metrics | {"nats": nats.detach()}, state
+
+
+def predictions(model: Any, batch: StepsBatch, state: Any = None) -> tuple[Tensor, Tensor, Any]:
+    """Of every real step what ``model`` says [steps, ...] in float32, and the action; the state after."""
+    inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)
+    at_states = states.map_tensors(lambda each: each[:, 1::PER_STEP][batch.real][None], inputs)
+    return model.logits(at_states)[0].float(), batch.actions[batch.real], state

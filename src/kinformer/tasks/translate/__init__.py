@@ -1,0 +1,137 @@
+"""Translation: an encoder-decoder reads a line and writes another (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import SourceModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.translate.options import Decoding, TranslateMeasuring, TranslateOptions
+from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data.pairs import Parallel
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+ENDS = 2
+"""Ids that a model has for itself: BOS and EOS."""
+VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
+"""From so many bytes of text on (both sides together), so many tokens."""
+OF_NUMBERS = 400
+"""Tokens for number words, which are made of some sixty pieces."""
+
+
+def _smoothed(model: Any) -> Any:
+    from kinformer.tasks.translate.rows import TranslationLoss
+
+    return TranslationLoss(0.0)
+
+
+class Translate(Task):
+    """Bits per byte of the target while it is trained, BLEU and chrF of what is written."""
+
+    name = "translate"
+    title = "translation"
+    description = (
+        "Learns to translate lines from pairs of them: two aligned files, a folder of those, a .tsv or a .jsonl. "
+        "Measured by BLEU and chrF of its translations (sacrebleu), with the untranslated source as the baseline."
+    )
+    does = "translates"
+    protocol = SourceModel
+    input = "tokens"
+    figures = (BITS_PER_BYTE, BLEU, CHRF)
+    objectives = {"translation": _smoothed}
+    Options = TranslateOptions
+    MeasuringOptions = TranslateMeasuring
+    GeneratingOptions = Decoding
+    default_data = "number-words"
+    tokenizes = True
+    refused = {"text_field": "is for running text; name the sides of JSON lines with --source and --target."}
+    settings = {"schedule": "inverse-sqrt", "average": 5}
+    reads_lines = True
+
+    def open(self, source: Source, options: TranslateOptions, cache: Path | None = None) -> Parallel:
+        from kinformer.data.pairs import open_pairs
+
+        return open_pairs(source.spec, tokenizer=source.tokenizer, holdout=source.holdout, languages=options.languages)
+
+    def own_vocabulary(self, source: Source, options: TranslateOptions) -> int | None:
+        from importlib.util import find_spec
+
+        from kinformer.runtime.progress import note
+
+        train = self.open(source, options).splits["train"]
+        size = sum(map(len, train.source)) + sum(map(len, train.target))
+        fitting = [count for least, count in VOCABULARIES if size >= least]
+        fitting = [OF_NUMBERS] if source.spec == self.default_data else fitting
+        if fitting and find_spec("tokenizers") is None:
+            note(
+                "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
+                "pip install 'kinformer[text]' gives it a vocabulary."
+            )
+            return None
+        return fitting[-1] if fitting else None
+
+    def texts(self, source: Source, options: TranslateOptions) -> Iterable[str]:
+        train = self.open(source, options).splits["train"]
+        return (line.decode() for side in train for line in side)
+
+    def vocab_size(self, data: Parallel) -> int:
+        return data.tokenizer.vocab_size + ENDS
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.shared.text import check_ids, check_sequence
+
+        check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
+        check_sequence(model)
+        check_ends(plan.config)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.shared.text import ends_of
+        from kinformer.tasks.translate.rows import TranslationPairs
+
+        return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
+
+    def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
+        from kinformer.tasks.translate.rows import TranslationLoss
+
+        self.choose_objective(name)
+        return TranslationLoss(getattr(data, "smoothing", 0.0))
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: TranslateMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.translate.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for running text; give --first N pairs.")
+        check_ends(subject.run.config)
+        return evaluate(self, subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        check_ends(run.config)
+        if run.tokenizer is None:
+            raise KinformerError(f"{run.folder}: has no tokenizer; put its tokenizer.json there.")
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.translate.generate import translate_lines
+
+        return translate_lines(subject, prompt, options, write)
+
+
+def check_ends(config: Any) -> None:
+    """Refuse a model that has no ids to begin and to end a translation with."""
+    for name in ("bos_token", "eos_token"):
+        if getattr(config.input, name, None) is None:
+            raise KinformerError(
+                f"the model has no {name}, with which a translation {'begins' if name[0] == 'b' else 'ends'}; give "
+                f"--set input.{name}=ID."
+            )
+
+
+TASK = Translate()

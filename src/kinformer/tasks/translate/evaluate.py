@@ -1,0 +1,121 @@
+"""BLEU and chrF of what a run translates, by sacrebleu, beside the untranslated source."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import isfinite, log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kinformer.core.model import device_of
+from kinformer.data.pairs import Pairs, Parallel
+from kinformer.data.token_batches import TokenBatches
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import progressing
+from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
+from kinformer.tasks.translate.generate import Translator
+from kinformer.tasks.translate.options import TranslateMeasuring
+from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
+from kinformer.training.batch import map_fields
+from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
+
+EXAMPLES = 3
+
+
+class Scores(NamedTuple):
+    """Corpus BLEU and chrF of some translations, and sacrebleu's signatures, which say how they were computed."""
+
+    bleu: float
+    chrf: float
+    bleu_signature: str
+    chrf_signature: str
+
+
+def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
+    """Of one reference a line; the package sacrebleu computes them (Post 2018), as it does by default."""
+    try:
+        from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
+        from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
+    except ImportError:
+        raise KinformerError(
+            "BLEU and chrF need the package 'sacrebleu', which is not installed; run "
+            "pip install 'kinformer[translate]'."
+        ) from None
+    bleu, chrf = Bleu(), Chrf()
+    found = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
+    return Scores(*found, *(str(metric.get_signature()) for metric in (bleu, chrf)))
+
+
+def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: TranslateMeasuring, quiet: bool) -> Evaluation:
+    """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
+    run, _, changes, _ = subject
+    data: Parallel = task.open(
+        Source(spec_of(run, measuring.data), run.data.get("holdout"), run.tokenizer), run.options
+    )
+    same = note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
+    pairs = data.splits[choose(measuring.split, data.splits, "--split")]
+    pairs = Pairs(pairs.source[: own.first], pairs.target[: own.first])
+    scores([""], [""])  # before an hour's work
+    begun = time.perf_counter()
+    bits = bits_per_byte(subject, data, pairs, measuring.chunk)
+    translations = translated(subject, pairs, own, quiet)
+    seconds = time.perf_counter() - begun
+    references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
+    found, copied = scores(translations, references), scores(sources, references)
+    figures = {BLEU.name: found.bleu, CHRF.name: found.chrf, BITS_PER_BYTE.name: bits}
+    identity = identity_of_part(data, measuring.split, same)
+    baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
+    examples = [
+        {"source": source, "translation": translation, "reference": reference}
+        for source, translation, reference in zip(sources, translations, references, strict=True)
+    ][:EXAMPLES]
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
+        **figures, **baselines, "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references),
+        "beam": own.beam, "length_penalty": own.length_penalty, "examples": examples, "seconds": seconds,
+    }  # fmt: skip
+    how = f"beam {own.beam}, length penalty {own.length_penalty:g}" if own.beam > 1 else "greedy"
+    text = (
+        heading(run.folder, run.member, changes, data, measuring.split),  # type: ignore[arg-type]
+        f"BLEU {found.bleu:.2f}, chrF2 {found.chrf:.2f} of {len(references):,} translations ({how}); the source as "
+        f"it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"{bits:.4f} bits per byte of the references\n",
+        *(line for each in examples for line in (*(f"{name:11}  {said}" for name, said in each.items()), "")),
+        f"BLEU  {found.bleu_signature}\nchrF2 {found.chrf_signature}",
+    )
+    return Evaluation(
+        run=str(run.folder), member=run.member, figures=figures, units=(BLEU, CHRF, BITS_PER_BYTE), data=identity,
+        baselines=baselines, facts=facts, text=text,
+    )  # fmt: skip
+
+
+def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
+    """Of the references, each predicted from its source; some ``tokens`` at a time."""
+    model, loss, nats, count = subject.model, TranslationLoss(0.0), 0.0, 0
+    encoded, ends, device = EncodedPairs(pairs, data.tokenizer), ends_of(subject.run.config), device_of(subject.model)
+    batches = TokenBatches(encoded.widths, tokens, 0)
+    with torch.inference_mode():
+        for step in range(batches.batches):
+            batch = map_fields(encoded.batch(batches.indices(step), ends), lambda field: field.to(device))
+            _, metrics, _ = loss(model, batch, None, 1.0)
+            nats, count = nats + float(metrics["nats"]), count + int(metrics["bytes"])
+    require_finite(isfinite(nats))
+    return nats / log(2) / count
+
+
+def translated(subject: LoadedRun, pairs: Pairs, own: TranslateMeasuring, quiet: bool) -> list[str]:
+    """The translation of every source, in order; those of like length are translated together."""
+    translator, found = Translator(subject, own), [""] * len(pairs.source)
+    order = np.argsort([len(line) for line in pairs.source], kind="stable")
+    with progressing(quiet, "translating") as progress:
+        for first in range(0, len(order), own.sentences):
+            some = order[first : first + own.sentences]
+            for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
+                found[index] = translator.text(hypothesis)
+            if progress is not None:
+                progress(first + len(some), len(order))
+    return found

@@ -1,0 +1,140 @@
+"""Lines translated in order, written as soon as they are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+from kinformer.core.model import device_of
+from kinformer.generation.beam import Hypothesis, Search, beam_search
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.next_token.generate import Generated, Sample
+from kinformer.tasks.shared.text import ends_of
+from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.translate.rows import padded
+
+LONGER = 50
+"""How many tokens a translation may have more than its source (Vaswani et al. 2017, section 6.1)."""
+
+
+class Translator:
+    """Translates texts with a run's model; ``decoding`` has ``beam`` and ``length_penalty``."""
+
+    def __init__(self, subject: LoadedRun, decoding: Any) -> None:
+        self.model, self.tokenizer = subject.model, subject.run.tokenizer
+        if self.tokenizer is None:
+            raise KinformerError(f"{subject.run.folder}: has no tokenizer; put its tokenizer.json there.")
+        self.ends = ends_of(subject.run.config)
+        assert self.ends.bos is not None and self.ends.eos is not None
+        self.state_bytes = 0
+        self.search = Search(self.ends.bos, self.ends.eos, decoding.beam, decoding.length_penalty)
+
+    def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
+        """Hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
+        ids = [[*each.tolist(), self.search.eos] for each in self.tokenizer.encode_batch(texts)]
+        longest = self.model.max_source_length
+        for text, row in zip(texts, ids, strict=True):
+            if longest is not None and len(row) > longest:
+                raise KinformerError(
+                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {len(row)} tokens, but the model reads "
+                    f"sources of {longest} at most; split it."
+                )
+        full = [number for number, row in enumerate(ids) if len(row) > 1]
+        found = [Hypothesis([], 0.0) for _ in ids]
+        if full:
+            tokens, valid = (each.to(device_of(self.model)) for each in padded([ids[number] for number in full]))
+            most = [
+                min(len(ids[number]) + LONGER, self.model.max_length or len(ids[number]) + LONGER) for number in full
+            ]
+            for number, hypothesis in zip(full, self._searched(tokens, valid, most), strict=True):
+                found[number] = hypothesis
+        return found
+
+    def _searched(self, tokens: Any, valid: Any, most: Sequence[int]) -> list[Hypothesis]:
+        import torch
+
+        with torch.inference_mode():
+            found = beam_search(self.model, self.model.begin(tokens, valid), self.search, most)
+        self.state_bytes = max(self.state_bytes, found.state_bytes)
+        return found.best
+
+    def text(self, hypothesis: Hypothesis) -> str:
+        """What it says, in one line."""
+        own = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
+        return " ".join(self.tokenizer.decode(own).splitlines())
+
+
+def translate_lines(
+    subject: LoadedRun, prompt: bytes | str | Iterable[bytes], options: Any, write: Callable[[str], None] | None
+) -> Generated:
+    """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
+
+    Lines that come one by one are translated as they come, together with those that have come meanwhile.
+    """
+    if options.samples != 1:
+        raise KinformerError(
+            f"--samples {options.samples}: a line has one translation, the most probable; leave it out."
+        )
+    translator, result = Translator(subject, options.own), Generated([], 0, seed=options.seed)
+    begun = time.perf_counter()
+    try:
+        for lines in batched(lines_of(prompt), options.own.sentences):
+            for line, found in zip(lines, translator(lines), strict=True):
+                text = translator.text(found)
+                result.samples.append(Sample(found.tokens, text, stopped=True))
+                result.prompt_tokens += len(translator.tokenizer.encode(line))
+                result.new_tokens += len(found.tokens)
+                if write is not None:
+                    write(text + "\n")
+    except KeyboardInterrupt:
+        result.interrupted = True
+    result.seconds, result.state_bytes = time.perf_counter() - begun, translator.state_bytes
+    return result
+
+
+def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text, or those that come one by one, without their ends; UTF-8, or a :class:`KinformerError`."""
+    if isinstance(prompt, str):
+        prompt = prompt.encode("utf-8", "surrogateescape")
+    lines = prompt.removesuffix(b"\n").split(b"\n") if isinstance(prompt, bytes) else prompt
+    for number, line in enumerate(lines, start=1):
+        line = line.rstrip(b"\r\n")
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise KinformerError(
+                f"line {number} of the input is not UTF-8 (byte {line[error.start]:#04x}); convert it first, as with "
+                "iconv."
+            ) from None
+        yield line
+
+
+def batched(lines: Iterator[bytes], most: int) -> Iterator[list[bytes]]:
+    """The lines in lists of at most ``most``: of what is there, without waiting for more than one."""
+    queue: Queue[bytes | BaseException | None] = Queue(maxsize=4 * most)
+
+    def read() -> None:
+        try:
+            for line in lines:
+                queue.put(line)
+            queue.put(None)
+        except BaseException as error:
+            queue.put(error)
+
+    Thread(target=read, daemon=True).start()
+    while True:
+        found: list[bytes | BaseException | None] = [queue.get()]
+        while isinstance(found[-1], bytes) and len(found) < most:
+            try:
+                found.append(queue.get(timeout=0.01))
+            except Empty:
+                break
+        if batch := [each for each in found if isinstance(each, bytes)]:
+            yield batch
+        if isinstance(found[-1], BaseException):
+            raise found[-1]
+        if found[-1] is None:
+            return

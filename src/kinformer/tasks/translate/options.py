@@ -1,0 +1,63 @@
+"""The options of translation, for training, measuring and generating. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kinformer.runtime.errors import KinformerError, require
+
+if TYPE_CHECKING:
+    from kinformer.data.pairs import Languages
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateOptions:
+    """Of translation."""
+
+    source: str | None = None
+    """The language to translate from: the ending of its files, or the name of its column (English if it is there)."""
+    target: str | None = None
+    """The language to translate into."""
+    label_smoothing: float = 0.1
+    """The share of the probability that training spreads over all ids."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise KinformerError(f"--label-smoothing is {self.label_smoothing:g} but must be 0 or more and below 1.")
+
+    @property
+    def languages(self) -> Languages:
+        """What was said of the languages."""
+        from kinformer.data.pairs import Languages
+
+        return Languages(self.source, self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Of translation."""
+
+    beam: int = 4
+    """How many translations of a sentence are followed; 1 always takes the most probable token."""
+    length_penalty: float = 0.6
+    """The exponent by which long translations are preferred; 0 prefers short ones."""
+    sentences: int = 32
+    """How many are translated at a time."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "sentences"):
+            require(f"--{name}", getattr(self, name), 1)
+        require("--length-penalty", self.length_penalty, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateMeasuring(Decoding):
+    """Of translation."""
+
+    first: int | None = None
+    """Measure the first so many pairs only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("--first", self.first, 1)

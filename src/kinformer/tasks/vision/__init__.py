@@ -1,0 +1,117 @@
+"""Image classification: an encoder of patches predicts the classes of images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kinformer.core.model import WholeModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.vision.options import VisionGenerating, VisionMeasuring, VisionOptions
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+    from kinformer.data import ImageData
+    from kinformer.training.data_module import DataModule
+    from kinformer.training.objective import Objective
+
+INPUTS = ("patches", "tiles")
+
+
+def _classification(model: Any) -> Any:
+    from kinformer.tasks.vision.loss import ImageClassification
+
+    return ImageClassification()
+
+
+class Vision(Task):
+    """Accuracy beside the most frequent class, class by class, and how well probabilities are calibrated."""
+
+    name = "vision"
+    title = "image classification"
+    description = (
+        "Learns to tell the classes of images: IDX files, an .npz archive, or a folder with a folder of pictures per "
+        "class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
+        "generate tells the most probable classes of pictures."
+    )
+    does = "predicts classes of images"
+    protocol = WholeModel
+    input = INPUTS
+    gives_input = True
+    figures = (ACCURACY, BITS_PER_LABEL)
+    objectives = {"classification": _classification}
+    Options = VisionOptions
+    MeasuringOptions = VisionMeasuring
+    GeneratingOptions = VisionGenerating
+    prompted = False
+    temperature = 1.0
+    default_data = "digits"
+    refused = dict.fromkeys(
+        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+    )
+
+    def open(self, source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
+        from kinformer.data.images import read_images
+
+        found = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+        if len(found.classes) < 2:
+            raise KinformerError(
+                f"{source.spec}: has {len(found.classes) or 'no'} classes to tell apart; give images with labels of "
+                "two or more, such as a folder with a folder per class."
+            )
+        return found
+
+    def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
+        from kinformer.tasks.vision.fit import fitted
+
+        return fitted(config, data)
+
+    def length(self, data: ImageData, config: Any) -> int:
+        """Of an image of the data, which may differ from the size that positions were learned for."""
+        from kinformer.tasks.vision.fit import length_of
+
+        return length_of(config, data.shape)
+
+    def check(self, plan: TrainingPlan, model: nn.Module) -> None:
+        from kinformer.tasks.vision.fit import check_images
+
+        check_images(plan, model)
+
+    def data_module(self, plan: TrainingPlan) -> DataModule:
+        from kinformer.tasks.vision.rows import ImageRows
+
+        return ImageRows(plan.data, plan.settings, plan.options)
+
+    def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
+        from kinformer.tasks.shared.image_features import keep_features
+        from kinformer.tasks.vision.loss import Distillation, ImageClassification
+
+        self.choose_objective(name)
+        options = getattr(data, "options", self.Options())
+        teacher = None if data is None else data.teacher
+        if data is not None:
+            data.features = keep_features(model.input, changed=bool(options.augmentations or teacher))
+        return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
+
+    def measure(self, subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
+        from kinformer.tasks.vision.evaluate import evaluate
+
+        if measuring.max_bytes is not None:
+            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+        return evaluate(subject, measuring, own, quiet)
+
+    def check_generation(self, run: TrainedRun) -> None:
+        pass
+
+    def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
+        from kinformer.tasks.vision.predict import classify
+
+        return classify(subject, options, options.own, write)
+
+
+TASK = Vision()

@@ -1,0 +1,135 @@
+"""How well a model predicts the classes of images: class by class, and whether its probabilities can be believed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from math import isfinite, log
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from kinformer.core.model import device_of
+from kinformer.data import ImageData, Images, read_images
+from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.progress import Progress, progressing
+from kinformer.tasks.classify.evaluate import LabelMeasurement
+from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
+from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
+from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.tasks.vision.options import VisionMeasuring
+from kinformer.tasks.vision.rows import tensors
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR
+
+BINS = 15
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMeasurement(LabelMeasurement):
+    """``calibration_error``: the mean gap between the probability of the predicted class and how often it is right,
+    over 15 bins of that probability (Guo et al. 2017, section 2)."""
+
+    calibration_error: float
+
+
+def measure_images(
+    model: Any, images: Images, count: int, classes: int, progress: Progress | None = None
+) -> ImageMeasurement:
+    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``."""
+    device = device_of(model)
+    found: list[tuple[np.ndarray, ...]] = []
+    nats = 0.0
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            pixels, labels = tensors(images, np.arange(first, min(first + AT_ONCE, count)))
+            logits = model(pixels.to(device)).float().cpu()
+            nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
+            require_finite(isfinite(nats))
+            sure, guesses = logits.softmax(-1).max(-1)
+            found.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
+            if progress is not None:
+                progress(first + len(labels), count)
+    labels_, guesses_, sure_ = (np.concatenate(each) for each in zip(*found, strict=True))
+    counts = (np.bincount(each, minlength=classes) for each in (labels_, guesses_, labels_[guesses_ == labels_]))
+    examples, predicted, correct = (tuple(each.tolist()) for each in counts)
+    return ImageMeasurement(
+        bits=nats / log(2) / count,
+        examples=examples,
+        predicted=predicted,
+        correct=correct,
+        calibration_error=calibration_error(sure_, guesses_ == labels_),
+    )
+
+
+def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
+    """Of probabilities [n] from 0 to 1 and whether each prediction was right."""
+    place = np.minimum((sure * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(place, sure, BINS) - np.bincount(place, right, BINS)
+    return float(np.abs(gaps).sum() / len(sure))
+
+
+def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
+    """A run on held-out images, class by class, beside the most frequent class."""
+    run, model, changes, _ = subject
+    found, same, images = _images(subject, measuring)
+    classes = classes_of(run)
+    count = len(images) if own.images is None else min(own.images, len(images))
+    begun = time.perf_counter()
+    with progressing(quiet) as progress:
+        measured = measure_images(model, images, count, len(classes), progress)
+    counts, table = by_class(classes, measured, "images")
+    text = (
+        heading(run.folder, run.member, changes, found, measuring.split),
+        f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
+        f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
+        table,
+    )
+    figures = {
+        ACCURACY.name: measured.accuracy,
+        BITS_PER_LABEL.name: measured.bits,
+        CALIBRATION_ERROR.name: measured.calibration_error,
+    }
+    identity = identity_of_part(found, measuring.split, same)
+    facts = {
+        "run": str(run.folder), "member": run.member, "task": "vision", "set": list(changes), "data": identity,
+        **figures, "guessing": measured.guessing,
+        "measured_images": count, "per_class": counts, "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        figures=figures,
+        units=(ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR),
+        baselines={"guessing": measured.guessing},
+        data=identity,
+        facts=facts,
+        text=text,
+    )
+
+
+def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+    """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    found, same, part = labelled_part(subject, measuring)
+    number = numbers_of(subject.run, found.name, found.classes)
+    assert part.labels is not None
+    return found, same, replace(part, labels=number[np.asarray(part.labels)])
+
+
+def labelled_part(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+    """The data, whether it is the run's own, and the part to measure on, whose images have labels and the model's
+    channels."""
+    run, model = subject.run, subject.model
+    found = read_images(spec_of(run, measuring.data), holdout=run.data.get("holdout"), size=run.options.resize)
+    same = note_other_data(run, found, measuring.data is not None)
+    if not found.classes:
+        raise KinformerError(f"{found.name}: its images have no labels to measure by; give others.")
+    part = found.splits[choose(measuring.split, found.splits, "--split")]
+    if part.shape[2] != model.config.input.channels:
+        raise KinformerError(
+            f"{found.name}: its images have {part.shape[2]} channels, but {run.folder} reads "
+            f"{model.config.input.channels}; give others."
+        )
+    return found, same, part

@@ -1,0 +1,124 @@
+"""How an encoder is fitted to images: what its patches are, and what its head tells."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kinformer.data import ImageData
+    from kinformer.tasks.task import TrainingPlan
+
+INPUT, TILES = "patches", "tiles"
+GRID = 8
+"""Rows of patches of an encoder that was made for text."""
+LEAST_PATCH = 2
+"""Pixels on a side, where four patches of that fit."""
+LOOKED_AT = 4096
+"""Images whose mean and standard deviation are taken for those of all."""
+
+
+def fitted(config: Any, data: ImageData | None, classes: int | None = None) -> dict[str, Any]:
+    """Overrides: the input's size, channels, normalisation and patches, about as many as the recipe has; the
+    ``classes`` (None: those of the data, two where it is not known yet).
+
+    An input that has a mean was fitted before, in the run to begin with, and stays as it is. An encoder of text gets
+    patches in place of its tokens and positions.
+    """
+    if classes is None:
+        classes = 2 if data is None else len(data.classes)
+    if hasattr(config.head, "classes"):
+        changes: dict[str, Any] = {"head.classes": classes}
+    else:
+        changes = {"head": {"kind": "linear_classification", "classes": classes}}
+    text = config.input.kind not in (INPUT, TILES)
+    if text:
+        changes |= {"position": "none", "input": INPUT}
+    if data is None or (not text and config.input.mean):
+        return changes
+    if config.input.kind == TILES:
+        return changes | _pyramid(config.input, data)
+    side = min(data.shape[:2])
+    patch = side / GRID if text else config.input.patch * side / min(config.input.size)
+    given = {} if text else _own(config.input)
+    return changes | {"input": given | _of_data(data, max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(patch)))}
+
+
+def _of_data(data: ImageData, patch: int) -> dict[str, Any]:
+    """The input patches for images of ``data``, with nothing said of tokens and positions."""
+    mean, std = moments(data)
+    size, channels = list(data.shape[:2]), data.shape[2]
+    return {"kind": INPUT, "size": size, "channels": channels, "patch": patch, "mean": mean, "std": std}
+
+
+def _own(input: Any) -> dict[str, Any]:
+    """What does not follow from the images."""
+    names = ("class_token", "distillation_token", "positions", "resize", "activation")
+    return {name: getattr(input, name) for name in names}
+
+
+def _pyramid(input: Any, data: ImageData) -> dict[str, Any]:
+    """Overrides of an input of tiles: patches as the recipe has them, in proportion where an image is smaller than its
+    own, but of two pixels or more where four tiles of such fit on a side; as many of them on the side of a tile, and of
+    these on that of a region, as the recipe has."""
+    levels = [input]
+    while levels[0].kind == TILES:
+        levels.insert(0, levels[0].encoder.input)
+    lowest, side = levels[0], min(data.shape[:2])
+    ratio = lowest.size[0] // lowest.patch
+    least = LEAST_PATCH if side >= 4 * LEAST_PATCH * ratio else 1
+    patch = max(least, round(lowest.patch * min(1, side / min(input.size))))
+    sides = [patch]
+    for level in levels[:-1]:
+        most = -(-side // sides[-1])
+        sides.append(sides[-1] * min(level.size[0] // level.patch, most))
+    names = ["input" + ".encoder.input" * depth for depth in reversed(range(len(levels)))]
+    sizes = [[each, each] for each in sides[1:]] + [list(data.shape[:2])]
+    changes = {name: _own(lowest) | _of_data(data, patch) | {"size": sizes[0]} for name in names[:1]}
+    return changes | {f"{name}.size": size for name, size in zip(names[1:], sizes[1:], strict=True)}
+
+
+@lru_cache(maxsize=2)
+def moments(data: ImageData) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel of training images, pixels from 0 to 1; a constant channel has 1."""
+    pixels = np.asarray(data.train.pixels[:LOOKED_AT], np.float64) / 255
+    mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
+    return [round(float(each), 6) for each in mean], [round(float(each), 6) if each > 1e-3 else 1.0 for each in std]
+
+
+def length_of(config: Any, shape: tuple[int, int, int]) -> int:
+    """How many positions an image of ``shape`` (height, width, channels) becomes."""
+    if config.input.kind not in (INPUT, TILES):
+        raise KinformerError(
+            f"--set input={config.input.kind}: images need the input patches or tiles; leave it out, or choose "
+            "another task."
+        )
+    return config.input.replace(size=shape[:2]).length
+
+
+def check_images(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model that does not go with the images, or that tells something else."""
+    check_channels(plan)
+    config, data = plan.config, plan.data
+    classes = getattr(config.head, "classes", None)
+    if config.head.per_position or classes != len(data.classes):
+        raise KinformerError(
+            f"--set head={config.head.kind}: does not tell the {len(data.classes)} classes of {data.name}; leave it "
+            "out."
+        )
+
+
+def check_channels(plan: TrainingPlan) -> None:
+    """Refuse a model of images of other channels."""
+    config, data = plan.config, plan.data
+    if config.input.channels != data.shape[2]:
+        raise KinformerError(
+            f"{data.name}: its images have {data.shape[2]} channel{'s' if data.shape[2] > 1 else ''}, but the model "
+            f"reads {config.input.channels}; give other images, or another model to begin with."
+        )

@@ -1,0 +1,94 @@
+"""The options that the task of images has of its own, for training, measuring and generating. Free of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kinformer.runtime.errors import KinformerError, choose, flag_of, require
+
+AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
+NOTHING = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """Of image classification."""
+
+    resize: int | None = None
+    """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
+    augment: str = NOTHING
+    """How training images are changed at each step: some of crop,flip,randaugment,erasing,mixup,cutmix, or none. Digits
+    and letters must not be flipped."""
+    smoothing: float = 0.0
+    """Label smoothing: the share of a target that is spread over all classes."""
+    label_share: float = 1.0
+    """Learn from this share of the training images only, the same of each class."""
+
+    teacher: str | None = None
+    """A run of this task on the same classes, whose predictions are learnt beside the labels (distillation); the member
+    deit learns them by a token of their own."""
+    distillation: Literal["hard", "soft"] = "hard"
+    """With --teacher: learn the class that it finds most probable, or its probabilities."""
+    distillation_weight: float = 0.5
+    """With --teacher: its share of the loss."""
+    distillation_temperature: float = 3.0
+    """With --distillation soft: what its and the student's logits are divided by."""
+
+    def __post_init__(self) -> None:
+        require("--resize", self.resize, 1)
+        if self.teacher is not None:
+            object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
+        self._check_distillation()
+        for name in self.augmentations:
+            choose(name, (*AUGMENTATIONS, NOTHING), "--augment")
+        if not 0 <= self.smoothing < 1:
+            raise KinformerError(f"--smoothing is {self.smoothing:g} but must be at least 0 and below 1.")
+        if not 0 < self.label_share <= 1:
+            raise KinformerError(f"--label-share is {self.label_share:g} but must be above 0 and at most 1.")
+
+    def _check_distillation(self) -> None:
+        if not 0 <= self.distillation_weight <= 1:
+            raise KinformerError(f"--distillation-weight is {self.distillation_weight:g} but must lie between 0 and 1.")
+        if self.distillation_temperature <= 0:
+            raise KinformerError(
+                f"--distillation-temperature is {self.distillation_temperature:g} but must be above 0."
+            )
+        for name, needs, idle in (
+            ("distillation", "--teacher RUN", self.teacher is None),
+            ("distillation_weight", "--teacher RUN", self.teacher is None),
+            ("distillation_temperature", "--distillation soft", self.distillation == "hard" or self.teacher is None),
+        ):
+            if idle and getattr(self, name) != getattr(VisionOptions, name):
+                raise KinformerError(f"{flag_of(name)}: does nothing without {needs}; give that too, or leave it out.")
+
+    @property
+    def augmentations(self) -> tuple[str, ...]:
+        """The names in ``augment``."""
+        return () if self.augment == NOTHING else tuple(self.augment.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionMeasuring:
+    """Of image classification."""
+
+    images: int | None = None
+    """Measure on the first N images only."""
+
+    def __post_init__(self) -> None:
+        require("--images", self.images, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionGenerating:
+    """Of image classification."""
+
+    image: str | None = None
+    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as --data takes it, whose first
+    --samples test images are taken."""
+    classes: int = 5
+    """How many of the most probable classes are told."""
+
+    def __post_init__(self) -> None:
+        require("--classes", self.classes, 1)

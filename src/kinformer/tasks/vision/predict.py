@@ -1,0 +1,137 @@
+"""The most probable classes of pictures: of a file, of those in a folder, or of test images."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.model import device_of
+from kinformer.data.image_files import SUFFIXES, decode, read_head
+from kinformer.data.images import read_images
+from kinformer.runtime.errors import KinformerError, flag_of, require_finite
+from kinformer.runtime.files import reading, require_file
+from kinformer.tasks.shared.classes import classes_of
+from kinformer.tasks.shared.made import Made
+from kinformer.tasks.shared.text import spec_of
+from kinformer.tasks.task import LoadedRun, TrainedRun
+from kinformer.tasks.vision.evaluate import AT_ONCE
+from kinformer.tasks.vision.options import VisionGenerating
+
+PLAIN = 1.0
+"""The temperature that leaves probabilities as they are."""
+
+
+class Picture(NamedTuple):
+    """``pixels`` uint8 [height, width, channels]; ``label`` where the data say which class it is of."""
+
+    name: str
+    pixels: np.ndarray
+    label: str | None = None
+
+
+def classify(subject: LoadedRun, options: Any, own: VisionGenerating, write: Callable[[str], None] | None) -> Made:
+    """The ``own.classes`` most probable classes of each image; a line for each is given to ``write`` as it is found."""
+    run, model, _, _ = subject
+    _check(options)
+    if own.image is None:
+        raise KinformerError("there must be an image to classify; give --image FILE, a folder, or data such as digits.")
+    names = classes_of(run)
+    found: list[dict[str, Any]] = []
+    begun = time.perf_counter()
+    for batch in _batches(pictures(run, own.image, options.samples)):
+        for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
+            best = probabilities.topk(min(own.classes, len(names)))
+            classes = [
+                {"class": names[index], "probability": share}
+                for share, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+            if write is not None:
+                write(("\n" if found else "") + _line(picture, classes))
+            found.append({"image": picture.name, "label": picture.label, "classes": classes})
+    seconds = time.perf_counter() - begun
+    facts = {"run": str(run.folder), "images": found, "seconds": seconds}
+    return Made(facts, f"{len(found)} images in {seconds:.3f} s, {len(found) / seconds:.3g} images/s")
+
+
+def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
+    """[images, classes] of pictures of one size."""
+    pixels = np.stack([picture.pixels for picture in batch]).transpose(0, 3, 1, 2)
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(np.ascontiguousarray(pixels)).to(device_of(model))).float().cpu()
+    require_finite(bool(logits.isfinite().all()))
+    return logits.softmax(-1)
+
+
+def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
+    """A PNG or JPEG, or those that stand in a folder, scaled and cropped to the size that the model of ``run`` was made
+    for; or the first ``count`` test images of the data ``spec``.
+
+    Raises :class:`KinformerError` for what is missing or damaged, and for images of other channels than the model's.
+    """
+    input: Any = run.config.input
+    shape = (*input.size, input.channels)
+    path = Path(spec).expanduser()
+    if files := _files(path):
+        if count > 1:
+            raise KinformerError(
+                f"--samples {count}: says how many test images of data are taken, but all pictures of {spec} are; "
+                "leave it out."
+            )
+        for file in files:
+            read_head(file)
+            yield Picture(str(file), decode(file, shape))
+        return
+    found = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
+    test = found.test
+    if test.shape[2] != input.channels:
+        raise KinformerError(
+            f"{found.name}: its images have {test.shape[2]} channels, but {run.folder} reads {input.channels}; give "
+            "others."
+        )
+    for index in range(min(count, len(test))):
+        label = None if test.labels is None else test.classes[int(test.labels[index])]
+        yield Picture(f"test image {index + 1} of {found.name}", np.asarray(test.pixels[index]), label)
+
+
+def _files(path: Path) -> list[Path]:
+    """The picture ``path``, or those that stand in this folder beside no folder of more; none of other data."""
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        require_file(path)
+        return [path]
+    with reading(path):
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+    if any(each.is_dir() for each in inside):
+        return []
+    return [each for each in inside if each.suffix.lower() in SUFFIXES]
+
+
+def _batches(found: Iterator[Picture]) -> Iterator[list[Picture]]:
+    batch: list[Picture] = []
+    for picture in found:
+        batch.append(picture)
+        if len(batch) == AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _line(picture: Picture, classes: Sequence[Mapping[str, Any]]) -> str:
+    label = "" if picture.label is None else f" ({picture.label})"
+    told = ", ".join(f"{each['class']} {each['probability']:.1%}" for each in classes)
+    return f"{picture.name}{label}: {told}"
+
+
+def _check(options: Any) -> None:
+    given = {name: getattr(options, name) for name in ("stop", "max_new_tokens", "top_k", "top_p")}
+    if options.temperature != PLAIN:
+        given["temperature"] = options.temperature
+    for name, value in given.items():
+        if value not in (None, ()):
+            raise KinformerError(f"{flag_of(name)}: nothing is drawn where images are classified; leave it out.")

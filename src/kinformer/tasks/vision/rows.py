@@ -1,0 +1,117 @@
+"""Batches of images with their classes: in an order that needs no memory, changed at each step from the run's seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil, log
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.data import IGNORED, ImageData, Images
+from kinformer.data.permutation import in_epochs, mix
+from kinformer.tasks.shared.augmentation import Augmented, augment
+from kinformer.tasks.shared.image_features import KeptFeatures
+from kinformer.tasks.vision.options import VisionOptions
+from kinformer.training.batch import take_rows
+from kinformer.training.data_module import DataModule
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
+from kinformer.training.settings import Settings
+
+LEAST_IMAGES = 256
+_ORDER, _CHANGES, _SHARE = 11, 12, 13
+
+
+class ImageBatch(NamedTuple):
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1, and ``labels`` int64 [rows], of which
+    IGNORED ones do not count. Where two images were mixed, ``others`` int64 [rows] are the labels of the second, and
+    ``shares`` [rows] is the part of the first. ``positions`` [rows, n] bool has one for each that an image becomes.
+    """
+
+    images: Tensor
+    labels: Tensor
+    positions: Tensor
+    others: Tensor | None = None
+    shares: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many positions are read."""
+        return self.positions.numel()
+
+
+class ImageRows(DataModule):
+    """Training images in an order of their own in every epoch; the first of the validation images.
+
+    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    """
+
+    metrics = ("nats", "correct")
+    figures = (ACCURACY, BITS_PER_LABEL)
+    features: KeptFeatures | None = None
+
+    def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:
+        self.data, self.settings, self.options = data, settings, options
+        self.chosen = chosen(data.train, options.label_share, settings.seed)
+        enough = ceil(settings.validation_tokens / settings.length)
+        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> ImageBatch:
+        """The whole step's rows are made by every process, so that images are mixed alike whatever their number."""
+        rows = self.settings.batch_size
+        place = np.arange(step * rows, (step + 1) * rows)
+        index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
+        generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
+        images, labels = self._read(self.data.train, index)
+        found = Augmented(images, labels)
+        if names := self.options.augmentations:
+            found = augment(Augmented(images.float() / 255, labels), names, generator)
+        share = rows // world
+        return take_rows(self._batch(*found), slice(rank * share, (rank + 1) * share))
+
+    def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            count = min(rows, self.held_out - first)
+            share = -(-count // world)
+            own = np.arange(rank * share, (rank + 1) * share)
+            images, labels = self._read(self.data.validation, first + np.minimum(own, count - 1))
+            yield self._batch(images, labels.masked_fill(torch.from_numpy(own >= count), IGNORED))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+
+    def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
+        """What the model takes of each image, and the labels."""
+        images, labels = tensors(split, index)
+        return images if self.features is None else self.features.of(images, split.name, index), labels
+
+    def _batch(
+        self, images: Tensor, labels: Tensor, others: Tensor | None = None, shares: Tensor | None = None
+    ) -> ImageBatch:
+        positions = torch.ones(len(images), self.settings.length, dtype=torch.bool)
+        return ImageBatch(images, labels, positions, others, shares)
+
+
+def tensors(images: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Images [rows, channels, height, width] uint8 and their labels [rows]."""
+    assert images.labels is not None
+    pixels = np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C")
+    return torch.from_numpy(pixels), torch.from_numpy(np.array(images.labels[index]))
+
+
+def chosen(images: Images, share: float, seed: int) -> np.ndarray:
+    """Which images are learnt from: ``share`` of each class, one at least, drawn by ``seed``."""
+    assert images.labels is not None
+    labels = np.asarray(images.labels)
+    if share == 1:
+        return np.arange(len(labels))
+    order = np.argsort(mix(seed, _SHARE, np.arange(len(labels))), kind="stable")
+    classes = [order[labels[order] == each] for each in np.unique(labels)]
+    return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in classes]))
