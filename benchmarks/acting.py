@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from common import arguments, prepare, products, save, show
-from kinformer.control.acting import Drawing
+from kinformer.control.acting import ActionSampler
 from kinformer.control.environments.environment import Environment
 from kinformer.control.environments.table import make
 from kinformer.core.config import override
@@ -44,7 +44,7 @@ class Acting:
 
     def __init__(self, model: Any, rows: int, window: int | None) -> None:
         self.environment: Environment = make(ENV, rows)
-        self.agent = ControlAgent(model, Drawing(self.environment.actions, 1.0, 0), window)
+        self.agent = ControlAgent(model, ActionSampler(self.environment.actions, 1.0, 0), window)
         self.observations, _ = self.environment.reset(seed=0)
         self.agent.begin(np.arange(rows))
         self.seconds: list[float] = []

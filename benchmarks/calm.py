@@ -32,8 +32,8 @@ from kinformer.evaluation.early_exit import noting_exits, with_rule
 from kinformer.generation.packed import pack
 from kinformer.generation.session import generate
 from kinformer.runs.run import Run, open_run
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out
-from kinformer.tasks.task import Measuring
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 LR = 5e-3
@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace) -> None:
     found = {name: calibrated(options, options.run, name) for name in options.consistency}
     thresholds = {name: each["threshold"] for name, each in found.items() if each["threshold"] is not None}
     model = pack(run.model({"stack.rule.thresholds": [1.0]}))
-    test = held_out(run, Measuring(split="test")).split
+    test = held_out(run, EvaluationSettings(split="test")).split
     unseen = {name: on_unseen(options, model, test, name, each) for name, each in thresholds.items()}
     speed = timed(options, model, test, thresholds)
     bits = {}

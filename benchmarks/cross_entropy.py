@@ -17,17 +17,17 @@ import torch
 
 from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.runtime.host import keep_memory
+from kinformer.runtime.memory import keep_memory
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.training import cross_entropy
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 
 SHAPES = ((4096, 128, 8, 128), (4096, 256, 8, 512), (16384, 256, 8, 256), (50257, 256, 4, 256))
 """Vocabulary, dim, rows, tokens of a row."""
 NEVER = 1 << 60
 
 
-def step(engine: Step, batch: TokenBatch, least: int) -> torch.Tensor:
+def step(engine: ObjectiveModule, batch: TokenBatch, least: int) -> torch.Tensor:
     """The loss of a step whose logits are made in pieces from so many elements on."""
     before, cross_entropy.LOGITS = cross_entropy.LOGITS, least
     try:
@@ -42,14 +42,14 @@ def step(engine: Step, batch: TokenBatch, least: int) -> torch.Tensor:
 WAYS = {"whole": NEVER, "pieces": 1}
 
 
-def made(shape: tuple[int, ...], precision: str) -> tuple[Step, TokenBatch]:
+def made(shape: tuple[int, ...], precision: str) -> tuple[ObjectiveModule, TokenBatch]:
     vocabulary, dim, rows, length = shape
     torch.manual_seed(0)
-    engine = Step(configure("gpt", "small", vocabulary, of_width(dim)).build(), NextTokenLoss(), precision)
+    engine = ObjectiveModule(configure("gpt", "small", vocabulary, of_width(dim)).build(), NextTokenLoss(), precision)
     return engine, TokenBatch(torch.randint(vocabulary, (rows, length + 1)))
 
 
-def race(engine: Step, batch: TokenBatch, rounds: int) -> dict[str, Any]:
+def race(engine: ObjectiveModule, batch: TokenBatch, rounds: int) -> dict[str, Any]:
     """Seconds by either way."""
     whole, pieces = (step(engine, batch, least) for least in WAYS.values())
     gap = gate_equal("in pieces", pieces, whole, 1e-5 if engine.precision == "fp32" else 1e-3)
@@ -58,7 +58,7 @@ def race(engine: Step, batch: TokenBatch, rounds: int) -> dict[str, Any]:
     return {"gap": gap} | {each.name: each.median for each in contestants}
 
 
-def peak(engine: Step, batch: TokenBatch, way: str) -> dict[str, Any]:
+def peak(engine: ObjectiveModule, batch: TokenBatch, way: str) -> dict[str, Any]:
     """Bytes of the largest resident set of this process, which makes three steps."""
     for _ in range(3):
         step(engine, batch, WAYS[way])

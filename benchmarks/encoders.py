@@ -27,7 +27,7 @@ from common import Contestant, arguments, gate_equal, interleave, memory, peer, 
 from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.big_bird import BigBird
 from kinformer.patterns.window import Window
@@ -41,7 +41,7 @@ GOAL = 3.0
 Step = Callable[[Tensor], Tensor]
 
 
-def ours(name: str) -> tuple[EncoderLayer, Text]:
+def ours(name: str) -> tuple[EncoderLayer, SequenceContext]:
     attention: dict[str, Any] = {
         "longformer": {"pattern": Window(window=WINDOW), "projection": MultiHeadGlobal.Config()},
         "big-bird": {"pattern": BigBird.Config(block=BLOCK, random=RANDOM, num_heads=HEADS, seed=0)},
@@ -53,7 +53,7 @@ def ours(name: str) -> tuple[EncoderLayer, Text]:
         norm=LayerNorm(eps=1e-12),
     )
     positions = torch.arange(GLOBALS)[None] if name == "longformer" else None
-    return config.build(DIM), Text(global_positions=positions)
+    return config.build(DIM), SequenceContext(global_positions=positions)
 
 
 def longformer(length: int) -> tuple[nn.Module, Step, Step]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
 from kinformer.core import state as states
 from kinformer.core.contract import MixerConfig
-from kinformer.core.likelihood import Likelihood
+from kinformer.core.head import Likelihood
 from kinformer.family.build import configure
 from kinformer.generation.packed import pack
 from kinformer.generation.recorded import logits_after

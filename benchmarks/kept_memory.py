@@ -19,9 +19,9 @@ import torch
 
 from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.runtime.host import keep_memory
+from kinformer.runtime.memory import keep_memory
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.precision import use_fast_products
 from kinformer.training.settings import Settings
@@ -45,7 +45,7 @@ def point(member: str, sizes: list[int], precision: str, way: str, steps: int) -
     torch.manual_seed(0)
     model = configure(member, "small", vocabulary, of_width(dim)).build()
     settings = Settings(optimizer="adamw", lr=1e-3, steps=100, length=length, batch_size=rows)
-    optimiser, engine = Optimiser(model, settings), Step(model, NextTokenLoss(), precision)
+    optimiser, engine = Optimiser(model, settings), ObjectiveModule(model, NextTokenLoss(), precision)
     batch, seconds, loss, pages = TokenBatch(torch.randint(vocabulary, (rows, length + 1))), [], 0.0, 0
     for number in range(WARM_UP + steps):
         begun = time.perf_counter()

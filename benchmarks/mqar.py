@@ -32,10 +32,9 @@ from kinformer.blocks.initialise import Initialisation
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid
+from kinformer.core.learning import OnlineLearner, Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.core.online import Online
 from kinformer.core.parts import FeedForwardConfig
-from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.mqar import Recall
 from kinformer.family.build import configure
 from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure
@@ -47,7 +46,7 @@ from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 from kinformer.tasks.recall.rows import RecallLoss
 from kinformer.tasks.shared.answer_rows import AskedBatch, answers
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 
 DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
 DATA = Recall(pairs=(8,), symbols=256)
@@ -153,12 +152,12 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     model, begun = build(run.member), time.monotonic()
-    engine = Step(model, RecallLoss(DATA.pairs), "fp32")
+    engine = ObjectiveModule(model, RecallLoss(DATA.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)
-    features, learners, curve = modules_of(model, Redrawn), modules_of(model, Online), []
+    features, learners, curve = modules_of(model, Resampled), modules_of(model, OnlineLearner), []
     for step in range(steps):
-        for number, module in due(features, step):
+        for number, module in due_for_resampling(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
         batch = AskedBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))

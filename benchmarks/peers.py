@@ -1,7 +1,7 @@
 """The peers as models tokens [batch, time] int64 -> logits [batch, time, vocab], each built the way its authors show.
 
-All have learned positions, no dropout and the sizes of a :class:`Shape`. A builder returns None, after one sentence,
-where the peer is not installed.
+All have learned positions, no dropout and the sizes of a :class:`PeerShape`. A builder returns None, after one
+sentence, where the peer is not installed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from common import peer
 from kinformer.compare import peers
-from kinformer.compare.peers import Shape
+from kinformer.compare.peers import PeerShape
 
 
 class Idiap(nn.Module):
     """Embeddings and a head around the transformer of pytorch-fast-transformers, which has neither."""
 
-    def __init__(self, shape: Shape, encoder: nn.Module) -> None:
+    def __init__(self, shape: PeerShape, encoder: nn.Module) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.dim)
         self.positions = nn.Embedding(shape.length, shape.dim)
@@ -43,7 +43,7 @@ def _triangle(time: int):
     return TriangularCausalMask(time)
 
 
-def idiap(shape: Shape, recurrent: bool = False) -> Idiap | None:
+def idiap(shape: PeerShape, recurrent: bool = False) -> Idiap | None:
     """Causal linear attention with its C++ kernel, or its recurrent form for generation."""
     builders = peer("fast_transformers.builders")
     if builders is None:
@@ -62,7 +62,7 @@ def idiap(shape: Shape, recurrent: bool = False) -> Idiap | None:
     return Idiap(shape, builder.from_kwargs(**options).get())
 
 
-def x_transformers(shape: Shape, flash: bool = False) -> nn.Module | None:
+def x_transformers(shape: PeerShape, flash: bool = False) -> nn.Module | None:
     """Its decoder; ``flash`` is its option to use PyTorch's fused attention, off by default."""
     return None if peer("x_transformers") is None else peers.x_transformers(shape, flash)
 
@@ -78,7 +78,7 @@ class HuggingFace(nn.Module):
         return self.model(tokens, use_cache=False).logits
 
 
-def hugging_face(shape: Shape) -> HuggingFace | None:
+def hugging_face(shape: PeerShape) -> HuggingFace | None:
     if peer("transformers") is None:
         return None
     if shape.heads * shape.head_dim != shape.dim:

@@ -30,7 +30,7 @@ from common import arguments, in_process, memory, prepare, save, show, text_byte
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.estimate.checkpoint import Live
-from kinformer.stacks.reversal import Use
+from kinformer.stacks.reversal import LayerUse
 
 MEMBERS = ("linear-transformer", "gpt")
 STACKS: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def drift(model: Any, x: Tensor) -> float:
     stack = model.stack
     state = stack.initial_state(len(x), dtype=x.dtype)
     a = b = x
-    uses = [Use(stack._branches(index), Chunk(x), x.dtype, False) for index in stack.order]
+    uses = [LayerUse(stack._branches(index), Chunk(x), x.dtype, False) for index in stack.order]
     for use, own in zip(uses, state, strict=True):
         a, b, _ = use.forward_to_undo(a, b, own)
     for use, own in zip(reversed(uses), reversed(state), strict=True):

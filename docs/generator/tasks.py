@@ -17,9 +17,9 @@ from kinformer.family.table import MEMBERS
 from kinformer.runtime.errors import flag_of
 from kinformer.tasks.table import TASKS
 from kinformer.tasks.task import Task
-from kinformer.training.metric import SHARE, Figure
+from kinformer.training.metric import SHARE, Metric
 
-OPTIONS = {"Options": "train", "MeasuringOptions": "evaluate", "GeneratingOptions": "generate"}
+OPTIONS = {"Options": "train", "EvaluationOptions": "evaluate", "GenerationOptions": "generate"}
 
 
 def generate(docs: Path) -> None:
@@ -67,7 +67,7 @@ def _record(task: Task) -> Iterator[tuple[str, str]]:
         yield "**Training, unless told otherwise**", changed
 
 
-def _figure(figure: Figure) -> tuple[str, str, str]:
+def _figure(figure: Metric) -> tuple[str, str, str]:
     unit = "share, from 0 to 1" if figure.unit == SHARE else figure.unit
     return f"`{figure.name}`", unit, "less" if figure.lower_is_better else "more"
 

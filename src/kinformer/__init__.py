@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
     from kinformer.runs.run import Run
-    from kinformer.tasks.task import Evaluation, Task
+    from kinformer.tasks.evaluation import Evaluation
+    from kinformer.tasks.task import Task
 
 __version__ = "0.2.0"
 __all__ = ["build", "evaluate", "generate", "load", "members", "open_run", "tasks", "train"]
@@ -123,7 +124,7 @@ def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder | 
 
 def open_run(run: str | Path) -> Run:
     """A run from its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``, ``data``,
-    ``training``, ``figures`` (of the best validation) and ``model()``.
+    ``training``, ``metrics`` (of the best validation) and ``model()``.
 
     run: the run's folder.
     """

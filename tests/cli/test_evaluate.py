@@ -14,14 +14,14 @@ from kinformer.runs.run import open_run
 from kinformer.tasks.next_token import NextTokenOptions
 
 
-def figures(cli, *arguments):
+def metrics(cli, *arguments):
     code, out, err = cli("evaluate", *arguments, "--json", "--device", "cpu")
     assert code == 0, err
     return json.loads(out), err
 
 
 def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
-    told, err = figures(cli, linear_run, "--context", "carried")
+    told, err = metrics(cli, linear_run, "--context", "carried")
     corpus = open_corpus(str(text_file))
     expected = measure(load(linear_run), corpus.splits["test"])
     assert told["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
@@ -29,22 +29,22 @@ def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
     assert told["bytes"] == corpus.splits["test"].bytes == told["tokens"] + 1
     assert told["data"] == corpus.identity | {"split": "test", "same_as_run": True}
     assert told["ngram_bits_per_byte"] is None and told["lengths"] == [] and err == ""
-    again, _ = figures(cli, linear_run, "--chunk", 77, "--context", "carried")
+    again, _ = metrics(cli, linear_run, "--chunk", 77, "--context", "carried")
     assert again["bits_per_byte"] == pytest.approx(told["bits_per_byte"], rel=1e-5)
 
 
 def test_as_it_was_trained(cli, make_run, gpt_run):
     folder = make_run("linear-transformer")
-    assert figures(cli, folder)[0]["context"] == 32
+    assert metrics(cli, folder)[0]["context"] == 32
     record = open_run(folder)
     replace(record, options=NextTokenOptions(segments=True)).save()
-    assert figures(cli, folder)[0]["carried"]
+    assert metrics(cli, folder)[0]["carried"]
     code, _, err = cli("evaluate", gpt_run, "--context", "carried")
     assert code == 2 and "grows without bound" in err
 
 
 def test_a_growing_state_is_measured_in_windows_of_the_training_length(cli, gpt_run, text_file, load):
-    told, _ = figures(cli, gpt_run, "--overlap", 0.5, "--split", "validation")
+    told, _ = metrics(cli, gpt_run, "--overlap", 0.5, "--split", "validation")
     split = open_corpus(str(text_file)).splits["validation"]
     expected = measure(load(gpt_run), split, Windows(context=32, overlap=0.5))
     assert told["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-5)
@@ -52,7 +52,7 @@ def test_a_growing_state_is_measured_in_windows_of_the_training_length(cli, gpt_
 
 
 def test_several_lengths_and_the_baseline(cli, linear_run, text_file, load):
-    told, _ = figures(cli, linear_run, "--lengths", "16,64", "--baseline", "--max-bytes", 400)
+    told, _ = metrics(cli, linear_run, "--lengths", "16,64", "--baseline", "--max-bytes", 400)
     corpus = open_corpus(str(text_file))
     split = corpus.splits["test"].take(400)
     assert told["bytes"] == 400
@@ -78,18 +78,18 @@ def test_the_text_form(cli, linear_run):
 def test_other_data_is_told(cli, linear_run, make_run, text_file, tmp_path, monkeypatch):
     other = tmp_path / "other.txt"
     other.write_text("quite another text\n" * 50)
-    told, err = figures(cli, linear_run, "--data", other)
+    told, err = metrics(cli, linear_run, "--data", other)
     assert not told["data"]["same_as_run"]
     assert "note: other.txt is other data than the run was trained on" in err and "not comparable" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(other.read_bytes())))
-    piped, _ = figures(cli, linear_run, "--data", "-")
+    piped, _ = metrics(cli, linear_run, "--data", "-")
     assert piped["bits_per_byte"] == pytest.approx(told["bits_per_byte"], rel=1e-6)
-    same, err = figures(cli, linear_run, "--data", text_file)
+    same, err = metrics(cli, linear_run, "--data", text_file)
     assert same["data"]["same_as_run"] and err == ""
     changed = make_run("linear-transformer", {"spec": str(text_file), "identity": {"fingerprint": "sha256:0000"}})
-    assert "words.txt has changed since the run was trained" in figures(cli, changed)[1]
+    assert "words.txt has changed since the run was trained" in metrics(cli, changed)[1]
     unknown = make_run("linear-transformer", {"spec": str(text_file), "identity": {}})
-    assert "the run does not say what data it was trained on" in figures(cli, unknown)[1]
+    assert "the run does not say what data it was trained on" in metrics(cli, unknown)[1]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_damaged_weights_are_one_sentence(cli, make_run):
 
 def test_bits_are_per_byte_of_text_with_a_tokenizer(cli, tokenized_run, text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told, _ = figures(cli, tokenized_run)
+    told, _ = metrics(cli, tokenized_run)
     assert told["bytes"] == open_corpus(str(text_file)).splits["test"].bytes > told["tokens"]
-    part, _ = figures(cli, tokenized_run, "--max-bytes", 500)
+    part, _ = metrics(cli, tokenized_run, "--max-bytes", 500)
     assert part["bytes"] <= 500 or part["bytes"] == told["bytes"]
     assert told["bits_per_byte"] < told["bits_per_token"]

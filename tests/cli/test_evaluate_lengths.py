@@ -11,14 +11,14 @@ from kinformer.evaluation.recl import context_losses, recl, spread_positions
 from kinformer.evaluation.windows import Windows
 
 
-def figures(cli, *arguments):
+def metrics(cli, *arguments):
     code, out, err = cli("evaluate", *arguments, "--json", "--device", "cpu", "--max-bytes", 500)
     assert code == 0, err
     return json.loads(out), err
 
 
 def test_multiples_of_the_training_length(cli, linear_run, text_file, load):
-    told, _ = figures(cli, linear_run, "--lengths", "1x, 4x,16")
+    told, _ = metrics(cli, linear_run, "--lengths", "1x, 4x,16")
     assert [each["context"] for each in told["lengths"]] == [32, 128, 16]
     assert told["lengths"][0]["bits_per_byte"] == told["bits_per_byte"]
     split = open_corpus(str(text_file)).splits["test"].take(500)
@@ -30,7 +30,7 @@ def test_multiples_of_the_training_length(cli, linear_run, text_file, load):
 
 
 def test_lengths_beyond_the_positions_are_left_out(cli, gpt_run):
-    told, _ = figures(cli, gpt_run, "--lengths", "1x,4x,8x")
+    told, _ = metrics(cli, gpt_run, "--lengths", "1x,4x,8x")
     assert [each["context"] for each in told["lengths"]] == [32, 128] and told["not_possible"] == [256]
     code, out, err = cli("evaluate", gpt_run, "--lengths", "1x,8x", "--max-bytes", 500)
     assert code == 0 and "not measured at 256, beyond its positions" in err
@@ -40,8 +40,8 @@ def test_lengths_beyond_the_positions_are_left_out(cli, gpt_run):
 
 
 def test_several_runs_stand_side_by_side(cli, gpt_run, linear_run):
-    alone, _ = figures(cli, linear_run, "--lengths", "16")
-    told, _ = figures(cli, gpt_run, linear_run, "--lengths", "16")
+    alone, _ = metrics(cli, linear_run, "--lengths", "16")
+    told, _ = metrics(cli, gpt_run, linear_run, "--lengths", "16")
     assert [each["member"] for each in told["runs"]] == ["gpt", "linear-transformer"]
     assert told["runs"][1]["lengths"] == alone["lengths"]
     code, out, _ = cli("evaluate", gpt_run, linear_run, "--lengths", "8x", "--context", 16, "--max-bytes", 500)
@@ -57,15 +57,15 @@ def test_several_runs_stand_side_by_side(cli, gpt_run, linear_run):
 def test_pictures(cli, gpt_run, linear_run, tmp_path, name, start):
     pytest.importorskip("matplotlib")
     path = tmp_path / name
-    _, err = figures(cli, gpt_run, linear_run, "--lengths", "1x,2x,8x", "--plot", path)
+    _, err = metrics(cli, gpt_run, linear_run, "--lengths", "1x,2x,8x", "--plot", path)
     assert path.read_bytes().startswith(start) and "drew" in err
-    figures(cli, gpt_run, linear_run, "--recl", "--plot", path, "--positions", 9)
+    metrics(cli, gpt_run, linear_run, "--recl", "--plot", path, "--positions", 9)
     assert path.read_bytes().startswith(start)
 
 
 def test_the_effective_context_length_of_a_group(cli, gpt_run, linear_run, text_file, load):
     arguments = ("--lengths", "8,16,32", "--hardest", 0.5, "--positions", 20)
-    told, _ = figures(cli, gpt_run, linear_run, "--recl", *arguments)
+    told, _ = metrics(cli, gpt_run, linear_run, "--recl", *arguments)
     split = open_corpus(str(text_file)).splits["test"].take(500)
     positions = spread_positions(split, 32, 20)
     losses = [context_losses(load(run), split, [8, 16, 32], positions) for run in (gpt_run, linear_run)]
@@ -75,7 +75,7 @@ def test_the_effective_context_length_of_a_group(cli, gpt_run, linear_run, text_
     assert told["contexts"] == [8, 16, 32] and told["tokens"] == 20
     code, out, _ = cli("evaluate", gpt_run, linear_run, "--recl", *arguments, "--max-bytes", 500)
     assert code == 0 and out.splitlines()[2].split() == ["run", "RECL", "8", "to", "16", "16", "to", "32"]
-    assert figures(cli, gpt_run, "--recl", "--positions", 5)[0]["contexts"] == list(range(8, 65, 8))
+    assert metrics(cli, gpt_run, "--recl", "--positions", 5)[0]["contexts"] == list(range(8, 65, 8))
 
 
 @pytest.mark.parametrize(

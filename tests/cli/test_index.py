@@ -20,8 +20,8 @@ from kinformer.heads.knn import KnnMixture
 from kinformer.runs import datastore_measure
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import open_run
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out
-from kinformer.tasks.task import Measuring
 
 CHUNK = ("--chunk", 256)
 
@@ -147,11 +147,11 @@ def test_a_new_text_helps_without_training(cli, gpt_run, store, other_text, tmp_
 
 def test_tuning_and_reporting_never_share_a_token(cli, gpt_run, text_file):
     run, options = open_run(gpt_run), EvaluateOptions(datastore="store", tune=True)
-    held = held_out(run, Measuring())
+    held = held_out(run, EvaluationSettings())
     tuning, reported = datastore_measure._parts(held, options)
     assert (tuning.name, reported.name, reported.bytes) == ("validation", "test", held.split.bytes)
     for split, holdout in (("validation", None), ("train", None), ("test", 0.5)):
-        held = held_out(run, Measuring(split=split), holdout)
+        held = held_out(run, EvaluationSettings(split=split), holdout)
         tuning, reported = datastore_measure._parts(held, options)
         text = held.split.tokens(0, len(held.split)).tobytes()
         cut = len(tuning)

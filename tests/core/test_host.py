@@ -4,7 +4,7 @@ import pytest
 
 from kinformer.generation import packed
 from kinformer.kernels.attention import route
-from kinformer.runtime import host
+from kinformer.runtime import processor
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ from kinformer.runtime import host
     ],
 )
 def test_processors_are_told_apart(flags: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "processor", lambda: flags)
-    host.processor_class.cache_clear()
+    monkeypatch.setattr(processor, "processor", lambda: flags)
+    processor.processor_class.cache_clear()
     try:
-        assert host.processor_class() == expected
+        assert processor.processor_class() == expected
     finally:
-        host.processor_class.cache_clear()
+        processor.processor_class.cache_clear()
     assert expected in route.TABLE and expected in packed.LEAST

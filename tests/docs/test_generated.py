@@ -65,10 +65,10 @@ def test_a_tasks_page_has_all_its_options_and_figures(name):
     from generator.tasks import task_page
 
     page, task = task_page(TASKS[name]), TASKS[name]
-    for options in (task.Options, task.MeasuringOptions, task.GeneratingOptions):
+    for options in (task.Options, task.EvaluationOptions, task.GenerationOptions):
         for each in fields(options):
             assert f"`--{each.name.replace('_', '-')}`" in page
-    assert all(f"`{figure.name}`" in page for figure in task.figures)
+    assert all(f"`{metric.name}`" in page for metric in task.metrics)
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -5,7 +5,7 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.figures.image import HeatOver, WindowsOver
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import apart
@@ -34,7 +34,7 @@ def test_probabilities_are_those_of_the_mixer():
     found, values = probabilities(mixer, x), mixer.projection(x)[2]
     assert torch.allclose(found.sum(-1), torch.ones(2, 5))
     y = mixer.out((found @ values[0]).transpose(0, 1).flatten(1))
-    assert torch.allclose(y, mixer(x, Text())[0], atol=1e-6)
+    assert torch.allclose(y, mixer(x, SequenceContext())[0], atol=1e-6)
 
 
 def test_rollout_is_the_product_of_means_with_the_residual():

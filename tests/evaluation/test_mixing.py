@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.data import open_corpus
 from kinformer.datastore.attached import AttachedDecoder
 from kinformer.evaluation.bits import measure

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kinformer.core.learning import Regularized
 from kinformer.core.model import modules_of
-from kinformer.core.penalised import Penalised
 from kinformer.family.build import build
 from kinformer.runs.drawing.spans import span_panel
 from kinformer.runtime.errors import KinformerError
@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 def test_rows_are_layers_and_columns_heads():
     model = build("adaptive-span", "tiny", 256)
     with torch.no_grad():
-        for part, shares in zip(modules_of(model, Penalised), ([0.0, 0.25], [0.5, 1.0]), strict=True):
+        for part, shares in zip(modules_of(model, Regularized), ([0.0, 0.25], [0.5, 1.0]), strict=True):
             part.span.copy_(torch.tensor(shares))
     panel = span_panel(model, "it")
     assert panel.values.tolist() == [[0.0, 4.0], [8.0, 16.0]] and not panel.signed

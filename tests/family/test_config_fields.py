@@ -18,8 +18,8 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk
-from kinformer.core.encoder import Text
-from kinformer.core.likelihood import Likelihood
+from kinformer.core.encoder import SequenceContext
+from kinformer.core.head import Likelihood
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
 from kinformer.estimate.parts import outputs
@@ -295,17 +295,21 @@ def absorbed(mixer) -> list[Tensor]:
 
 
 def read(mixer) -> list[Tensor]:
-    if mixer.images_only:
-        return [mixer(numbers(2, 30, DIM), Text(grid=(5, 6)))]
+    if mixer.grid_only:
+        return [mixer(numbers(2, 30, DIM), SequenceContext(grid=(5, 6)))]
     if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
         return [mixer(numbers(2, TIME, DIM))]
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
     sentences = torch.cat([torch.arange(3), own]).expand(2, -1)
-    texts = [Text(), Text(None, torch.tensor([[0, 9], [4, -1]]), None, 0), Text(None, None, sentences, 3)]
+    texts = [
+        SequenceContext(),
+        SequenceContext(None, torch.tensor([[0, 9], [4, -1]]), None, 0),
+        SequenceContext(None, None, sentences, 3),
+    ]
     return [mixer(numbers(2, text.num_global + TIME, DIM), text) for text in texts if reads(mixer, text)]
 
 
-def reads(mixer, text: Text) -> bool:
+def reads(mixer, text: SequenceContext) -> bool:
     try:
         mixer.check(text.global_positions is not None, text.num_global > 0)
     except KinformerError:
@@ -398,7 +402,9 @@ MEASURES = {
     "mixer": lambda config: found(config.build(DIM), absorbed),
     "layer": lambda config: found(config.build(DIM), absorbed),
     "encoder_mixer": lambda config: found(config.build(DIM), read),
-    "encoder_layer": lambda config: found(config.build(DIM), lambda layer: [layer(numbers(2, TIME, DIM), Text())]),
+    "encoder_layer": lambda config: found(
+        config.build(DIM), lambda layer: [layer(numbers(2, TIME, DIM), SequenceContext())]
+    ),
     "feed_forward": lambda config: found(config.build(DIM), mapped),
     "norm": lambda config: found(config.build(DIM), mapped),
     "residual": lambda config: seen(DecoderLayer.Config(mixer=MIXER, residual=config)),

@@ -12,8 +12,8 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
+from kinformer.core.learning import Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.core.redrawn import Redrawn, due
 from kinformer.features.favor import Favor
 from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.mixers.linear import LinearAttention
@@ -136,8 +136,13 @@ def test_what_is_drawn_anew_and_when():
     """Two layers have features of their own; training steps 0, 3, 6, ... want new ones (a resumed run has the same:
     tests/training)."""
     model = kinformer.build("performer", recipe="tiny", set={"layers.*.mixer.feature_map.redraw": 3})
-    assert [[len(list(due(modules_of(model, Redrawn), step)))] for step in (0, 1, 2, 3)] == [[2], [0], [0], [2]]
-    maps = [module for _, module in due(modules_of(model, Redrawn), 0)]
+    assert [[len(list(due_for_resampling(modules_of(model, Resampled), step)))] for step in (0, 1, 2, 3)] == [
+        [2],
+        [0],
+        [0],
+        [2],
+    ]
+    maps = [module for _, module in due_for_resampling(modules_of(model, Resampled), 0)]
     for number, module in enumerate(maps):
         module.draw(number)
     first = maps[0].weight.clone()
@@ -145,4 +150,4 @@ def test_what_is_drawn_anew_and_when():
     maps[0].draw(1)
     assert torch.equal(maps[0].weight, maps[1].weight)
     never = kinformer.build("performer", recipe="tiny", set={"layers.*.mixer.feature_map.redraw": 0})
-    assert not list(due(modules_of(never, Redrawn), 0))
+    assert not list(due_for_resampling(modules_of(never, Resampled), 0))

@@ -6,8 +6,8 @@ from torch.nn.functional import normalize
 
 import kinformer
 from kinformer.core.contract import Chunk
+from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
-from kinformer.core.online import Online
 from kinformer.core.state import pop_aux
 from kinformer.mixers.routing import RoutingAttention
 from kinformer.runtime.errors import KinformerError
@@ -64,12 +64,13 @@ def test_clusters_are_learned_in_training_steps_alone(tmp_path):
     for steps in (1, 2):
         kinformer.train("routing", data="stdlib", out=tmp_path / str(steps), steps=steps, **options)
         model = kinformer.load(tmp_path / str(steps))
-        means = [module.means.clone() for module in modules_of(model, Online)]
+        means = [module.means.clone() for module in modules_of(model, OnlineLearner)]
         assert len(means) == 2
         with torch.no_grad():
             model(torch.randint(256, (1, 20)))
         assert all(
-            torch.equal(module.means, before) for module, before in zip(modules_of(model, Online), means, strict=True)
+            torch.equal(module.means, before)
+            for module, before in zip(modules_of(model, OnlineLearner), means, strict=True)
         )
         moved.append(1 - torch.cat(means).norm(dim=-1))
     # From length 1 a centroid shrinks as it turns: mu <- 0.999 mu + 0.001 m.

@@ -8,7 +8,7 @@ from kinformer.core import state as states
 from kinformer.generation.recorded import UnrecordableError, logits_after, record
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import route
-from kinformer.runtime.host import known_values
+from kinformer.runtime.host import trusted_arguments
 from tests.members import CAUSAL
 
 from .conftest import tiny
@@ -89,7 +89,7 @@ def ready(model):
 
 def refusal(model):
     tokens, state = ready(model)
-    with torch.inference_mode(), known_values(), pytest.raises(UnrecordableError) as refused:
+    with torch.inference_mode(), trusted_arguments(), pytest.raises(UnrecordableError) as refused:
         record(model, tokens, state)
     return refused.value
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.store import Datastore, KeySpace
 from kinformer.datastore.writer import Writer

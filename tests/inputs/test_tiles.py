@@ -51,9 +51,9 @@ def test_a_pyramid_is_what_a_loop_over_regions_and_tiles_makes(pyramid):
 
 
 def tiles_text():
-    from kinformer.core.encoder import Text
+    from kinformer.core.encoder import SequenceContext
 
-    return Text()
+    return SequenceContext()
 
 
 def test_the_lowest_encoder_is_a_vit(pyramid):

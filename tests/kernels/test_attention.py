@@ -13,7 +13,7 @@ from kinformer.core.pattern import Band
 from kinformer.kernels import block_sparse
 from kinformer.kernels.attention import (
     Attended,
-    Dropout,
+    AttentionDropout,
     Gathered,
     Needs,
     Projected,
@@ -91,8 +91,8 @@ def test_sets_with_scores_of_any_form(time: int, form: str) -> None:
         assert_alike(outcome(operands(time), Visibility(), scoring, lse=lse), truth)
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(0.4, 3)])
-def test_masks_and_biases_of_single_pairs(dropout: Dropout | None) -> None:
+@pytest.mark.parametrize("dropout", [None, AttentionDropout(0.4, 3)])
+def test_masks_and_biases_of_single_pairs(dropout: AttentionDropout | None) -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(BATCH, 1, 6, SLOTS, generator=generator) < 0.5
     mask[1, :, 2] = False  # this query sees nothing
@@ -103,9 +103,9 @@ def test_masks_and_biases_of_single_pairs(dropout: Dropout | None) -> None:
     assert not expected[0][1, :, 2].any()
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(0.4, 3)])
+@pytest.mark.parametrize("dropout", [None, AttentionDropout(0.4, 3)])
 @pytest.mark.parametrize("time", [2, 15])
-def test_keys_and_values_need_not_be_made(time: int, dropout: Dropout | None) -> None:
+def test_keys_and_values_need_not_be_made(time: int, dropout: AttentionDropout | None) -> None:
     generator = torch.Generator().manual_seed(2)
     q = operands(time)[0]
     x, key, value, bias = (
@@ -276,10 +276,10 @@ def test_mixers_take_what_can_do_what_they_ask(config: Any) -> None:
 
 def test_an_explicit_name_never_becomes_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Global tokens come with the data: then, too, it is refused."""
-    from kinformer.core.encoder import Text
+    from kinformer.core.encoder import SequenceContext
 
     mixer = BidirectionalAttention.Config(impl="sdpa").build(16)
-    text = Text(global_positions=torch.tensor([[0]]))
+    text = SequenceContext(global_positions=torch.tensor([[0]]))
     with pytest.raises(KinformerError, match="'sdpa', which knows no log-sum-exps"):
         mixer(torch.randn(1, 5, 16), text)
 

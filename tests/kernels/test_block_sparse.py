@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
-from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention, reference, slot_sums
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, reference, slot_sums
 from kinformer.kernels.block_sparse import chunked, explain
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.patterns.big_bird import BigBird
@@ -160,7 +160,7 @@ def test_forms(name: str, form: str) -> None:
 def test_dropout_drops_the_same(name: str, names: str) -> None:
     relative, others = tables(names, 1, 80)
     agree(
-        problem_of(LEAVES[name], 0.7, counting(60, 20), relative if names else None, dropout=Dropout(0.3, 9)),
+        problem_of(LEAVES[name], 0.7, counting(60, 20), relative if names else None, dropout=AttentionDropout(0.3, 9)),
         60,
         20,
         others,

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.core.pattern import Band
-from kinformer.kernels.attention import (
-    Dropout,
-    Scoring,
-    Visibility,
-    attention,
-    choose_impl,
-    merge,
-    route,
-)
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, merge, route
 from kinformer.kernels.band import chunked
 from kinformer.kernels.band.tiles import Layout, limits
 from kinformer.runtime.errors import KinformerError
@@ -108,7 +100,7 @@ def cases(draw):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(cases(), st.sampled_from([None, Dropout(0.4, 7)]))
+@given(cases(), st.sampled_from([None, AttentionDropout(0.4, 7)]))
 def test_chunked_is_the_reference(case, dropout):
     qkv, options = case
     expected = outcome("reference", qkv, dropout=dropout, **options)
@@ -147,7 +139,7 @@ def test_every_cut_gives_one_result(span, impl):
         assert_alike(cut_grads, grads, 1e-7)
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(0.5, 3)])
+@pytest.mark.parametrize("dropout", [None, AttentionDropout(0.5, 3)])
 @pytest.mark.parametrize("span", [Band(), Band(behind=3, ahead=1)], ids=str)
 def test_gradcheck(span, dropout):
     qkv = [x.requires_grad_() for x in operands(3, 1, 2, 1, 10, 3, 2, 3)]
@@ -223,13 +215,14 @@ def test_a_slice_of_a_buffer_and_transposed_operands_are_read_where_they_are():
 def test_dropout_repeats_its_seed_and_no_other():
     qkv = operands(10, 2, 2, 1, 25, 3, 4, 4)
     first, again, other = (
-        softmax_attention(*qkv, span=Band(), scale=0.5, dropout=Dropout(0.3, seed)) for seed in (1, 1, 2**40 + 1)
+        softmax_attention(*qkv, span=Band(), scale=0.5, dropout=AttentionDropout(0.3, seed))
+        for seed in (1, 1, 2**40 + 1)
     )
     assert torch.equal(first, again) and not torch.allclose(first, other)
 
 
 def test_dropout_keeps_its_share_without_pattern():
-    mask = Dropout(0.3, 11).kept((2, 4, 128, 128), torch.device("cpu")).double()
+    mask = AttentionDropout(0.3, 11).kept((2, 4, 128, 128), torch.device("cpu")).double()
     noise = 0.46 / math.sqrt(128)
     assert abs(float(mask.mean()) - 0.7) < 4 * 0.46 / math.sqrt(mask.numel())
     for axes in ((0, 1, 2), (0, 1, 3)):
@@ -246,7 +239,7 @@ def test_dropout_is_unbiased_over_seeds():
     qkv = operands(11, 1, 2, 2, 16, 0, 4, 4)
     expected = softmax_attention(*qkv, span=Band(), scale=0.5)
     samples = torch.stack(
-        [softmax_attention(*qkv, span=Band(), scale=0.5, dropout=Dropout(0.4, seed)) for seed in range(200)]
+        [softmax_attention(*qkv, span=Band(), scale=0.5, dropout=AttentionDropout(0.4, seed)) for seed in range(200)]
     )
     error = (samples.mean(0) - expected) / (samples.std(0) / math.sqrt(200) + 1e-12)
     assert float(error.abs().max()) < 5
@@ -257,7 +250,7 @@ def test_compiles_into_one_graph(impl):
     torch._dynamo.reset()
     q, k, v = (x.requires_grad_() for x in operands(12, 2, 4, 2, 20, 5, 4, 4))
     reach = reach_of("ragged", 2, 20, 5)
-    dropout = Dropout(0.2, 5) if impl != "sdpa" else None
+    dropout = AttentionDropout(0.2, 5) if impl != "sdpa" else None
 
     def attend(q, k, v):
         return softmax_attention(q, k, v, span=Band(behind=6), scale=0.5, reach=reach, dropout=dropout, impl=impl)
@@ -308,7 +301,7 @@ AUTO = [
     ("generating", "sdpa", (1, 8, 1, 783, 32), Band(), torch.float32, None),
     ("generating many", "chunked", (16, 8, 1, 783, 32), Band(), torch.float32, None),
     ("beginning to generate many", "chunked", (16, 8, 1, 3, 32), Band(), torch.float32, None),
-    ("dropout", "chunked", (1, 2, 8, 0, 4), Band(), torch.float32, Dropout(0.1, 1)),
+    ("dropout", "chunked", (1, 2, 8, 0, 4), Band(), torch.float32, AttentionDropout(0.1, 1)),
 ]
 
 
@@ -394,7 +387,7 @@ def test_errors_name_the_value_and_the_remedy():
     with pytest.raises(KinformerError, match="'flash'.*reference, chunked, sdpa"):
         softmax_attention(q, k, v, impl="flash", **call)
     with pytest.raises(KinformerError, match="'sdpa', which knows no dropout"):
-        softmax_attention(q, k, v, dropout=Dropout(0.1, 0), impl="sdpa", **call)
+        softmax_attention(q, k, v, dropout=AttentionDropout(0.1, 0), impl="sdpa", **call)
     with pytest.raises(KinformerError, match="'sdpa', which knows no log-sum-exps"):
         softmax_attention_lse(q, k, v, impl="sdpa", **call)
     with pytest.raises(KinformerError, match="4 query heads over 3"):
@@ -408,7 +401,7 @@ def test_errors_name_the_value_and_the_remedy():
     with pytest.raises(KinformerError, match="scale is 0"):
         softmax_attention(q, k, v, span=Band(), scale=0.0)
     with pytest.raises(KinformerError, match=r"dropout p is 1\.0"):
-        softmax_attention(q, k, v, dropout=Dropout(1.0, 0), **call)
+        softmax_attention(q, k, v, dropout=AttentionDropout(1.0, 0), **call)
     with pytest.raises(KinformerError, match="behind=-3 and ahead=2"):
         Band(behind=-3, ahead=2)
     with pytest.raises(KinformerError, match="behind is 1.5"):

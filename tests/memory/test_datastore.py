@@ -50,7 +50,7 @@ def test_killed_by_the_system(tmp_path):
     """SIGKILL in the midst of a build: nothing that was flushed is lost."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from kinformer.memory import writer; from tests.memory.stores import write\n"
+        "from kinformer.datastore import writer; from tests.memory.stores import write\n"
         "append = writer.Writer.append\n"
         "def mortal(self, keys, tokens):\n"
         "    append(self, keys, tokens)\n"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore import neighbours
 from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.neighbours import NeighbourTable, neighbours_of, others, own_neighbours, table

@@ -13,7 +13,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.product_keys import ProductKeys
 from kinformer.cli.main import main
 from kinformer.core.contract import Chunk
-from kinformer.evaluation.usage import noting_usage
+from kinformer.evaluation.usage import record_usage
 from kinformer.mixers.linear import LinearAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, ContractError, ModelSubject, examine
@@ -201,7 +201,7 @@ def test_what_several_processes_cannot_share_is_refused():
 def test_usage_is_counted_by_weight():
     layer = memory(ProductKeys.Config(num_keys=4, topk=2, key_dim=8, num_heads=1))
     x = torch.randn(50, 16, dtype=torch.float64)
-    with noting_usage(torch.nn.ModuleDict({"memory": layer})) as usages:
+    with record_usage(torch.nn.ModuleDict({"memory": layer})) as usages:
         for part in x.split(20):
             layer(part)
     layer(x)  # no longer noted

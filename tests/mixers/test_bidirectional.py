@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.columns import Columns
@@ -96,7 +96,7 @@ def test_many_global_tokens_are_projected_before_they_look():
     mixer = config(pattern=Window(window=3), projection=MultiHeadGlobal.Config()).build(16).double()
     x = torch.randn(2, 40, 16, dtype=torch.float64)
     for count in (3, 8, 20):
-        text = Text(global_positions=torch.arange(count).expand(2, -1))
+        text = SequenceContext(global_positions=torch.arange(count).expand(2, -1))
         torch.testing.assert_close(mixer(x, text), dense(mixer, x, text), rtol=0, atol=1e-12)
 
 
@@ -116,7 +116,7 @@ def test_work_is_linear_in_length():
         with torch.device("meta"):
             mixer = config(pattern=Window(window=32), projection=MultiHeadGlobal.Config()).build(16)
             x = torch.zeros(1, time, 16)
-            text = Text(global_positions=torch.zeros(1, 2, dtype=torch.int64))
+            text = SequenceContext(global_positions=torch.zeros(1, 2, dtype=torch.int64))
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:

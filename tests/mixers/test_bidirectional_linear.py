@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.features.favor import Favor
 from kinformer.features.identity import Identity
 from kinformer.features.relu import Relu
@@ -39,7 +39,7 @@ def test_it_is_its_definition_and_blind_to_padding():
     mixer = MIXERS["elu"].replace(eps=0.0).build(16).double()
     x = torch.randn(1, 30, 16, dtype=torch.float64)
     want = over_all_pairs(mixer, x[:, :21], lambda q, k: mixer.feature_map(q) @ mixer.feature_map(k).mT)
-    got = mixer(x, Text(torch.arange(30)[None] < 21))
+    got = mixer(x, SequenceContext(torch.arange(30)[None] < 21))
     assert (got[0, :21] - want).abs().max() < 1e-12 and not got[0, 21:].any()
 
 

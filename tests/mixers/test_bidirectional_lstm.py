@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
@@ -35,7 +35,7 @@ def test_pytorchs_own_on_packed_rows():
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     want, _ = pad_packed_sequence(mixer.rnn(packed)[0], batch_first=True)
     valid = torch.arange(11) < lengths[:, None]
-    assert (mixer(x, Text(valid)) - want).abs().max() < 1e-12
+    assert (mixer(x, SequenceContext(valid)) - want).abs().max() < 1e-12
     whole, _ = mixer.rnn(x.transpose(0, 1))
     assert (mixer(x) - whole.transpose(0, 1)).abs().max() < 1e-12
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import normalize
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.features.centroids import Centroids
 from kinformer.kernels.bucketed.balanced import balanced_attention
 from kinformer.mixers.bidirectional_routing import BidirectionalRouting
@@ -112,7 +112,7 @@ def test_padding_is_not_learned_from():
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     valid = torch.arange(20) < torch.tensor([[20], [11]])
     x[1, 11:] = torch.nan
-    mixer(x, Text(valid))
+    mixer(x, SequenceContext(valid))
     got = mixer.centroids._sums
     mixer.centroids._sums = None
     mixer(x[:1])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.etc import EtcAttention
@@ -136,7 +136,7 @@ def test_it_is_what_the_dense_oracle_says(name, sizes, ragged, given_sentences, 
     if ragged:
         lengths, own = torch.randint(1, time + 1, (batch, 1)), torch.randint(0, num_global + 1, (batch, 1))
         valid = torch.cat([numbers < own, torch.arange(time).expand(batch, -1) < lengths], 1)
-    text = Text(valid, None, sentences, num_global)
+    text = SequenceContext(valid, None, sentences, num_global)
     aim = torch.randn(batch, num_global + time, 8, dtype=torch.float64)
     leaves = [x, *mixer.parameters()]
     found = []
@@ -157,7 +157,7 @@ def limit(window):
     plain = BidirectionalAttention.Config(num_heads=2).build(16).double()
     plain.load_state_dict({k: v for k, v in mixer.state_dict().items() if k in plain.state_dict()})
     x = torch.randn(2, 15, 16, dtype=torch.float64)
-    return mixer(x, Text(num_global=3)), plain(x)
+    return mixer(x, SequenceContext(num_global=3)), plain(x)
 
 
 def test_a_window_of_the_whole_text_and_no_relations_are_plain_attention():
@@ -175,24 +175,28 @@ def test_relations_and_units_tell():
     sentences = torch.cat([torch.arange(3), torch.arange(12) // 4])[None]
     mixer = config(pattern=Window(window=12)).build(16).double()
     with torch.no_grad():
-        base = mixer(x, Text(sentences=sentences, num_global=3))
+        base = mixer(x, SequenceContext(sentences=sentences, num_global=3))
         order = torch.cat([torch.arange(3), torch.tensor([4, 3, *range(5, 15)])])
-        assert (mixer(x[:, order], Text(sentences=sentences, num_global=3))[:, order] - base).abs().max() > 1e-3
+        assert (
+            mixer(x[:, order], SequenceContext(sentences=sentences, num_global=3))[:, order] - base
+        ).abs().max() > 1e-3
         order = torch.tensor([1, 0, 2, *range(3, 15)])
-        swapped = mixer(x[:, order], Text(sentences=sentences[:, order], num_global=3))[:, order]
+        swapped = mixer(x[:, order], SequenceContext(sentences=sentences[:, order], num_global=3))[:, order]
         torch.testing.assert_close(swapped[:, 3:], base[:, 3:], rtol=0, atol=1e-12)
         assert (swapped[:, :2] - base[:, :2]).abs().max() > 1e-3
         crowd = config(pattern=Window(window=12), global_order=False).build(16).double()
-        swapped = crowd(x[:, order], Text(sentences=sentences[:, order], num_global=3))[:, order]
-        torch.testing.assert_close(swapped, crowd(x, Text(sentences=sentences, num_global=3)), rtol=0, atol=1e-12)
+        swapped = crowd(x[:, order], SequenceContext(sentences=sentences[:, order], num_global=3))[:, order]
+        torch.testing.assert_close(
+            swapped, crowd(x, SequenceContext(sentences=sentences, num_global=3)), rtol=0, atol=1e-12
+        )
         other = torch.cat([torch.arange(3), torch.arange(12) // 6])[None]
-        assert (mixer(x, Text(sentences=other, num_global=3)) - base).abs().max() > 1e-3
+        assert (mixer(x, SequenceContext(sentences=other, num_global=3)) - base).abs().max() > 1e-3
 
 
 def test_hard_masks_shut_one_direction_only():
     torch.manual_seed(0)
     x = torch.randn(1, 3 + 12, 16, dtype=torch.float64)
-    text = Text(sentences=torch.cat([torch.arange(3), torch.arange(12) // 4])[None], num_global=3)
+    text = SequenceContext(sentences=torch.cat([torch.arange(3), torch.arange(12) // 4])[None], num_global=3)
     for hard, seen in ((True, 4), (False, 12)):
         mixer = config(pattern=Window(window=0), hard_g2l=hard).build(16).double()
         rows = torch.autograd.functional.jacobian(lambda x, mixer=mixer: mixer(x, text)[0].sum(-1), x)[:, 0]
@@ -216,7 +220,9 @@ def test_work_and_memory_are_linear_in_length():
             return tensor
 
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            mixer(x, Text(sentences=torch.zeros(1, 8 + time, dtype=torch.int64, device="meta"), num_global=8))
+            mixer(
+                x, SequenceContext(sentences=torch.zeros(1, 8 + time, dtype=torch.int64, device="meta"), num_global=8)
+            )
         counts.append(counter.get_total_flops())
         kept.append(sum(size for _, size in saved.values()))
     assert counts[1] < 2.1 * counts[0]
@@ -231,4 +237,6 @@ def test_what_does_not_fit_is_one_sentence():
     with pytest.raises(KinformerError, match="is for 3 heads, but the mixer has 2"):
         config(pattern=Window(dilations=(1, 2, 3))).build(16)
     with pytest.raises(KinformerError, match="marked as global"):
-        config().build(16)(torch.zeros(1, 4, 16), Text(global_positions=torch.zeros(1, 1, dtype=torch.int64)))
+        config().build(16)(
+            torch.zeros(1, 4, 16), SequenceContext(global_positions=torch.zeros(1, 1, dtype=torch.int64))
+        )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.window import Window
 from kinformer.positions.alibi import Alibi
@@ -71,7 +71,10 @@ def test_in_a_full_pattern_global_tokens_are_as_all_others(position, score, proj
         x = inputs(num_global + TIME)
         valid = torch.arange(num_global + TIME) < torch.tensor([[num_global + TIME], [num_global + TIME - 2]])
         for mask in (None, valid):
-            plain, marked = Text(mask, None, None, num_global), Text(mask, positions, None, num_global)
+            plain, marked = (
+                SequenceContext(mask, None, None, num_global),
+                SequenceContext(mask, positions, None, num_global),
+            )
             for got, want in zip(answered(mixer, x, marked), answered(mixer, x, plain), strict=True):
                 assert (got - want).abs().max() < 1e-9
 
@@ -82,7 +85,7 @@ def test_the_reference_says_the_same_of_global_tokens(position):
     config = BidirectionalAttention.Config(num_heads=2, position=POSITIONS[position], pattern=Window(window=2))
     chunked, reference = built(config), built(config.replace(impl="reference"))
     reference.load_state_dict(chunked.state_dict())
-    text = Text(None, torch.tensor([[0, 4, 12], [5, 9, -1]]), None, 3)
+    text = SequenceContext(None, torch.tensor([[0, 4, 12], [5, 9, -1]]), None, 3)
     for got, want in zip(*(answered(each, inputs(3 + TIME), text) for each in (chunked, reference)), strict=True):
         assert (got - want).abs().max() < 1e-9
 

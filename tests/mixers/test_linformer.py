@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -69,7 +69,7 @@ def by_formula(mixer, x):
 @pytest.mark.parametrize("name", MIXERS)
 def test_it_is_its_formula_and_blind_to_padding(name, time):
     mixer, x = made(MIXERS[name]), torch.randn(1, 40, 16, dtype=torch.float64)
-    got = mixer(x, Text(torch.arange(40)[None] < time))
+    got = mixer(x, SequenceContext(torch.arange(40)[None] < time))
     torch.testing.assert_close(got[0, :time], by_formula(mixer, x[0, :time]), rtol=0, atol=1e-12)
     assert not got[0, time:].any()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.encoder import Text, global_positions
+from kinformer.core.encoder import SequenceContext, global_positions
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.patterns.window import Window
 from kinformer.projections.multi_head_global import MultiHeadGlobal
@@ -46,7 +46,11 @@ def mixer_of(golden, impl="auto"):
 def texts(golden):
     """The three texts of the fixture: plain, padded, padded with global tokens."""
     valid = golden["kind"] >= 0
-    return {"window": Text(), "padded": Text(valid), "global": Text(valid, global_positions(golden["kind"], valid))}
+    return {
+        "window": SequenceContext(),
+        "padded": SequenceContext(valid),
+        "global": SequenceContext(valid, global_positions(golden["kind"], valid)),
+    }
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -7,7 +7,7 @@ from torch.nn import functional
 import kinformer
 from kinformer.blocks.product_keys import ProductKeys
 from kinformer.core.contract import Chunk
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.datastore.attached import KeyedDecoder
 from kinformer.family.build import configure
 from kinformer.mixers.separable_transition import SeparableTransition
@@ -90,7 +90,7 @@ def test_padding_in_a_text_is_no_neighbour():
     module, x = CONFIG.build(8), torch.randn(1, 6, 8)
     valid = torch.arange(6)[None] < 4
     padded = torch.where(valid[..., None], x, torch.nan)
-    assert torch.allclose(module(padded, Text(valid))[:, :4], module(x[:, :4]), atol=1e-6)
+    assert torch.allclose(module(padded, SequenceContext(valid))[:, :4], module(x[:, :4]), atol=1e-6)
 
 
 def test_keys_of_a_datastore_are_what_enters_it():

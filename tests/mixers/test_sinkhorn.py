@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.sinkhorn import SinkhornAttention, sinkhorn
 from kinformer.runtime.errors import KinformerError
@@ -77,7 +77,7 @@ def test_it_is_its_formula_and_blind_to_padding(name, time):
     mixer, x = made(MIXERS[name], spread=4.0), torch.randn(1, 43, 16, dtype=torch.float64)
     want = by_formula(mixer, x[0, :time])
     torch.testing.assert_close(mixer(x[:, :time])[0], want, rtol=0, atol=1e-12)
-    got = mixer(x, Text(torch.arange(43)[None] < time))  # padding beyond max_length, too
+    got = mixer(x, SequenceContext(torch.arange(43)[None] < time))  # padding beyond max_length, too
     torch.testing.assert_close(got[0, :time], want, rtol=0, atol=1e-12)
     assert got.shape == x.shape and not got[0, time:].any()
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import leaky_relu, scaled_dot_product_attention
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.star import StarAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
@@ -89,7 +89,7 @@ def test_the_ring_closes_over_real_tokens():
     other[0, [0, 4]] = x[0, [4, 0]]  # the relay begins as the same mean
     for ends, moves in (("ring", True), ("zeros", False)):
         mixer = made(SMALL.replace(iterations=1, add_relay=False, ends=ends))
-        gap = (mixer(other, Text(valid)) - mixer(x, Text(valid)))[0, 8].abs().max()
+        gap = (mixer(other, SequenceContext(valid)) - mixer(x, SequenceContext(valid)))[0, 8].abs().max()
         assert bool(gap > 1e-6) == moves
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.mixers.windows import WindowAttention, apart, cut, joined
 from kinformer.runtime.errors import KinformerError
@@ -15,7 +15,7 @@ def mixed(config, grid, dim=8):
     torch.manual_seed(0)
     mixer = config.build(dim).double()
     x = torch.randn(2, grid[0] * grid[1], dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return mixer, x, mixer(x, Text(grid=grid))
+    return mixer, x, mixer(x, SequenceContext(grid=grid))
 
 
 def looped(mixer, x, grid):
@@ -59,7 +59,7 @@ def test_one_window_of_the_whole_image_is_exact_attention():
         mixer.table.zero_()
     q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (mixer.query, mixer.key, mixer.value))
     exact = mixer.out(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    assert torch.allclose(mixer(x, Text(grid=(4, 4))), exact, atol=1e-12)
+    assert torch.allclose(mixer(x, SequenceContext(grid=(4, 4))), exact, atol=1e-12)
     assert not torch.allclose(y, exact)  # the bias by distance
     smaller = config.replace(window=2)
     assert not torch.allclose(mixed(smaller, (4, 4))[2], exact)
@@ -86,7 +86,7 @@ def test_windows_are_cut_and_joined():
 def test_four_patches_become_one_in_the_published_order(behind):
     merge = PatchMerging(3, behind).double()
     x = torch.randn(2, 3 * 4, 3, dtype=torch.float64)
-    y, text = merge(x, Text(grid=(3, 4)))
+    y, text = merge(x, SequenceContext(grid=(3, 4)))
     assert text.grid == (2, 2) and y.shape == (2, 4, 6)
     image = torch.cat([x.view(2, 3, 4, 3), torch.zeros(2, 1, 4, 3, dtype=torch.float64)], 1)
     four = torch.cat([image[:, 2, 2], image[:, 3, 2], image[:, 2, 3], image[:, 3, 3]], -1)

@@ -6,7 +6,7 @@ import torch
 import kinformer
 from kinformer.blocks.residual import PreNorm
 from kinformer.core import state as states
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore.attached import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
 from kinformer.generation.packed import pack
 from kinformer.generation.session import generate

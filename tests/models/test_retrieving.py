@@ -6,7 +6,7 @@ from torch import nn
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore.attached import KeyedDecoder
 from kinformer.datastore.retrieving import RetrievingDecoder, RetrievingState
 from kinformer.generation.packed import pack

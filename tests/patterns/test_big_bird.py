@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -247,7 +247,7 @@ def mixed(pattern, length):
     mixer = BidirectionalAttention.Config(num_heads=2, pattern=pattern).build(DIM).double()
     x = torch.randn(2, length, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
-        return mixer(x, Text())
+        return mixer(x, SequenceContext())
 
 
 @pytest.mark.parametrize(

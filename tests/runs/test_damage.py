@@ -34,7 +34,7 @@ def use(folder):
     """All that is read of a run; True where nobody minded."""
     try:
         run = kinformer.open_run(folder)
-        assert run.tokenizer is not None and run.figures is not None
+        assert run.tokenizer is not None and run.metrics is not None
         run.model()
         Checkpoints(folder / "checkpoints", 1).load()
     except KinformerError as error:

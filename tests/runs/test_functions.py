@@ -32,9 +32,9 @@ def test_a_run_knows_what_it_is(run, text_file):
     assert not run.options.segments and run.training["length"] == 16 and run.data["spec"] == str(text_file)
     assert isinstance(run.config, Decoder.Config) and run.config is run.config
     assert run.tokenizer.encode("ab").tolist() == [97, 98]
-    assert list(run.figures) == ["bits_per_byte"] and 0 < run.figures["bits_per_byte"] < 16
+    assert list(run.metrics) == ["bits_per_byte"] and 0 < run.metrics["bits_per_byte"] < 16
     again = kinformer.open_run(run.folder)
-    assert again == run and again.figures == run.figures
+    assert again == run and again.metrics == run.metrics
     model = run.model()
     assert not model.training and model(torch.zeros(1, 4, dtype=torch.int64))[0].shape == (1, 4, 256)
 
@@ -48,7 +48,7 @@ def test_evaluate_is_the_command(run, capsys):
         == 0
     )
     facts = json.loads(capsys.readouterr().out)
-    assert found.figures == {"bits_per_byte": facts["bits_per_byte"]} and found.units[0].lower_is_better
+    assert found.metrics == {"bits_per_byte": facts["bits_per_byte"]} and found.units[0].lower_is_better
     assert found.data == facts["data"] and [each["context"] for each in found.facts["lengths"]] == [16, 32]
     carried = kinformer.evaluate(run.folder, context="carried", baseline=True, max_bytes=300)
     assert carried.facts["carried"] and carried.baselines["ngram_bits_per_byte"] > 0
@@ -121,8 +121,8 @@ def test_mistakes_of_measuring(run):
 def test_tasks_are_records():
     records = {task.name: task for task in kinformer.tasks()}
     assert {"next-token", "recall", "algorithm", "mlm", "classify", "listops", "translate"} <= records.keys()
-    assert [records[name].figures[0].name for name in ("next-token", "classify")] == ["bits_per_byte", "accuracy"]
-    assert not records["classify"].figures[0].lower_is_better and records["mlm"].figures[0].lower_is_better
+    assert [records[name].metrics[0].name for name in ("next-token", "classify")] == ["bits_per_byte", "accuracy"]
+    assert not records["classify"].metrics[0].lower_is_better and records["mlm"].metrics[0].lower_is_better
     code = "import sys, kinformer; kinformer.tasks(); import kinformer.tasks.table; kinformer.tasks()"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

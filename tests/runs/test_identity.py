@@ -100,7 +100,7 @@ def test_settings_of_a_file_are_checked_like_options(run, change, told):
 
 def test_figures_belong_to_the_weights_checksum(run):
     place = run.folder / "model.safetensors"
-    assert run.figures
+    assert run.metrics
     with safe_open(place, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -111,7 +111,7 @@ def test_figures_belong_to_the_weights_checksum(run):
     metadata.pop("kinformer.metadata.sha256")
     save_file(tensors, place, metadata)
     with pytest.raises(KinformerError, match="metadata do not match"):
-        _ = run.figures
+        _ = run.metrics
     save_file({"a": torch.zeros(1)}, place)
     assert load_tensors(place)[0]["a"] == 0
 

@@ -9,8 +9,8 @@ import torch
 
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
+from kinformer.core.learning import Regularized, regularization_metrics
 from kinformer.core.model import modules_of
-from kinformer.core.penalised import Penalised, measures_of
 from kinformer.family.build import build
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.patterns.local import Local
@@ -231,13 +231,13 @@ def test_a_captured_graph_follows_what_the_trainer_trims():
 
 def test_penalty_and_measures_of_a_model():
     model = build("adaptive-span", "tiny", 256)
-    parts = modules_of(model, Penalised)
+    parts = modules_of(model, Regularized)
     with torch.no_grad():
         for part, share in zip(parts, (0.25, 0.5), strict=True):
             part.span.fill_(share)
-    found = measures_of(parts)
+    found = regularization_metrics(parts)
     assert found == {"penalty": pytest.approx(2e-6 * 12), "mean_span": 6.0}
-    assert measures_of([]) == {}
+    assert regularization_metrics([]) == {}
     torch.stack([part.penalty() for part in parts]).sum().backward()
     assert parts[0].span.grad.tolist() == pytest.approx([2e-6 * 16 / 2] * 2)
 

@@ -10,7 +10,7 @@ import kinformer
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.estimate.checkpoint import Live
 from kinformer.estimate.estimate import estimate
 from kinformer.family.build import configure
@@ -167,7 +167,9 @@ def test_an_encoders_gradients():
     model = build("bert", **POST, **DROPOUT).double().train()
     tokens, valid = torch.randint(20, (2, 9)), torch.arange(9) < torch.tensor([[9], [6]])
     agree(model, lambda model: [model(tokens, valid=valid)])
-    encoded = model.stack.read(torch.randn(2, 4, model.config.dim).double(), Text(None, None), lambda x, _: x, (1,))
+    encoded = model.stack.read(
+        torch.randn(2, 4, model.config.dim).double(), SequenceContext(None, None), lambda x, _: x, (1,)
+    )
     assert torch.equal(encoded[0], encoded[1][0])
 
 

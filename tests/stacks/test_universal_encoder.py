@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.core.encoder import Text
-from kinformer.core.side_cost import SideCost, gathering
+from kinformer.core.encoder import SequenceContext
+from kinformer.core.learning import AuxLoss, gather_aux_losses
 from kinformer.evaluation.adaptive_computation import noting_steps
 from kinformer.family.build import configure
 from kinformer.positions.timing import Timing
 from kinformer.stacks.act import ACT
 from kinformer.stacks.universal import Universal
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 
 from .test_universal import Block, golden
 
@@ -36,8 +36,10 @@ def test_it_is_that_of_tensor2tensor(golden, output):
     stack.halting.w.data = golden["w.sigmoid_activation_for_pondering/dense/kernel"][:, 0]
     stack.halting.b.data = golden["w.sigmoid_activation_for_pondering/dense/bias"][0]
     where = torch.arange(5).expand(2, -1)
-    with gathering([stack.pondered]) as costs:
-        y, _ = stack.read(golden["in.x"], Text(), lambda x, step: x + position.layer_input(where, step).double())
+    with gather_aux_losses([stack.pondered]) as costs:
+        y, _ = stack.read(
+            golden["in.x"], SequenceContext(), lambda x, step: x + position.layer_input(where, step).double()
+        )
     prefix = f"out.{output}."
     assert (y - golden[f"{prefix}output"]).abs().max() < 3e-5
     want = (golden[f"{prefix}ponder_times"] + golden[f"{prefix}remainders"]).sum(1)
@@ -83,7 +85,7 @@ def test_skipping_changes_nothing(name, monkeypatch):
 
     def run():
         model.zero_grad()
-        with gathering([model.stack.pondered]) as costs, noting_steps(model) as noted:
+        with gather_aux_losses([model.stack.pondered]) as costs, noting_steps(model) as noted:
             y = model(tokens, valid=valid)
         (y.square().sum() + costs["ponder"].sum()).backward()
         slopes = [weight.grad.clone() for weight in model.parameters()]
@@ -138,7 +140,7 @@ class Batch(list):
 @pytest.mark.parametrize("weight", [0.01, 0.5])
 def test_the_trainer_adds_the_ponder_cost_to_the_loss(weight):
     model = pondering(**{"stack.halting.weight": weight}).float()
-    step = Step(model, Constant(), "fp32")
+    step = ObjectiveModule(model, Constant(), "fp32")
     batch = Batch(torch.randint(61, (2, 20)) for _ in range(2))
     with noting_steps(model) as noted:
         loss, metrics, state = step(batch, None, 0.0)
@@ -160,15 +162,15 @@ def test_costs_of_both_sides_of_a_translation_are_added():
 
     batch = Batch([torch.randint(23, (2, 7)), torch.randint(23, (2, 5))])
     with noting_steps(model) as noted:
-        loss, metrics, _ = Step(model, objective, "fp32")(batch, None, 0.0)
+        loss, metrics, _ = ObjectiveModule(model, objective, "fp32")(batch, None, 0.0)
     assert noted.tokens == 24
     assert 0.01 * noted.steps < float(metrics["ponder"]) < 0.01 * (noted.steps + 24)
     assert loss.item() == pytest.approx(float(metrics["ponder"]) / Batch.size)
 
 
 def test_names_of_costs_are_kept_apart():
-    one, two, other = SideCost("one"), SideCost("one"), SideCost("two")
-    with gathering([one, two, other]) as costs:
+    one, two, other = AuxLoss("one"), AuxLoss("one"), AuxLoss("two")
+    with gather_aux_losses([one, two, other]) as costs:
         one(torch.ones(2)), two(torch.ones(2)), other(torch.zeros(2))
     one(torch.ones(2))
     assert costs["one"].tolist() == [2, 2] and costs["two"].tolist() == [0, 0]
@@ -189,5 +191,5 @@ def test_the_steps_of_an_encoder_are_measured(tmp_path):
     settings = {"steps": 1, "length": 32, "batch_size": 2, "validate_every": 0}
     kinformer.train("universal", recipe="tiny-encoder", data=str(text), out=out, **settings)
     found = kinformer.evaluate(out)
-    assert 1 <= found.figures["ponder_steps"] <= 3 and found.facts["ponder_steps"] == found.figures["ponder_steps"]
+    assert 1 <= found.metrics["ponder_steps"] <= 3 and found.facts["ponder_steps"] == found.metrics["ponder_steps"]
     assert "steps per token" in found.text[-1]

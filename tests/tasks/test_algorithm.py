@@ -148,7 +148,7 @@ def test_positions_that_end_are_left_out(tmp_path):
     changes = {"position.max_length": 32}
     kinformer.train("gpt", out=tmp_path / "run", set=changes, algorithm="parity", **SMALL | {"digits": "8"})
     found = kinformer.evaluate(tmp_path / "run", problems=4)
-    assert [each["digits"] for each in found.facts["by_digits"]] == [8, 16] and "ponder_steps" not in found.figures
+    assert [each["digits"] for each in found.facts["by_digits"]] == [8, 16] and "ponder_steps" not in found.metrics
     assert found.baselines["most_frequent_token"] >= 0.5
     with pytest.raises(KinformerError, match="--at-digits 99: takes rows of 101 tokens"):
         kinformer.evaluate(tmp_path / "run", at_digits="99")

@@ -17,7 +17,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.control.data import fitted, open_environment
 from kinformer.tasks.control.options import ControlOptions
 from kinformer.tasks.control.ppo import ControlRows, PolicyLoss
-from kinformer.tasks.control.rollout import Actor, Step, advantages_of
+from kinformer.tasks.control.rollout import Actor, Transition, advantages_of
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "ppo_epochs": 2}
@@ -67,7 +67,7 @@ def test_advantages_are_sums_of_discounted_surprises():
     rewards, values, last = draw.normal(size=(5, 3)), draw.normal(size=(5, 3)), draw.normal(size=3)
     ended = np.zeros((5, 3), bool)
     ended[2, 1] = True
-    steps = Step(*[values] * 4, values, rewards, ended)
+    steps = Transition(*[values] * 4, values, rewards, ended)
     found = advantages_of(steps, last, 0.9, 0.8)
     following = np.concatenate([values[1:], last[None]])
     surprise = rewards + 0.9 * np.where(ended, 0, following) - values
@@ -214,7 +214,7 @@ def test_continuous_actions(tmp_path):
     assert run.config.initialisation.scheme == "framework"
     assert (policy.kind, policy.gaussian, policy.low, policy.high) == ("continuous_actions", True, (-2.0,), (2.0,))
     found = kinformer.evaluate(tmp_path / "run", episodes=2, context_steps="8")
-    assert found.figures["mean_return"] < 0 and found.baselines["random"] < 0
+    assert found.metrics["mean_return"] < 0 and found.baselines["random"] < 0
 
 
 @pytest.mark.parametrize(

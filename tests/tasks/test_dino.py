@@ -214,7 +214,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, one):
 
 def test_it_is_measured_by_the_nearest_images(two, digits, capsys):
     found = kinformer.evaluate(two.folder, images=50, nearest=5)
-    assert list(found.figures) == ["accuracy"] and found.facts["measured_images"] == 50 and found.facts["level"] == 2
+    assert list(found.metrics) == ["accuracy"] and found.facts["measured_images"] == 50 and found.facts["level"] == 2
     model = kinformer.load(two.folder)
     known, vectors = (vectors_of(model, 2, part, 50) for part in (digits.train, digits.test))
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(50))

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import kinformer
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.mixers.separable_convolution import SeparableConvolution
 from kinformer.runs.run import open_run
@@ -112,7 +112,7 @@ def test_a_separable_convolution_is_the_one_of_the_grid():
                     if 0 <= row + down < 3 and 0 <= column + across < 5:
                         kernel = mixer.depthwise.weight[:, 0, down + 1, across + 1]
                         want[:, row, column] += kernel * wide[:, row + down, column + across]
-    assert torch.allclose(mixer(x, Text(grid=(3, 5))), want.flatten(1, 2) @ mixer.down.weight.T)
+    assert torch.allclose(mixer(x, SequenceContext(grid=(3, 5))), want.flatten(1, 2) @ mixer.down.weight.T)
 
 
 def test_what_mixes_images_reads_nothing_else():

@@ -55,7 +55,7 @@ def picture(path):
 def test_training_says_bits_per_dimension(digits_run):
     run = open_run(digits_run)
     assert (run.task.name, run.training["length"], run.vocabulary) == ("image", 64, None)
-    assert list(run.figures) == ["bits_per_dim"] and 4 < run.figures["bits_per_dim"] < 9
+    assert list(run.metrics) == ["bits_per_dim"] and 4 < run.metrics["bits_per_dim"] < 9
     input = run.config.input
     assert (input.kind, input.height, input.width, input.channels) == ("pixels", 8, 8, 1)
     assert run.config.position.kind == "none"

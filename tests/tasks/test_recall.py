@@ -74,7 +74,7 @@ def test_from_python(tmp_path):
     assert found.units[2:] == (accuracy_of(2), accuracy_of(6)) and not found.units[2].lower_is_better
     assert found.baselines["guessing"] == 0.25
     same = kinformer.evaluate(tmp_path / "run", rows=4)
-    assert same.figures == found.figures
+    assert same.metrics == found.metrics
 
 
 @pytest.mark.parametrize("member", CAUSAL)

@@ -50,9 +50,9 @@ def test_from_the_command_line(cli, tmp_path):
 def test_from_python(tmp_path):
     run = kinformer.train("toy", out=tmp_path / "run", task="regression", noise=0.0, quiet=True, **SMALL)
     assert (run.member, run.task.name, run.options.noise, run.tokenizer) == ("toy", "regression", 0.0, None)
-    assert run.config.dim == 4 and list(run.figures) == ["mean_squared_error"]
+    assert run.config.dim == 4 and list(run.metrics) == ["mean_squared_error"]
     found = kinformer.evaluate(tmp_path / "run", waves=16)
-    assert found.figures.keys() == {"mean_squared_error"} and found.units[0].lower_is_better
+    assert found.metrics.keys() == {"mean_squared_error"} and found.units[0].lower_is_better
     assert found.baselines["of_the_mean"] > 0
     assert kinformer.load(tmp_path / "run")(torch.zeros(2, 8)).shape == (2,)
     assert kinformer.tasks()[-1] is toy_task.TASK
@@ -70,7 +70,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
         load_tensors(max((run.folder / "checkpoints").iterdir()) / "model.safetensors")[0] for run in (whole, again)
     ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert again.figures == whole.figures
+    assert again.metrics == whole.metrics
 
 
 @pytest.mark.parametrize(

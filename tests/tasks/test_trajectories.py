@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.control.acting import Drawing, rollouts
+from kinformer.control.acting import ActionSampler, rollouts
 from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.random_walks import random_walks
 from kinformer.inputs.steps import ACTION, RETURN, STATE
@@ -177,17 +177,17 @@ def test_rollouts_are_of_every_seed_once_and_ask_for_what_is_left():
 def test_draws_do_not_depend_on_other_rows_and_follow_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(4000, -1)
     episodes = np.arange(4000)
-    drawn = Drawing(Discrete(3), 1.0, 5)(logits, episodes, 0)
+    drawn = ActionSampler(Discrete(3), 1.0, 5)(logits, episodes, 0)
     shares = np.bincount(drawn) / 4000
     assert np.abs(shares - logits[0].softmax(0).numpy()).max() < 0.03
-    assert np.array_equal(drawn[7:9], Drawing(Discrete(3), 1.0, 5)(logits[:2], episodes[7:9], 0))
-    assert (Drawing(Discrete(3), 0.0, 5)(logits, episodes, 0) == 2).all()
+    assert np.array_equal(drawn[7:9], ActionSampler(Discrete(3), 1.0, 5)(logits[:2], episodes[7:9], 0))
+    assert (ActionSampler(Discrete(3), 0.0, 5)(logits, episodes, 0) == 2).all()
     spread = torch.tensor([[0.5, log(0.1)]]).expand(4000, -1)
     box = Box((-2.0,), (2.0,))
-    values = Drawing(box, 1.0, 5)(spread, episodes, 1)
+    values = ActionSampler(box, 1.0, 5)(spread, episodes, 1)
     assert abs(values.mean() - 0.5) < 0.01 and abs(values.std() - 0.1) < 0.01
-    assert (Drawing(box, 0.0, 5)(spread, episodes, 1) == 0.5).all()
-    assert (Drawing(box, 1.0, 5)(torch.full((2, 1), 9.0), episodes[:2], 1) == 2).all()
+    assert (ActionSampler(box, 0.0, 5)(spread, episodes, 1) == 0.5).all()
+    assert (ActionSampler(box, 1.0, 5)(torch.full((2, 1), 9.0), episodes[:2], 1) == 2).all()
 
 
 def test_the_rank_correlation_is_spearmans():
@@ -221,7 +221,7 @@ def test_causal_members_of_tokens_can_act_too(tmp_path, member):
     run = kinformer.train(member, out=tmp_path / "run", data="shortest-path", **SMALL)
     assert (run.config.input.kind, run.config.head.kind, run.config.head.actions) == ("steps", "discrete_actions", 20)
     found = kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, target="optimal")
-    assert found.units[-1].name == "return_at_optimal" and -20 <= found.figures["return_at_optimal"] <= -1
+    assert found.units[-1].name == "return_at_optimal" and -20 <= found.metrics["return_at_optimal"] <= -1
     assert found.facts["returns"][0]["optimal_share"] in (0.0, 0.5, 1.0)
 
 
@@ -242,16 +242,16 @@ def test_continuous_actions(tmp_path, gaussian):
     run = kinformer.train("decision", out=tmp_path / "run", data=data, env="Pendulum-v1", gaussian=gaussian, **SMALL)
     head = run.config.head
     assert (head.action_dim, head.low, head.high, head.gaussian) == (1, (-2.0,), (2.0,), gaussian)
-    assert list(run.figures)[0] == ("bits_per_action" if gaussian else "action_error")
+    assert list(run.metrics)[0] == ("bits_per_action" if gaussian else "action_error")
     found = kinformer.evaluate(tmp_path / "run", episodes=1, cloning_steps=2, target="-100")
-    assert found.figures["action_error"] > 0 and found.figures["return_at_-100"] < 0
+    assert found.metrics["action_error"] > 0 and found.metrics["return_at_-100"] < 0
     assert found.baselines.keys() == {"data_best", "data_mean", "cloning"}
 
 
 def test_without_an_environment_actions_alone_are_measured(tmp_path):
     kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **SMALL)
     found = kinformer.evaluate(tmp_path / "run")
-    assert found.figures.keys() == {"action_error"} and "give --env NAME" in found.text[-1]
+    assert found.metrics.keys() == {"action_error"} and "give --env NAME" in found.text[-1]
     with pytest.raises(KinformerError, match="names no environment; give --env NAME too"):
         kinformer.evaluate(tmp_path / "run", target="1")
     with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):

@@ -44,12 +44,12 @@ def run(tmp_path_factory, pairs):
 def test_a_run_is_trained_and_measured(run):
     assert (run.task.name, run.training["schedule"], run.training["average"]) == ("translate", "inverse-sqrt", 5)
     assert run.config.input.vocab_size == 258 and run.config.input.eos_token == 257
-    assert list(run.figures) == ["bits_per_byte", "accuracy"]
+    assert list(run.metrics) == ["bits_per_byte", "accuracy"]
     measured = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert any("averaged_bits_per_byte" in each for each in measured)
     pytest.importorskip("sacrebleu")
     found = kinformer.evaluate(run.folder, beam=2, device="cpu")
-    assert list(found.figures) == ["bleu", "chrf", "bits_per_byte"] and not found.units[0].lower_is_better
+    assert list(found.metrics) == ["bleu", "chrf", "bits_per_byte"] and not found.units[0].lower_is_better
     assert found.facts["pairs"] == 3 and found.baselines["copy_chrf"] > 0
     assert found.facts["signatures"][0].startswith("nrefs:1|case:mixed") and "version:" in found.facts["signatures"][1]
     first = kinformer.evaluate(run.folder, beam=1, first=1, device="cpu")
@@ -150,8 +150,8 @@ def test_the_loss_is_smoothed_in_training_alone():
 def test_parts_of_a_batch_and_a_resumed_run(pairs, tmp_path):
     for name, accumulate in (("whole", 1), ("parts", 2)):
         kinformer.train("vanilla", data=pairs, out=tmp_path / name, accumulate=accumulate, average=0, **TINY)
-    figures = [kinformer.open_run(tmp_path / name).figures["bits_per_byte"] for name in ("whole", "parts")]
-    assert abs(figures[0] - figures[1]) < 0.05
+    metrics = [kinformer.open_run(tmp_path / name).metrics["bits_per_byte"] for name in ("whole", "parts")]
+    assert abs(metrics[0] - metrics[1]) < 0.05
     again = kinformer.train("vanilla", out=tmp_path / "whole", resume=True, steps=6)
     assert again.training["steps"] == 6
 

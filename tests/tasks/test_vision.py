@@ -36,14 +36,14 @@ def run(tmp_path_factory, cache):
 
 def test_it_learns_and_is_measured(run):
     found = kinformer.evaluate(run.folder)
-    assert list(found.figures) == ["accuracy", "bits_per_label", "calibration_error"]
-    assert found.figures["accuracy"] > 2 * found.baselines["guessing"]
+    assert list(found.metrics) == ["accuracy", "bits_per_label", "calibration_error"]
+    assert found.metrics["accuracy"] > 2 * found.baselines["guessing"]
     assert sum(each["images"] for each in found.facts["per_class"]) == 180 == found.facts["measured_images"]
     correct = sum(each["correct"] for each in found.facts["per_class"])
-    assert found.figures["accuracy"] == pytest.approx(correct / 180)
+    assert found.metrics["accuracy"] == pytest.approx(correct / 180)
     assert kinformer.evaluate(run.folder, images=7).facts["measured_images"] == 7
-    validated = kinformer.evaluate(run.folder, split="validation").figures["accuracy"]
-    assert validated == pytest.approx(run.figures["accuracy"])
+    validated = kinformer.evaluate(run.folder, split="validation").metrics["accuracy"]
+    assert validated == pytest.approx(run.metrics["accuracy"])
 
 
 def test_the_model_is_fitted_to_the_images(run, digits):
@@ -89,7 +89,7 @@ def test_an_encoder_of_text_reads_patches(tmp_path, digits):
 def test_training_goes_on_from_a_run(tmp_path, run):
     again = kinformer.train("vit", init=run.folder, out=tmp_path / "run", steps=1, lr=0.0, **SMALL)
     assert again.config.input == run.config.input
-    assert again.figures["accuracy"] == pytest.approx(run.figures["accuracy"])
+    assert again.metrics["accuracy"] == pytest.approx(run.metrics["accuracy"])
 
 
 def rows(data, **options):

@@ -19,13 +19,14 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
-from kinformer.training.metric import Figure
-from kinformer.training.objective import Outcome
+from kinformer.training.metric import Metric
+from kinformer.training.objective import ObjectiveOutput
 
-ERROR = Figure("mean_squared_error", "squared hertz")
+ERROR = Metric("mean_squared_error", "squared hertz")
 PERIOD = 4096
 
 
@@ -134,8 +135,8 @@ class Generator:
 
 
 class WaveRows(DataModule):
-    metrics = ("squares",)
-    figures = (ERROR,)
+    sums = ("squares",)
+    metrics = (ERROR,)
     validations = 2
 
     def __init__(self, plan: TrainingPlan) -> None:
@@ -154,7 +155,7 @@ class WaveRows(DataModule):
         return {ERROR.name: means["squares"]}
 
 
-def squared_error(model: Any, batch: Waves, state: Any, progress: float) -> Outcome:
+def squared_error(model: Any, batch: Waves, state: Any, progress: float) -> ObjectiveOutput:
     loss = functional.mse_loss(model(batch.frames), batch.frequencies)
     predicted = torch.full((), len(batch.frequencies))
     return loss, {"squares": loss.detach() * predicted, "predicted": predicted}, None
@@ -186,10 +187,10 @@ class Regression(Task):
     description = "Learns the frequency of a wave."
     does = "tells frequencies"
     protocol = WholeModel
-    figures = (ERROR,)
+    metrics = (ERROR,)
     objectives = {"squared-error": lambda model: squared_error}
     Options = WaveOptions
-    MeasuringOptions = WaveMeasuring
+    EvaluationOptions = WaveMeasuring
     default_data = "waves"
     refused = dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out.")
 
@@ -205,22 +206,22 @@ class Regression(Task):
     def data_module(self, plan: TrainingPlan) -> WaveRows:
         return WaveRows(plan)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: WaveMeasuring, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: WaveMeasuring, quiet: bool) -> Evaluation:
         run, model = subject.run, subject.model
         data = Generator(run.options.noise)
         waves = map_fields(data.rows(0, own.waves, run.training["length"]), lambda field: field.to(device_of(model)))
         with torch.inference_mode():
-            figures = {ERROR.name: float(functional.mse_loss(model(waves.frames), waves.frequencies))}
+            metrics = {ERROR.name: float(functional.mse_loss(model(waves.frames), waves.frequencies))}
         mean = {"of_the_mean": float(waves.frequencies.var(correction=0))}
         return Evaluation(
             run=str(run.folder),
             member=run.member,
-            figures=figures,
+            metrics=metrics,
             units=(ERROR,),
             baselines=mean,
             data=data.identity,
-            facts={"run": str(run.folder), "task": self.name, "data": data.identity} | figures | mean,
-            text=(f"{ERROR.text(figures[ERROR.name])} of {own.waves} waves",),
+            facts={"run": str(run.folder), "task": self.name, "data": data.identity} | metrics | mean,
+            text=(f"{ERROR.text(metrics[ERROR.name])} of {own.waves} waves",),
         )
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kinformer.training.best import Best, best_of
-from kinformer.training.metric import ACCURACY, Figure
+from kinformer.training.metric import ACCURACY, Metric
 
-BITS = Figure("bits", "bits per label")
+BITS = Metric("bits", "bits per label")
 
 
 def test_more_accuracy_is_better_and_fewer_bits_where_it_is_equal(tmp_path: Path) -> None:
@@ -18,15 +18,15 @@ def test_more_accuracy_is_better_and_fewer_bits_where_it_is_equal(tmp_path: Path
     kept = []
     course = [(0.5, 2.0), (0.4, 1.0), (0.5, 1.5), (0.5, 1.5), (0.6, 3.0), (float("nan"), 0.1)]
     for step, (accuracy, bits) in enumerate(course):
-        figures = {"accuracy": accuracy, "bits": bits}
-        if best.improves(figures):
-            best.note(figures, step)
+        metrics = {"accuracy": accuracy, "bits": bits}
+        if best.improves(metrics):
+            best.note(metrics, step)
             best.write({"weight": torch.full((1,), float(step))}, step)
             kept.append(step)
     assert kept == [0, 2, 4]
     assert best_of(tmp_path) == ({"accuracy": 0.6, "bits": 3.0}, 4)
     again = Best(tmp_path, (ACCURACY, BITS))
-    assert (again.figures, again.step) == (best.figures, 4)
+    assert (again.metrics, again.step) == (best.metrics, 4)
 
 
 def test_lower_is_better_unless_said_otherwise() -> None:
@@ -35,9 +35,9 @@ def test_lower_is_better_unless_said_otherwise() -> None:
     assert BITS.text(1.23456) == "1.2346 bits per label" and ACCURACY.text(0.5) == "accuracy 50.0%"
 
 
-@pytest.mark.parametrize("figures", [{"bits": float("inf")}, {"bits": float("nan")}])
-def test_what_is_not_finite_is_never_the_best(tmp_path: Path, figures: dict[str, float]) -> None:
+@pytest.mark.parametrize("metrics", [{"bits": float("inf")}, {"bits": float("nan")}])
+def test_what_is_not_finite_is_never_the_best(tmp_path: Path, metrics: dict[str, float]) -> None:
     best = Best(tmp_path, (BITS,))
-    assert not best.improves(figures)
+    assert not best.improves(metrics)
     best.write({"weight": torch.zeros(1)}, 3)
     assert best_of(tmp_path) is None

@@ -19,7 +19,7 @@ from kinformer.tasks.classify.evaluate import measure_labels
 from kinformer.tasks.classify.rows import Classification, LabelledBatch, Labels
 from kinformer.tasks.mlm.evaluate import measure_masked
 from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, MaskedTokens
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 from kinformer.training.validation import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights
 
@@ -120,7 +120,7 @@ def test_classes_of_tokens() -> None:
     model = build("bert", "tiny", 259, {"head": TokenClassificationHead.Config(classes=4)})
     tokens, labels = torch.randint(0, 256, (2, 6)), torch.randint(0, 4, (2, 6))
     labels[0, 2] = IGNORED
-    loss, metrics, _ = Step(model, Classification(), "fp32")(LabelledBatch(tokens, None, labels), None, 0.0)
+    loss, metrics, _ = ObjectiveModule(model, Classification(), "fp32")(LabelledBatch(tokens, None, labels), None, 0.0)
     logits = model(tokens)
     kept = labels != IGNORED
     assert loss.item() == pytest.approx(functional.cross_entropy(logits[kept], labels[kept]).item(), rel=1e-6)

@@ -84,6 +84,6 @@ def test_it_is_the_objective_of_calm_and_refused_elsewhere(tmp_path, text_file):
     run = kinformer.train(
         "calm", recipe="tiny", out=tmp_path / "run", data=text_file, steps=2, batch_size=2, length=16, device="cpu"
     )
-    assert run.training["objective"] == "exits" and run.figures["bits_per_byte"] > 0
+    assert run.training["objective"] == "exits" and run.metrics["bits_per_byte"] > 0
     with pytest.raises(KinformerError, match="mixed training takes one"):
         kinformer.build("calm", recipe="tiny", set={"stack.training": "mixed", "stack.rule": "classifier"})

@@ -9,7 +9,7 @@ import pytest
 
 from kinformer.cli.main import main
 from kinformer.training import logging
-from kinformer.training.logging import Progress
+from kinformer.training.logging import TrainingProgress
 
 TINY = [
     "--recipe",
@@ -42,7 +42,7 @@ def test_it_says_what_it_trains_before_it_begins(
 def test_the_speed_is_that_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = [0.0], io.StringIO()
     monkeypatch.setattr(logging.time, "monotonic", lambda: clock[0])
-    progress = Progress(total=40, done=0, stream=stream)
+    progress = TrainingProgress(total=40, done=0, stream=stream)
     for done, now, tokens, seconds in ((10, 6, 100, 5.0), (20, 12, 1100, 10.0), (30, 18, 1200, 15.0)):
         clock[0] = now
         progress.update(done, "1.000 bits per byte", tokens, seconds)

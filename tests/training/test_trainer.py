@@ -16,7 +16,7 @@ from kinformer.data import Corpus, SegmentStreams
 from kinformer.family.build import build
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, NextTokens, TokenBatch
-from kinformer.training.objective import Step
+from kinformer.training.objective import ObjectiveModule
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import Settings
@@ -172,13 +172,13 @@ def test_validation_lets_go_of_each_state_before_the_next_batch(corpus: Corpus) 
         return outcome
 
     data = NextTokens(corpus, SETTINGS)
-    Validation(data, CPU)(Step(build("gpt", "tiny", 256), objective, "fp32"))
+    Validation(data, CPU)(ObjectiveModule(build("gpt", "tiny", 256), objective, "fp32"))
     assert data.validations > 1 and alive
 
 
 def test_validation_is_the_mean_over_fresh_windows(corpus: Corpus) -> None:
     model = build("gpt", "tiny", 256)
-    measured = Validation(NextTokens(corpus, SETTINGS), CPU)(Step(model, NextTokenLoss(), "fp32"))["nats"]
+    measured = Validation(NextTokens(corpus, SETTINGS), CPU)(ObjectiveModule(model, NextTokenLoss(), "fp32"))["nats"]
     kept = corpus.splits["validation"].take(256)
     tokens = torch.from_numpy(kept.rows(torch.tensor([0]).numpy(), 256))[0]
     part = 64
@@ -224,7 +224,7 @@ class CostlyModel(nn.Module):
 
 
 def test_side_costs_enter_the_loss_per_token_and_leave_the_state() -> None:
-    step = Step(CostlyModel(), NextTokenLoss(), "fp32")
+    step = ObjectiveModule(CostlyModel(), NextTokenLoss(), "fp32")
     loss, metrics, state = step(TokenBatch(torch.zeros(3, 5, dtype=torch.int64)), None, 0.0)
     assert loss.item() == pytest.approx(math.log(5) + 1.5)
     assert float(metrics["ponder"]) == pytest.approx(3 * 4 * 1.5)

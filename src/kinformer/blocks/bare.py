@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
-from kinformer.core.encoder import EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixerConfig, SequenceContext
 from kinformer.runtime.dropout import Dropout
 
 
@@ -28,5 +28,5 @@ class BareLayer(nn.Module):
         self.mixer = config.mixer.build(dim)
         self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, text: Text) -> Tensor:
+    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
         return self.dropout(self.mixer(x, text))

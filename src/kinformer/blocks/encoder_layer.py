@@ -11,7 +11,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feeding, reading
 from kinformer.core.config import Config
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 
@@ -28,7 +28,7 @@ class EncoderLayerConfig(Config):
 class EncoderLayer(Sublayers):
     """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
 
-    answers_some = True
+    supports_output_mask = True
     """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixer sees it. Not
     with a feed-forward that looks at other tokens."""
 
@@ -46,13 +46,13 @@ class EncoderLayer(Sublayers):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
-        self.answers_some = not isinstance(self.feed_forward, EncoderMixer)
+        self.supports_output_mask = not isinstance(self.feed_forward, EncoderMixer)
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
         return (reading(self.mixer, self.mixer_residual), feeding(self.feed_forward_residual, self.feed_forward))
 
-    def forward(self, x: Tensor, text: Text, asked: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, text: SequenceContext, asked: Tensor | None = None) -> Tensor:
         y = self.mixer(self.mixer_residual.enter(x), text)
         if asked is None:
             x = self.mixer_residual.leave(x, y)

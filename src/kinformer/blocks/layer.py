@@ -16,7 +16,7 @@ from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_sta
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import nowhere
+from kinformer.runtime.host import is_empty_mask
 
 
 class LayerConfig(Config):
@@ -34,7 +34,7 @@ class DecoderLayer(Sublayers):
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.
     """
 
-    answers_some = True
+    supports_output_mask = True
     """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixers see it."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class DecoderLayer(Sublayers):
         """The same where ``asked``."""
         if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
-            if nowhere(asked):
+            if is_empty_mask(asked):
                 return chunk.x, after
             x = x[asked]
         else:
             y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, asked)  # type: ignore[arg-type]
-            if nowhere(asked):
+            if is_empty_mask(asked):
                 return chunk.x, (own,)
             x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
         x = self._fed(x, None)

@@ -44,7 +44,7 @@ class MacaronLayer(DecoderLayer):
         *mixers, _ = super().branches()
         return (first, *mixers, feeding(self.feed_forward_residual, self.feed_forward, HALF))
 
-    answers_some = False
+    supports_output_mask = False
 
     def forward(  # type: ignore[override]
         self, chunk: Chunk, state: tuple[Any, ...]

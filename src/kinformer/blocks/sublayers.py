@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kinformer.blocks.residual import Residual
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.encoder import EncoderMixer, Text
+from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
@@ -29,10 +29,10 @@ def mixed(
     mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, asked: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """What ``mixer`` makes of a chunk that ``norm`` stands before, at least where ``asked``, and its state after."""
-    if mixer.remembers_inputs:
+    if mixer.recomputes_kv:
         return mixer(chunk, state, norm)
     chunk = chunk._replace(x=norm(chunk.x))
-    return mixer(chunk, state, asked) if asked is not None and mixer.answers_some else mixer(chunk, state)
+    return mixer(chunk, state, asked) if asked is not None and mixer.supports_output_mask else mixer(chunk, state)
 
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
@@ -43,7 +43,7 @@ def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | 
 def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     y = residual.enter(x)
     if isinstance(feed_forward, EncoderMixer):
-        return feed_forward(y, Text(valid))
+        return feed_forward(y, SequenceContext(valid))
     return feed_forward(y, valid) if getattr(feed_forward, "masked", False) else feed_forward(y)
 
 

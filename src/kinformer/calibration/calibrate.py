@@ -24,9 +24,9 @@ from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import HeldOut, held_out
-from kinformer.tasks.task import Measuring
 
 CALIBRATION = "calibration"
 """What a run's ``data`` calls how its thresholds were found."""
@@ -53,7 +53,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     model = pack(run.model({"stack.rule.thresholds": []}).to(device), options.rows)
     begun = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
-        held = held_out(run, Measuring(data=data, split=options.split))
+        held = held_out(run, EvaluationSettings(data=data, split=options.split))
         samples = Samples(model, held.split, options)
         steps = grid(options.thresholds)
         with progressing(quiet, "calibrating") as progress:
@@ -66,7 +66,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
     return Calibrated(run=kept, tested=tested, chosen=best, exits=exits, data=held, seconds=time.perf_counter() - begun)
 
 
-def _told(samples: Samples, progress: Progress, most: int) -> Any:
+def _told(samples: Samples, progress: ProgressCallback, most: int) -> Any:
     def risk(threshold: float) -> float:
         progress(len(samples.exits), most)
         return samples.risk(threshold)

@@ -18,8 +18,8 @@ from kinformer.evaluation.windows import Windows
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runtime.lock import locked
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import HeldOut, held_out, main_windows
-from kinformer.tasks.task import Measuring
 
 TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
@@ -33,7 +33,7 @@ class _Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were kept, beside ``whole``, the bits of all layers;
     thresholds are empty where none stayed within the tolerance. ``curve``: the draws that were better than others."""
 
@@ -47,7 +47,7 @@ class Found:
     seconds: float
 
 
-def search(folder: str | Path, options: CalibrateOptions) -> Found:
+def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
     """Search the thresholds of the run in ``folder`` and write them into its config, in place of those before."""
     run = open_run(folder)
     check_exits(run)
@@ -56,7 +56,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> Found:
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     with spooled(options.data) as data, locked(run.folder):
         limit = BYTES if options.max_bytes is None else options.max_bytes
-        held = held_out(run, Measuring(data=data, split=options.split, max_bytes=limit))
+        held = held_out(run, EvaluationSettings(data=data, split=options.split, max_bytes=limit))
         held.split.require(2, "a search")
         model = run.model({"stack.rule.thresholds": [1.0]}).to(device)
         windows = main_windows(run, model, _Reading(str(run.training.get("length") or model.max_length)))
@@ -70,7 +70,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> Found:
         thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
         said = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
         kept = keep(run, thresholds, said | {"thresholds": list(thresholds)}, held)
-    return Found(
+    return SearchResult(
         run=kept,
         thresholds=thresholds,
         bits_per_byte=bits if thresholds else whole,

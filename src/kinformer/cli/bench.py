@@ -11,7 +11,7 @@ import tyro
 from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.compare.options import BenchOptions
-from kinformer.tasks.task import Table
+from kinformer.tasks.evaluation import TextTable
 from kinformer.training.metric import size
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(options: Options) -> int:
     return int(bool(found.failed))
 
 
-def _text(found: Bench) -> Iterator[str | Table]:
+def _text(found: Bench) -> Iterator[str | TextTable]:
     from kinformer.compare.bench import PLAIN, TOLD
     from kinformer.compare.machine import described
 
@@ -66,12 +66,12 @@ def _text(found: Bench) -> Iterator[str | Table]:
             tokens = facts["batch"] * (1 if work == "decode" else each.length) / each.seconds
             rows.append((each.length, each.member, f"{1000 * each.seconds:,.2f}", f"{tokens:,.0f}", ratio, share))
         yield f"\n{TOLD[work]}"
-        yield Table(("length", "member", "ms", "tokens/s", f"x {PLAIN}", "of floor"), rows, (0, 2, 3, 4, 5))
+        yield TextTable(("length", "member", "ms", "tokens/s", f"x {PLAIN}", "of floor"), rows, (0, 2, 3, 4, 5))
     if found.memory:
         yield "\nhighest memory of a training step, above the model itself"
         sizes = sorted({length for each in found.memory.values() for length in each})
         held = [(name, *(size(each[n]) if n in each else "-" for n in sizes)) for name, each in found.memory.items()]
-        yield Table(("member", *map(str, sizes)), held, range(1, len(sizes) + 1))
+        yield TextTable(("member", *map(str, sizes)), held, range(1, len(sizes) + 1))
     if found.crossings:
         yield ""
         yield from found.crossings

@@ -8,7 +8,7 @@ from kinformer.cli.options import Changes, CommonOptions, Hidden, RunFolders, as
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.runs.options import EvaluateOptions
 
-TASK_OPTIONS = "MeasuringOptions"
+TASK_OPTIONS = "EvaluationOptions"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.metric import size
 
-TASK_OPTIONS = "GeneratingOptions"
+TASK_OPTIONS = "GenerationOptions"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.runtime.progress import LOGGER, tolerant
-from kinformer.tasks.task import Table
+from kinformer.tasks.evaluation import TextTable
 
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
 """When the command was given, by ``time.monotonic()``."""
@@ -33,10 +33,10 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def print_blocks(blocks: Iterable[str | Table]) -> None:
+def print_blocks(blocks: Iterable[str | TextTable]) -> None:
     """Lines and tables, one after the other."""
     for block in blocks:
-        if isinstance(block, Table):
+        if isinstance(block, TextTable):
             print_table(*block)
         else:
             print(block)

@@ -15,7 +15,7 @@ from kinformer.compare import words, works
 from kinformer.compare.floor import Floor, measure_floor
 from kinformer.compare.machine import machine
 from kinformer.compare.options import BenchOptions
-from kinformer.compare.peers import PeerModel, Shape, installed, shape_of
+from kinformer.compare.peers import PeerModel, PeerShape, installed, shape_of
 from kinformer.compare.timing import Peak, in_fresh_process, in_turns
 from kinformer.core.config import field_types
 from kinformer.estimate.estimate import estimate
@@ -129,7 +129,7 @@ def _peers(config: Any, options: BenchOptions, device: str) -> tuple[dict[str, P
     return _gated({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
 
 
-def _peer(build: Callable[[Shape], PeerModel], config: Any) -> PeerModel:
+def _peer(build: Callable[[PeerShape], PeerModel], config: Any) -> PeerModel:
     return build(shape_of(config))
 
 

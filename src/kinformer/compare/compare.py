@@ -25,7 +25,7 @@ from kinformer.estimate.estimate import estimate
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 from kinformer.training.precision import use_fast_products
 
 MEASURING_SHARE, FIXED_SECONDS = 0.25, 12.0
@@ -51,7 +51,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         cache = Cache(folder / "cache")
         found = contestants(chosen, options)
         folder.mkdir(parents=True, exist_ok=True)
-        figure = found[0].task.figures[0]
+        figure = found[0].task.metrics[0]
         for each in still_in(found):
             with guarded(each, "its fact sheet"):
                 each.found["facts"] = facts(each.entrant, each.config)
@@ -137,7 +137,7 @@ def _train(
 def _one_seed(
     each: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
 ) -> None:
-    seed, figure = options.seed + number, each.task.figures[0]
+    seed, figure = options.seed + number, each.task.metrics[0]
     with clock("training"):
         tokens = validation_tokens(options, steps)
         done = run(each, options, cache, each.found["lr"], seed, steps, validation_tokens=tokens)
@@ -168,7 +168,7 @@ def _comparison(
     clock: Clock,
     command: str,
     where: dict[str, Any],
-    figure: Figure,
+    figure: Metric,
     steps: dict[str, int],
 ) -> Comparison:
     tested = [one["measured"] for each in found for one in each.found.get("runs", ()) if "measured" in one]
@@ -199,7 +199,7 @@ def _comparison(
     )
 
 
-def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], figure: Figure) -> EntrantRecord:
+def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], figure: Metric) -> EntrantRecord:
     got, base = each.found, each.base
     page = got.get("facts") or {}
     settings = settings_of(base.settings()) | {"lr": got.get("lr"), "own": dict(base.own), "recipe": base.recipe}
@@ -227,7 +227,7 @@ def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], fi
     )
 
 
-def _seed_run(each: Contestant, one: dict[str, Any], figure: Figure) -> SeedRun:
+def _seed_run(each: Contestant, one: dict[str, Any], figure: Metric) -> SeedRun:
     tested = one["measured"]
     return SeedRun(
         seed=one["seed"],

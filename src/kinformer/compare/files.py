@@ -9,7 +9,7 @@ from kinformer.compare import words
 from kinformer.compare.record import Comparison, save
 from kinformer.compare.report import columns, markdown, ordered
 from kinformer.runtime.files import write_atomic
-from kinformer.tasks.task import Table
+from kinformer.tasks.evaluation import TextTable
 
 JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"
 
@@ -19,7 +19,7 @@ class Written:
     """``paths`` of the files, and what is printed."""
 
     paths: tuple[Path, ...]
-    text: tuple[str | Table, ...]
+    text: tuple[str | TextTable, ...]
 
 
 def write(comparison: Comparison, folder: Path) -> Written:
@@ -38,7 +38,7 @@ def write(comparison: Comparison, folder: Path) -> Written:
 
         _text_file(folder / HTML, page(comparison))
         paths.insert(0, folder / HTML)
-    table = Table(
+    table = TextTable(
         ("member", *(column.title for column in columns(comparison))),
         [(each.name, *(column.cell(each) for column in columns(comparison))) for each in ordered(comparison)],
         range(1, 20),

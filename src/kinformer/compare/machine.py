@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kinformer import __version__
-from kinformer.runtime.host import processor
+from kinformer.runtime.processor import processor
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kinformer.runtime.matmul import few_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PeerShape:
     """Sizes of a decoder; ``length`` is how many positions it must know."""
 
     layers: int
@@ -36,12 +36,12 @@ class Shape:
     vocab: int = 256
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: Any) -> PeerShape:
     """The sizes of a gpt's config, whose parts may not be others than gpt's."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
         raise KinformerError("peers have the parts of gpt; leave out what --set changes of them, or --peers.")
-    return Shape(
+    return PeerShape(
         layers=len(config.layers),
         dim=config.dim,
         heads=layer.mixer.num_heads,
@@ -52,7 +52,7 @@ def shape_of(config: Any) -> Shape:
     )
 
 
-def gpt2(shape: Shape) -> nn.Module:
+def gpt2(shape: PeerShape) -> nn.Module:
     """GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
     module = import_module("transformers")
     config = module.GPT2Config(
@@ -71,7 +71,7 @@ def gpt2(shape: Shape) -> nn.Module:
     return module.GPT2LMHeadModel(config)
 
 
-def x_transformers(shape: Shape, flash: bool) -> nn.Module:
+def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
     """The decoder of x-transformers; ``flash`` is its option to use PyTorch's fused attention, off by default."""
     module = import_module("x_transformers")
     layers = module.Decoder(
@@ -117,7 +117,7 @@ class PeerModel(nn.Module):
     package: str
     works: Mapping[str, Begin] = {"forward": forward, "step": step}
 
-    def __init__(self, model: nn.Module, shape: Shape) -> None:
+    def __init__(self, model: nn.Module, shape: PeerShape) -> None:
         super().__init__()
         self.model, self.max_length = model, shape.length
         self.input = SimpleNamespace(vocab_size=shape.vocab)
@@ -135,7 +135,7 @@ class HuggingFace(PeerModel):
     package = "transformers"
     works = {"forward": forward, "step": step, "prefill": _prefill, "decode": _decode}
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PeerShape) -> None:
         super().__init__(gpt2(shape), shape)
 
     def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
@@ -153,7 +153,7 @@ class XTransformers(PeerModel):
 
     package = "x-transformers"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PeerShape) -> None:
         super().__init__(x_transformers(shape, flash=True), shape)
 
     def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
@@ -161,12 +161,12 @@ class XTransformers(PeerModel):
         return self.model(before)[:, -tokens.shape[1] :], before
 
 
-def installed() -> dict[str, Callable[[Shape], PeerModel]]:
+def installed() -> dict[str, Callable[[PeerShape], PeerModel]]:
     """What builds those that are installed."""
     return {name: build for name, (module, build) in PEERS.items() if find_spec(module) is not None}
 
 
-PEERS: dict[str, tuple[str, Callable[[Shape], PeerModel]]] = {
+PEERS: dict[str, tuple[str, Callable[[PeerShape], PeerModel]]] = {
     "transformers' GPT-2": ("transformers", HuggingFace),
     "x-transformers": ("x_transformers", XTransformers),
 }

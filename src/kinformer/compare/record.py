@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from kinformer.core.config import Config, from_dict, to_dict
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 
 SCHEMA = 1
 
@@ -99,9 +99,9 @@ class Comparison(Config):
     place: ClassVar[str] = "a comparison"
 
     @property
-    def deciding(self) -> Figure:
+    def deciding(self) -> Metric:
         """The figure that decides."""
-        return Figure(self.figure, self.unit, self.lower_is_better)
+        return Metric(self.figure, self.unit, self.lower_is_better)
 
     @property
     def finished(self) -> list[EntrantRecord]:

@@ -21,7 +21,7 @@ from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.runtime.progress import note
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
 
 MOST_MOVES = 4
@@ -45,7 +45,7 @@ def validation_tokens(options: CompareOptions, steps: int) -> int:
     return min(MOST_TOKENS, max(LEAST_TOKENS, steps * options.length * options.batch_size // VALIDATED_SHARE))
 
 
-def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, figure: Figure) -> None:
+def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, figure: Metric) -> None:
     """``found["sweep"]``: learning rates with what came of them; ``found["lr"]``: the best; ``found["moved"]``: what is
     to be told of an optimum that stood at an end, so that the sweep went on there."""
     short = sweep_steps(options, steps)
@@ -82,7 +82,7 @@ def _told(moves: int, at_edge: bool) -> str | None:
 
 
 def _trial(
-    contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, figure: Figure
+    contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, power: int, figure: Metric
 ) -> float | None:
     lr = options.middle * 2.0**power
     every = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
@@ -159,7 +159,7 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def curve(found: Mapping[str, Any], figure: Figure, flops_step: float | None) -> list[dict[str, Any]]:
+def curve(found: Mapping[str, Any], figure: Metric, flops_step: float | None) -> list[dict[str, Any]]:
     """The validations of a run, with the seconds of training until then."""
     points, seconds = [], {}
     for line in found["log"]:
@@ -179,7 +179,7 @@ def measured(
     """A run on the test split: ``figures``, ``units``, ``baselines``, ``data``; the ``first`` seed also by position and
     at further lengths of context."""
     task = contestant.task
-    known = {each.name for each in fields(task.MeasuringOptions)}
+    known = {each.name for each in fields(task.EvaluationOptions)}
     own: dict[str, Any] = {}
     if first and "lengths" in known:
         own["lengths"] = _possible(options.contexts, contestant, options.length)
@@ -193,7 +193,7 @@ def measured(
         facts = evaluation.facts
         lengths = {each["context"]: _context(each) for each in (facts, *facts.get("lengths", ())) if "context" in each}
         return {
-            "figures": dict(evaluation.figures),
+            "figures": dict(evaluation.metrics),
             "units": [[each.name, each.unit, each.lower_is_better] for each in evaluation.units],
             "baselines": dict(evaluation.baselines),
             "data": dict(evaluation.data) | {"max_bytes": most},

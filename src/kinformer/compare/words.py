@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kinformer.compare.record import Comparison, EntrantRecord, mean_of
 from kinformer.compare.statistics import holm, welch
-from kinformer.training.metric import SHARE, Figure, size
+from kinformer.training.metric import SHARE, Metric, size
 
 SIGNIFICANT = 0.05
 
@@ -48,7 +48,7 @@ def spread(entrant: EntrantRecord) -> float | None:
     return stdev(entrant.values) if len(entrant.values) > 1 else None
 
 
-def shown(figure: Figure, value: float) -> str:
+def shown(figure: Metric, value: float) -> str:
     """A value without its unit."""
     return f"{value:.1%}" if figure.unit == SHARE else f"{value:.4f}"
 
@@ -92,7 +92,7 @@ def _quality(comparison: Comparison) -> Iterator[str]:
         yield f"For scale, {name.replace('_', ' ')}: {shown(figure, value)}."
 
 
-def _gap(figure: Figure, each: Difference) -> str:
+def _gap(figure: Metric, each: Difference) -> str:
     assert each.together is not None
     return f"{each.name} ({shown(figure, abs(each.difference))} behind, {p_text(each.together)})"
 

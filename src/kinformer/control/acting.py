@@ -24,7 +24,7 @@ from kinformer.generation.recorded import logits_after
 from kinformer.generation.steps import LONG, Steps
 from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.matmul import few_rows
-from kinformer.runtime.progress import Progress
+from kinformer.runtime.progress import ProgressCallback
 
 WAVE = 64
 """Episodes side by side."""
@@ -82,7 +82,7 @@ def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
 
 
 @dataclass
-class Drawing:
+class ActionSampler:
     """How actions are drawn: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
 
     actions: Discrete | Box
@@ -109,7 +109,7 @@ class Agent:
     A subclass says by ``positions`` what a step's new positions are.
     """
 
-    def __init__(self, model: Any, drawing: Drawing, window: int | None) -> None:
+    def __init__(self, model: Any, drawing: ActionSampler, window: int | None) -> None:
         self.model, self.drawing, self.window = model, drawing, window
         self.state: Any = None
         self.past: np.ndarray | None = None
@@ -171,7 +171,7 @@ class Agent:
 
 
 def rollouts(
-    policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: Progress | None = None
+    policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: ProgressCallback | None = None
 ) -> Rollouts:
     """``episodes`` of the environment ``env``, in which the policy is asked for the return ``target`` (None: the best
     that each allows); episode i begins by the seed ``seed + i``."""

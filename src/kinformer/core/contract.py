@@ -65,11 +65,11 @@ class CausalMixer(nn.Module):
     """How many tokens a sequence may have, None for any number."""
     reads_source: bool = False
     """``initial_state`` also takes ``source`` and ``source_valid``, the sequence that all queries look at."""
-    remembers_inputs: bool = False
+    recomputes_kv: bool = False
     """The state holds inputs of the layer, to be projected again. Then ``forward`` also takes ``norm``, what
     the layer makes of its inputs before they are mixed: the chunk and the state hold inputs as they enter the layer,
     and the norm is applied to both, so that it is always that of the present weights and learns from either."""
-    answers_some: bool = False
+    supports_output_mask: bool = False
     """``forward`` also takes ``asked`` [batch, time] bool, where outputs are wanted; elsewhere they are zero and cost
     little, while the state is the same."""
 

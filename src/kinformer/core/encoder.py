@@ -1,8 +1,8 @@
 """The protocol of encoder mixers, which read a whole text at once: ``y = mixer(x, text)``.
 
-A :class:`Text` says of the tokens what their vectors do not: which are valid, which are *global* (all tokens see them
-and they see all), and how many are the *global input*, which stands before the *long input* (Ainslie et al. 2020, ETC).
-The model makes it once, from masks and kinds.
+A :class:`SequenceContext` says of the tokens what their vectors do not: which are valid, which are *global* (all tokens
+see them and they see all), and how many are the *global input*, which stands before the *long input* (Ainslie et al.
+2020, ETC). The model makes it once, from masks and kinds.
 
 Shapes: ``x [batch, num_global + time, dim]``; of either input, a row's valid tokens are a prefix.
 """
@@ -25,7 +25,7 @@ LOCAL, GLOBAL = 0, 1
 """Kinds of tokens of the long input, as ``model(tokens, kinds=...)`` takes them."""
 
 
-class Text(NamedTuple):
+class SequenceContext(NamedTuple):
     """What a mixer knows of the tokens [batch, num_global + time] besides their vectors.
 
     ``valid``             bool or None (all valid): False marks padding.
@@ -59,13 +59,13 @@ class EncoderMixer(nn.Module):
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
-    images_only: bool = False
+    grid_only: bool = False
     """It mixes over the grid of an image's patches, which must be all tokens."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         """x [batch, time, dim] -> y [batch, time, dim]."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
         raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
 
 
-def gridded(x: Tensor, text: Text, kind: str) -> tuple[int, int]:
+def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
     """The grid of the patches x [batch, rows * columns, dim], for a mixer of this ``kind`` that is for images only."""
     if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
         raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kinformer.core import state as states
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
@@ -21,7 +21,7 @@ ReadExit = Callable[[Tensor, int], Tensor]
 """(x [..., dim] as a layer gave it, number of the exit) -> logits [..., vocab], what is predicted at that exit."""
 
 
-class Progress(NamedTuple):
+class HaltingState(NamedTuple):
     """Of tokens that halt on their own, before step ``number``: what they give so far, ``out`` [batch, time, dim], the
     probability ``halted`` [batch, time] of having halted, and which are still ``running`` [batch, time] bool."""
 
@@ -34,8 +34,8 @@ class Progress(NamedTuple):
 class Branch(NamedTuple):
     """A sublayer without its residual sum, for stacks with streams of their own; a layer gives its ``branches()``.
 
-    ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose own
-    x is not looked at, or an encoder's ``Text``. ``state`` is that of the mixer, or whatever where ``mixes`` is False.
+    ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose x
+    is ignored, or an encoder's ``SequenceContext``. ``state`` is that of the mixer; anything where ``mixes`` is False.
     """
 
     run: Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
@@ -109,11 +109,11 @@ class Stack(nn.Module):
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
     module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
     after which a token may leave for the head, the last included; empty where all tokens go through every use.
-    ``images_only``: as of ``core.encoder.EncoderMixer``.
+    ``grid_only``: as of ``core.encoder.EncoderMixer``.
     """
 
     shardable: bool = True
-    images_only: bool = False
+    grid_only: bool = False
     exits: tuple[int, ...] = ()
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
@@ -151,7 +151,7 @@ class Stack(nn.Module):
         x, tapped = self._through(chunk.x, use, before, taps)
         return x, tuple(after), tapped
 
-    def absorb_exiting(
+    def absorb_early_exits(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         """What :meth:`absorb` gives, where tokens may leave early by what ``read`` gives of them; and the number of the
@@ -159,14 +159,14 @@ class Stack(nn.Module):
         return self.absorb(chunk, state, before, taps), None
 
     def read(
-        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
         return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
-    def _read(self, layer: nn.Module, x: Tensor, text: Text, asked: Tensor | None = None) -> Tensor:
+    def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, asked: Tensor | None = None) -> Tensor:
         """What an encoder's ``layer`` makes of x, at least where ``asked`` [batch, time] bool (None: everywhere)."""
-        given = (x, text, asked) if asked is not None and getattr(layer, "answers_some", False) else (x, text)
+        given = (x, text, asked) if asked is not None and getattr(layer, "supports_output_mask", False) else (x, text)
         return checkpoint(layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
 
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
@@ -176,10 +176,10 @@ class Stack(nn.Module):
     def _used(self, number: int, chunk: Chunk, state: Any, asked: Tensor | None) -> tuple[Tensor, Any]:
         """Use ``number`` of a layer, whose outputs are needed where ``asked`` [batch, time] bool (None: everywhere).
 
-        A layer that ``answers_some`` computes no others, while its state absorbs all tokens.
+        A layer that ``supports_output_mask`` computes no others, while its state absorbs all tokens.
         """
         layer = self.layers[self.order[number]]
-        if asked is not None and getattr(layer, "answers_some", False):
+        if asked is not None and getattr(layer, "supports_output_mask", False):
             return self._applied(layer, chunk, state, asked)
         return self._applied(layer, chunk, state)
 

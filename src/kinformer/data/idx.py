@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from kinformer.data.files import reading
-from kinformer.data.image_source import Found, Part, array_part
+from kinformer.data.image_source import ImageSet, Part, array_part
 from kinformer.runtime.errors import KinformerError
 
 _BYTES = 8
@@ -75,12 +75,12 @@ def check_ratio(path: Path, unpacked: int, packed: int) -> None:
         )
 
 
-def read_idx_file(path: Path) -> Found:
+def read_idx_file(path: Path) -> ImageSet:
     """The images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
     return _found({"train": path})
 
 
-def read_idx_folder(folder: Path, files: list[Path]) -> Found:
+def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
     """The images in a folder that has the IDX files ``files``, a file a split, told apart by their names."""
     by_split: dict[str, Path] = {}
     for path in files:
@@ -102,7 +102,7 @@ def _split_of(name: str) -> str:
     return "validation" if "valid" in name else "train"
 
 
-def _found(paths: dict[str, Path]) -> Found:
+def _found(paths: dict[str, Path]) -> ImageSet:
     parts = {split: _part(path) for split, path in paths.items()}
     shapes = {part.images.shape[1:]: split for split, part in parts.items()}
     if len(shapes) > 1:
@@ -112,7 +112,7 @@ def _found(paths: dict[str, Path]) -> Found:
     height, width, *channels = shape
     if channels not in ([], [1], [3]):
         raise KinformerError(f"{paths['train']}: has images of {channels[0]} channels; 1 and 3 are known.")
-    return Found(parts, (height, width, channels[0] if channels else 1))
+    return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
 
 def _part(path: Path) -> Part:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kinformer.data.files import SourceFile, atomic_write
-from kinformer.data.image_source import SPLITS, Found, Part
+from kinformer.data.image_source import SPLITS, ImageSet, Part
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
 
@@ -53,7 +53,7 @@ def require_pillow(place: Path | str) -> Any:
     return Image
 
 
-def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> Found:
+def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
     """The pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter side
     has so many pixels, and the middle square is taken.
 
@@ -79,7 +79,7 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
         chosen = [pictures[index] for index in members]
         names = [name for index in members if (name := labels[index]) is not None] or None
         parts[split or "train"] = Part(Pictures(chosen, shape), names, lambda chosen=chosen: _keys(chosen))  # type: ignore[misc]
-    return Found(parts, shape, _notes(heads, others))
+    return ImageSet(parts, shape, _notes(heads, others))
 
 
 class Pictures(Sequence[np.ndarray]):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kinformer.data.idx import check_ratio
-from kinformer.data.image_source import SPLITS, Found, array_part
+from kinformer.data.image_source import SPLITS, ImageSet, array_part
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
 
@@ -18,7 +18,7 @@ _IMAGES, _LABELS = ("images", "image", "pixels", "x"), ("labels", "label", "y")
 _LIKE = "images and labels, x_train and y_train, or train_images and train_labels"
 
 
-def read_npz(path: Path) -> Found:
+def read_npz(path: Path) -> ImageSet:
     """The images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
 
     Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
@@ -39,7 +39,7 @@ def read_npz(path: Path) -> Found:
             _check_images(path, images, arrays["train", "images"])
             parts[split] = array_part(images, _labels(path, split, arrays.get((split, "labels")), len(images)))
     height, width, *channels = arrays["train", "images"].shape[1:]
-    return Found(parts, (height, width, channels[0] if channels else 1))
+    return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
 
 def _role(name: str) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class ImageSet:
     """All that a reader found: ``shape`` is (height, width, channels), ``notes`` say what was changed or left out."""
 
     parts: Mapping[str, Part]

@@ -24,7 +24,7 @@ from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.idx import is_images, labels_beside, read_idx_file, read_idx_folder
 from kinformer.data.image_files import SUFFIXES, read_folder
 from kinformer.data.image_npz import read_npz
-from kinformer.data.image_source import Found, Part, hash_order
+from kinformer.data.image_source import ImageSet, Part, hash_order
 from kinformer.data.stored import stored
 from kinformer.runtime.errors import KinformerError
 
@@ -156,7 +156,7 @@ def _files(path: Path) -> list[SourceFile]:
     return [single_file(path), *([] if labels is None else [single_file(labels)])]
 
 
-def _find(path: Path, files: list[SourceFile], size: int | None) -> Found:
+def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
     if path.is_dir() and any(Path(file.name).suffix.lower() in SUFFIXES for file in files):
         return read_folder(path, files, size)
     if size is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore.store import Datastore
 from kinformer.runtime.errors import KinformerError
 

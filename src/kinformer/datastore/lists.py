@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.neighbours import Neighbours
+from kinformer.core.head import Neighbours
 from kinformer.datastore.exact import check_queries, nearest
 from kinformer.datastore.store import Datastore
 from kinformer.runtime.errors import KinformerError

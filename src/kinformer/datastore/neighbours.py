@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.core.head import Neighbours, Searcher
 from kinformer.datastore.store import Datastore, crc32
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, reading, write_json

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
+from kinformer.core.head import Neighbours, Searcher
 from kinformer.core.input import Input
 from kinformer.core.model import Hidden
-from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.datastore.attached import KeyedDecoder, KeyedStates
 from kinformer.models.decoder import Decoder
 

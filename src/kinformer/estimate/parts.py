@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
-from kinformer.core.likelihood import Likelihood
+from kinformer.core.head import Likelihood
 from kinformer.core.stack import Stack, units_of
 from kinformer.training import cross_entropy
 

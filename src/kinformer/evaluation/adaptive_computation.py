@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from kinformer.core.stack import Progress, Stack
-from kinformer.training.metric import Figure
+from kinformer.core.stack import HaltingState, Stack
+from kinformer.training.metric import Metric
 
-PONDER_STEPS = Figure("ponder_steps", "steps per token")
+PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
 
 class Pondering:
@@ -31,7 +31,7 @@ class Pondering:
         """Steps per token, None where nothing was read or nothing halts."""
         return self.steps / self.tokens if self.tokens else None
 
-    def note(self, progress: Progress) -> None:
+    def note(self, progress: HaltingState) -> None:
         """Count the tokens that take the step that is over."""
         running = int(progress.running.sum())
         self.steps += running

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.stack import Progress
+from kinformer.core.stack import HaltingState
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS
-from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, exiting_stack
-from kinformer.training.metric import Figure
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, early_exit_stack
+from kinformer.training.metric import Metric
 
 
 class Depths:
     """``last`` [batch, time] int64: what the tokens of the last call took, 0 where not valid, in the order in which
     the model left-aligned them; ``figure`` names it."""
 
-    def __init__(self, figure: Figure) -> None:
-        self.figure = figure
+    def __init__(self, metric: Metric) -> None:
+        self.figure = metric
         self.last = torch.zeros(0, 0, dtype=torch.int64)
 
     def step(self, _: nn.Module, given: Any) -> None:
         """Before a step of a stack whose tokens halt."""
-        progress: Progress = given[0]
+        progress: HaltingState = given[0]
         running = progress.running.long()
         self.last = running if progress.number == 0 else self.last + running
 
@@ -38,7 +38,7 @@ class Depths:
 @contextmanager
 def noting_depths(model: Any) -> Iterator[Depths | None]:
     """The depths of all tokens that ``model``, a causal one, reads meanwhile; None where all go equally deep."""
-    halting, exits = model.stack.halting, exiting_stack(model)
+    halting, exits = model.stack.halting, early_exit_stack(model)
     if halting is not None:
         found = Depths(PONDER_STEPS)
         hook = halting.register_forward_pre_hook(found.step)

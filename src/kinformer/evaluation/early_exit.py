@@ -18,9 +18,9 @@ from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.stack import Stack
 from kinformer.stacks.exit_rules import AtExit, ExitRule
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 
-LAYERS_PER_TOKEN = Figure("layers_per_token", "layers per token")
+LAYERS_PER_TOKEN = Metric("layers_per_token", "layers per token")
 ROUNDS = 9
 
 
@@ -81,7 +81,7 @@ class Exiting:
         self.tokens = [before + count for before, count in zip(self.tokens, counts, strict=True)]
 
 
-def exiting_stack(model: nn.Module | CausalModel) -> Any:
+def early_exit_stack(model: nn.Module | CausalModel) -> Any:
     """The model's stack where its tokens may leave early, as its rule is now; else None."""
     assert isinstance(model, nn.Module)
     stacks: Iterator[Any] = (module for module in model.modules() if isinstance(module, Stack) and module.exits)
@@ -91,7 +91,7 @@ def exiting_stack(model: nn.Module | CausalModel) -> Any:
 @contextmanager
 def noting_exits(model: nn.Module | CausalModel) -> Iterator[Exiting]:
     """Count by which exits all valid tokens leave that ``model`` reads meanwhile."""
-    stack = exiting_stack(model)
+    stack = early_exit_stack(model)
     found = Exiting(stack)
     hook = None if stack is None else stack.left.register_forward_hook(lambda _, given, __: found.note(*given))
     try:
@@ -129,7 +129,7 @@ class Forced(ExitRule):
 def saved(model: CausalModel, found: Exited, past: int, rows: int = 1) -> Exited:
     """``found`` with what it saves where tokens come one at a time after ``past`` others: FLOPs as counted, and time as
     measured, of one token that leaves by each exit, and of one that goes through all layers without being asked."""
-    stack = exiting_stack(model)
+    stack = early_exit_stack(model)
     rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
     flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]
     with torch.no_grad():

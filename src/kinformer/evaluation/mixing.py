@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.head import Neighbours, Searcher
 from kinformer.core.model import CausalModel
-from kinformer.core.neighbours import Neighbours, Searcher
 from kinformer.data import EvaluationStream, Split
 from kinformer.evaluation.bits import Progress
 from kinformer.evaluation.contexts import contexts

@@ -54,7 +54,7 @@ class Usages:
 
 
 @contextmanager
-def noting_usage(model: nn.Module) -> Iterator[Usages]:
+def record_usage(model: nn.Module) -> Iterator[Usages]:
     """Note every look-up that ``model`` makes in the tables (slots, weights) of its memories meanwhile."""
     usages = Usages(model)
 

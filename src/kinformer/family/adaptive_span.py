@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -31,29 +31,29 @@ def _tiny(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.soft_span import SoftSpan
 
     span = SoftSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4)
-    return decoder(Shape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
+    return decoder(ModelShape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
 
 
 def _small(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.soft_span import SoftSpan
 
-    return decoder(Shape(256, 4, 4), vocab or 256, mixer=_mixer(4, SoftSpan.Config(max_span=1024)))
+    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, SoftSpan.Config(max_span=1024)))
 
 
 def _tiny_dynamic(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.dynamic_span import DynamicSpan
 
     span = DynamicSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4)
-    return decoder(Shape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
+    return decoder(ModelShape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
 
 
 def _dynamic(vocab: int | None) -> Decoder.Config:
     from kinformer.scores.dynamic_span import DynamicSpan
 
-    return decoder(Shape(256, 4, 4), vocab or 256, mixer=_mixer(4, DynamicSpan.Config(max_span=1024)))
+    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, DynamicSpan.Config(max_span=1024)))
 
 
-def _paper(shape: Shape) -> Recipe:
+def _paper(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
@@ -99,7 +99,7 @@ MEMBER = Member(
         "benchmark": _small,
         "tiny-dynamic": _tiny_dynamic,
         "dynamic": _dynamic,
-        "paper": _paper(Shape(512, 12, 8, hidden_dim=2048, residual="post", activation="relu")),
-        "paper-large": _paper(Shape(768, 24, 8, hidden_dim=4096, residual="post", activation="relu")),
+        "paper": _paper(ModelShape(512, 12, 8, hidden_dim=2048, residual="post", activation="relu")),
+        "paper-large": _paper(ModelShape(768, 24, 8, hidden_dim=4096, residual="post", activation="relu")),
     },
 )

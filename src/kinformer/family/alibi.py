@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.alibi import Alibi
@@ -41,9 +41,9 @@ MEMBER = Member(
     exact_limit="slopes of zero: exact attention without positions",
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(1024, 16, 8, hidden_dim=4096, activation="relu"), vocab_size=267744),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4)),
+        "paper": _recipe(ModelShape(1024, 16, 8, hidden_dim=4096, activation="relu"), vocab_size=267744),
     },
 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a recipe. ``hidden_dim``: of the feed-forward, 4 * dim if not given; ``residual``: where norms stand."""
 
     dim: int
@@ -40,7 +40,7 @@ def residual(name: Literal["pre", "post"]) -> ResidualConfig:
 
 
 def encoder(
-    shape: Shape,
+    shape: ModelShape,
     vocab_size: int,
     mixers: Sequence[EncoderMixerConfig],
     position: PositionConfig,
@@ -118,7 +118,7 @@ def encoder_decoder(
 
 
 def image_encoder(
-    shape: Shape, input: InputConfig, mixer: EncoderMixerConfig, head: HeadConfig, **settings: Any
+    shape: ModelShape, input: InputConfig, mixer: EncoderMixerConfig, head: HeadConfig, **settings: Any
 ) -> Encoder.Config:
     """``shape.depth`` equal layers over patches, with a norm behind the last. ``settings`` are further fields."""
     from kinformer.blocks.encoder_layer import EncoderLayer
@@ -145,7 +145,7 @@ def image_encoder(
 
 
 def recogniser(
-    shape: Shape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
+    shape: ModelShape, classes: int, mixer: EncoderMixerConfig, convolutions: int = 2, bare: bool = False
 ) -> Encoder.Config:
     """An encoder of frames of sound below a CTC head of so many ``classes``, the blank included.
 
@@ -178,7 +178,7 @@ def recogniser(
 
 
 def decoder(
-    shape: Shape,
+    shape: ModelShape,
     vocab_size: int,
     mixer: MixerConfig,
     position: PositionConfig | None = None,

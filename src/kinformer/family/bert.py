@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
+def _recipe(shape: ModelShape, max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional import BidirectionalAttention
         from kinformer.positions.learned import Learned
@@ -27,8 +27,8 @@ def _recipe(shape: Shape, max_length: int = 512, vocab_size: int = 259, types: i
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, residual="post")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(

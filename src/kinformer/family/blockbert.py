@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
+def _recipe(
+    shape: ModelShape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, types: int = 0
+) -> Recipe:
     """``heads``: how many see the own block, how many the next, and so on round all blocks."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
@@ -41,8 +43,8 @@ def _recipe(shape: Shape, heads: Sequence[int], max_length: int = 512, vocab_siz
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, residual="post")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ Measure = Literal["softmax_response", "saturation", "classifier"]
 
 
 def _recipe(
-    shape: Shape, measure: Measure = "softmax_response", head_dim: int | None = None, vocab_size: int = 256
+    shape: ModelShape, measure: Measure = "softmax_response", head_dim: int | None = None, vocab_size: int = 256
 ) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
@@ -33,8 +33,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, activation="gelu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, activation="gelu")
 
 
 MEMBER = Member(

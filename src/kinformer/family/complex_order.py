@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, residual
+from kinformer.family.assemble import ModelShape, residual
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape) -> Recipe:
+def _recipe(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.layer import DecoderLayer
@@ -69,9 +69,9 @@ MEMBER = Member(
         "(tests/projections/test_complex.py)",
     ),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2, hidden_dim=64)),
-        "small": _recipe(Shape(512, 4, 4, hidden_dim=1024)),
-        "benchmark": _recipe(Shape(256, 4, 4, hidden_dim=1024, activation="relu")),
-        "paper": _recipe(Shape(1024, 6, 8, hidden_dim=2048, residual="post", activation="relu")),
+        "tiny": _recipe(ModelShape(32, 2, 2, hidden_dim=64)),
+        "small": _recipe(ModelShape(512, 4, 4, hidden_dim=1024)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, hidden_dim=1024, activation="relu")),
+        "paper": _recipe(ModelShape(1024, 6, 8, hidden_dim=2048, residual="post", activation="relu")),
     },
 )

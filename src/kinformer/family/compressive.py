@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int | None = None) -> Recipe:
+def _recipe(shape: ModelShape, sizes: tuple[int, int, int], rate: int, head_dim: int | None = None) -> Recipe:
     """``sizes``: of segment, memory and compressed memory."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
@@ -40,8 +40,8 @@ def _recipe(shape: Shape, sizes: tuple[int, int, int], rate: int, head_dim: int 
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
 
 MEMBER = Member(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, image_encoder
+from kinformer.family.assemble import ModelShape, image_encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, size: int, patch: int, classes: int = 1000) -> Recipe:
+def _recipe(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.heads.classification import LinearClassificationHead
         from kinformer.inputs.patches import Patches
@@ -27,8 +27,8 @@ def _recipe(shape: Shape, size: int, patch: int, classes: int = 1000) -> Recipe:
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="squared_relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="squared_relu")
 
 
 MEMBER = Member(

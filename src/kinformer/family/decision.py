@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, *, state_dim: int = 4, actions: int = 2, discrete: bool = True, timesteps: int = 1024,
+    shape: ModelShape, *, state_dim: int = 4, actions: int = 2, discrete: bool = True, timesteps: int = 1024,
     dropout: float = 0.0, atari: bool = False,
 ) -> Recipe:  # fmt: skip
     """``discrete``: ``actions`` to choose from, else so many numbers; ``atari``: the authors' model of such games."""
@@ -43,8 +43,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="relu")
 
 
 MEMBER = Member(
@@ -71,6 +71,8 @@ MEMBER = Member(
         "small": _recipe(_shape(256, 4, 4)),
         "benchmark": _recipe(_shape(256, 4, 4)),
         "paper": _recipe(_shape(128, 3, 1), state_dim=11, actions=3, discrete=False, timesteps=4096, dropout=0.1),
-        "paper-atari": _recipe(Shape(128, 6, 8), state_dim=128, actions=4, timesteps=10000, dropout=0.1, atari=True),
+        "paper-atari": _recipe(
+            ModelShape(128, 6, 8), state_dim=128, actions=4, timesteps=10000, dropout=0.1, atari=True
+        ),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, image_encoder
+from kinformer.family.assemble import ModelShape, image_encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, size: int, patch: int, classes: int = 1000) -> Recipe:
+def _recipe(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.heads.distilled import DistilledHead
         from kinformer.inputs.patches import Patches
@@ -45,12 +45,12 @@ MEMBER = Member(
     exact_limit="is exact attention",
     parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), 32, 4, classes=10),
-        "small": _recipe(Shape(256, 4, 4), 32, 4, classes=10),
-        "benchmark": _recipe(Shape(256, 4, 4), 224, 16),
-        "paper": _recipe(Shape(768, 12, 12), 224, 16),
-        "paper-tiny": _recipe(Shape(192, 12, 3), 224, 16),
-        "paper-small": _recipe(Shape(384, 12, 6), 224, 16),
-        "paper-384": _recipe(Shape(768, 12, 12), 384, 16),
+        "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
+        "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),
+        "benchmark": _recipe(ModelShape(256, 4, 4), 224, 16),
+        "paper": _recipe(ModelShape(768, 12, 12), 224, 16),
+        "paper-tiny": _recipe(ModelShape(192, 12, 3), 224, 16),
+        "paper-small": _recipe(ModelShape(384, 12, 6), 224, 16),
+        "paper-384": _recipe(ModelShape(768, 12, 12), 384, 16),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
+    shape: ModelShape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
 ) -> Recipe:
     """``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
 
@@ -46,8 +46,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
 
 MEMBER = Member(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ EPS = 1e-12
 
 
 def _recipe(
-    shape: Shape,
+    shape: ModelShape,
     radius: int,
     max_distance: int,
     sentence: int,
@@ -53,8 +53,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, residual="post")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(

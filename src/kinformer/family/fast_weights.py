@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape) -> Recipe:
+def _recipe(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.features.sum_normalised import SumNormalised
@@ -53,9 +53,9 @@ MEMBER = Member(
     parity=("lmtool-fwp, the authors' code, and labml-nn 0.5.1 (tests/family/test_parity.py)",),
     results=("capacity",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
-        "paper": _recipe(Shape(128, 16, 8, hidden_dim=2048, residual="post", activation="relu")),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
+        "paper": _recipe(ModelShape(128, 16, 8, hidden_dim=2048, residual="post", activation="relu")),
     },
 )

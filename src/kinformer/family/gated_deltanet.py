@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, head_dim: int | None = None, value_dim: int | None = None
+    shape: ModelShape, head_dim: int | None = None, value_dim: int | None = None
 ) -> Callable[[int | None], Decoder.Config]:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.decays.softplus import Softplus
@@ -42,7 +42,7 @@ def _recipe(
     return recipe
 
 
-def _hybrid(shape: Shape) -> Recipe:
+def _hybrid(shape: ModelShape) -> Recipe:
     """Every fourth layer is softmax attention."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
@@ -77,10 +77,10 @@ MEMBER = Member(
     exact_limit="no finite limit; without decay and convolutions it is the delta rule of fast weights",
     parity=("Qwen3-Next's gated delta net of transformers (tests/family/test_kernel_members.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "hybrid": _hybrid(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
-        "paper": _recipe(Shape(2048, 24, 6), 256, 512),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "hybrid": _hybrid(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
+        "paper": _recipe(ModelShape(2048, 24, 6), 256, 512),
     },
 )

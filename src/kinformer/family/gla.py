@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, head_dim: int | None, value_dim: int | None) -> Recipe:
+def _recipe(shape: ModelShape, head_dim: int | None, value_dim: int | None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.decays.low_rank import LowRank
         from kinformer.features.identity import Identity
@@ -52,9 +52,9 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; without decay it is linear attention without a normaliser",
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), 8, 16),
-        "small": _recipe(Shape(256, 4, 4), 32, 64),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu"), None, None),
-        "paper": _recipe(Shape(1024, 24, 4), 128, 256),
+        "tiny": _recipe(ModelShape(32, 2, 2), 8, 16),
+        "small": _recipe(ModelShape(256, 4, 4), 32, 64),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), None, None),
+        "paper": _recipe(ModelShape(1024, 24, 4), 128, 256),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, max_length: int = 1024, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, max_length: int = 1024, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.learned import Learned
@@ -26,8 +26,8 @@ def _recipe(shape: Shape, max_length: int = 1024, vocab_size: int = 256) -> Reci
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="gelu_tanh")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="gelu_tanh")
 
 
 MEMBER = Member(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, segment: int, memory: int, head_dim: int | None = None) -> Recipe:
+def _recipe(shape: ModelShape, segment: int, memory: int, head_dim: int | None = None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.gated import Gated
@@ -58,9 +58,9 @@ MEMBER = Member(
     needs={"segments": True},
     parity=("RLlib 2.9.3: the whole network, in float64 (tests/blocks/test_gated.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), segment=8, memory=12),
-        "small": _recipe(Shape(192, 4, 4, hidden_dim=576), segment=256, memory=256),
-        "benchmark": _recipe(Shape(256, 4, 4), segment=256, memory=256),
-        "paper": _recipe(Shape(512, 12, 8), segment=128, memory=512, head_dim=64),
+        "tiny": _recipe(ModelShape(32, 2, 2), segment=8, memory=12),
+        "small": _recipe(ModelShape(192, 4, 4, hidden_dim=576), segment=256, memory=256),
+        "benchmark": _recipe(ModelShape(256, 4, 4), segment=256, memory=256),
+        "paper": _recipe(ModelShape(512, 12, 8), segment=128, memory=512, head_dim=64),
     },
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, image_encoder
+from kinformer.family.assemble import ModelShape, image_encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
-Level = tuple[Shape, int]
+Level = tuple[ModelShape, int]
 """An encoder's shape, and the side of the images that it reads, in pixels."""
 
 
@@ -29,7 +29,7 @@ def _recipe(patch: int, tile: Level, region: Level, slide: Level, dropout: float
         from kinformer.models.encoder import Encoder
         from kinformer.positions.none import NoPosition
 
-        def level(shape: Shape, input: Patches.Config | Tiles.Config) -> Encoder.Config:
+        def level(shape: ModelShape, input: Patches.Config | Tiles.Config) -> Encoder.Config:
             mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
             return image_encoder(shape, input=input, mixer=mixer, head=PooledHead.Config())
 
@@ -76,11 +76,21 @@ MEMBER = Member(
     exact_limit="its lowest encoder is a ViT; attention is exact within tiles, within regions and among regions",
     results=("pyramid",),
     recipes={
-        "tiny": _recipe(4, (Shape(16, 1, 2), 8), (Shape(24, 1, 2), 16), (Shape(32, 2, 2), 32), classes=10),
-        "small": _recipe(4, (Shape(64, 2, 4), 16), (Shape(64, 2, 4), 64), (Shape(64, 2, 4), 256), classes=10),
-        "benchmark": _recipe(16, (Shape(64, 2, 4), 64), (Shape(64, 2, 4), 256), (Shape(256, 4, 4), 1024)),
+        "tiny": _recipe(
+            4, (ModelShape(16, 1, 2), 8), (ModelShape(24, 1, 2), 16), (ModelShape(32, 2, 2), 32), classes=10
+        ),
+        "small": _recipe(
+            4, (ModelShape(64, 2, 4), 16), (ModelShape(64, 2, 4), 64), (ModelShape(64, 2, 4), 256), classes=10
+        ),
+        "benchmark": _recipe(
+            16, (ModelShape(64, 2, 4), 64), (ModelShape(64, 2, 4), 256), (ModelShape(256, 4, 4), 1024)
+        ),
         "paper": _recipe(
-            16, (Shape(384, 12, 6), 256), (Shape(192, 6, 6), 4096), (Shape(192, 2, 3, hidden_dim=192), 4096), 0.25
+            16,
+            (ModelShape(384, 12, 6), 256),
+            (ModelShape(192, 6, 6), 4096),
+            (ModelShape(192, 2, 3, hidden_dim=192), 4096),
+            0.25,
         ),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, pixels: bool = False, **pattern: Any) -> Recipe:
+def _recipe(shape: ModelShape, pixels: bool = False, **pattern: Any) -> Recipe:
     """``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of colours, as published, instead
     of tokens."""
 
@@ -51,8 +51,8 @@ def _pixels(pattern: dict[str, int]) -> InputConfig:
     return Pixels.Config(channels=3, per_channel=True, scale=True, places="sinusoid_2d", **shown)
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, residual="post", activation="relu")
 
 
 def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, vocab_size: int = 256, dropout: float = 0.0) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 256, dropout: float = 0.0) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.sinusoidal import Sinusoidal
@@ -29,8 +29,8 @@ def _recipe(shape: Shape, vocab_size: int = 256, dropout: float = 0.0) -> Recipe
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="relu")
 
 
 MEMBER = Member(

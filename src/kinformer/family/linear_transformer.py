@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape) -> Recipe:
+def _recipe(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
@@ -39,7 +39,7 @@ def _images(depth: int, height: int, width: int, channels: int) -> Recipe:
         from kinformer.inputs.pixels import Pixels
         from kinformer.positions.none import NoPosition
 
-        config: Any = _recipe(Shape(256, depth, 8, residual="post", activation="relu"))(vocab)
+        config: Any = _recipe(ModelShape(256, depth, 8, residual="post", activation="relu"))(vocab)
         return config.replace(
             input=Pixels.Config(height=height, width=width, channels=channels, places="sinusoid", concatenate=True),
             position=NoPosition.Config(),
@@ -68,10 +68,10 @@ MEMBER = Member(
     parity=("pytorch-fast-transformers 0.4.0, the authors' code (tests/family/test_parity.py)",),
     results=("capacity",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
-        "paper": _recipe(Shape(256, 8, 8, residual="post", activation="relu")),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
+        "paper": _recipe(ModelShape(256, 8, 8, residual="post", activation="relu")),
         "paper-mnist": _images(8, 28, 28, 1),
         "paper-cifar": _images(16, 32, 32, 3),
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, ranks: Sequence[int], max_length: int, layerwise: bool = True, vocab_size: int = 259
+    shape: ModelShape, ranks: Sequence[int], max_length: int, layerwise: bool = True, vocab_size: int = 259
 ) -> Recipe:
     """``ranks``: how many summaries a text has, layer by layer (in turns); ``layerwise``: one projection for keys and
     values of all layers, else two in each."""
@@ -41,8 +41,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, residual="post")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, residual="post")
 
 
 MEMBER = Member(

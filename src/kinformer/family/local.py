@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, window: int) -> Recipe:
+def _recipe(shape: ModelShape, window: int) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.patterns.local import Local
@@ -78,9 +78,9 @@ MEMBER = Member(
     parity=("openai/sparse_attention: the mask of its window (tests/patterns/test_published.py)",),
     results=("sparse",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), window=8),
-        "small": _recipe(Shape(256, 4, 4), window=256),
-        "benchmark": _recipe(Shape(256, 4, 4), window=256),
+        "tiny": _recipe(ModelShape(32, 2, 2), window=8),
+        "small": _recipe(ModelShape(256, 4, 4), window=256),
+        "benchmark": _recipe(ModelShape(256, 4, 4), window=256),
         "paper": _paper,
     },
 )

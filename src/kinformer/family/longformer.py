@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, windows: Sequence[int], max_length: int, vocab_size: int = 259, global_tokens: int = 1
+    shape: ModelShape, windows: Sequence[int], max_length: int, vocab_size: int = 259, global_tokens: int = 1
 ) -> Recipe:
     """``windows``: how far a token sees on either side, layer by layer (in turns)."""
 
@@ -41,8 +41,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post")
 
 
 MEMBER = Member(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, layer: int, window: int, memory_size: int, topk: int = 32) -> Recipe:
+def _recipe(shape: ModelShape, layer: int, window: int, memory_size: int, topk: int = 32) -> Recipe:
     """A window of ``window`` tokens in all layers, and memories in one of them."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
@@ -39,10 +39,10 @@ def _paper(vocab: int | None) -> Decoder.Config:
         sees_itself=False,
         position=T5.Config(),
     )
-    return _with_memory(Shape(1024, 12, 8, activation="relu"), vocab or 32000, 8, memory)
+    return _with_memory(ModelShape(1024, 12, 8, activation="relu"), vocab or 32000, 8, memory)
 
 
-def _with_memory(shape: Shape, vocab: int, layer: int, memory: Memorizing.Config) -> Decoder.Config:
+def _with_memory(shape: ModelShape, vocab: int, layer: int, memory: Memorizing.Config) -> Decoder.Config:
     from kinformer.mixers.softmax import SoftmaxAttention
     from kinformer.patterns.local import Local
     from kinformer.positions.t5 import T5
@@ -85,9 +85,9 @@ MEMBER = Member(
     needs={"segments": True},
     parity=("the authors' code (tests/mixers/test_memorizing.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
-        "small": _recipe(Shape(256, 4, 4), 2, window=256, memory_size=8192),
-        "benchmark": _recipe(Shape(256, 4, 4), 2, window=256, memory_size=8192),
+        "tiny": _recipe(ModelShape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
+        "small": _recipe(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),
+        "benchmark": _recipe(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),
         "paper": _paper,
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, features: int | None = None) -> Recipe:
+def _recipe(shape: ModelShape, features: int | None = None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.features.favor import Favor
         from kinformer.mixers.linear import LinearAttention
@@ -48,9 +48,9 @@ MEMBER = Member(
     parity=("performer-pytorch 1.1.4: features, and attention over them, in float64 (tests/family/test_performer.py)",),
     results=("approximation",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4), features=128),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu"), features=64),
-        "paper": _recipe(Shape(512, 6, 8, activation="relu"), features=256),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4), features=128),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), features=64),
+        "paper": _recipe(ModelShape(512, 6, 8, activation="relu"), features=256),
     },
 )

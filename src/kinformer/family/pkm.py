@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, depths: tuple[int, ...], num_keys: int, **sizes: int) -> Recipe:
+def _recipe(shape: ModelShape, depths: tuple[int, ...], num_keys: int, **sizes: int) -> Recipe:
     """A memory of ``num_keys`` keys in each half at each of ``depths``."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
@@ -27,11 +27,11 @@ def _paper(vocab: int | None) -> Decoder.Config:
     from kinformer.blocks.product_keys import ProductKeys
 
     memory = ProductKeys.Config(num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch")
-    return _with_memories(Shape(1024, 12, 16, residual="post"), vocab or 60_000, (4,), memory, max_length=512)
+    return _with_memories(ModelShape(1024, 12, 16, residual="post"), vocab or 60_000, (4,), memory, max_length=512)
 
 
 def _with_memories(
-    shape: Shape, vocab: int, depths: tuple[int, ...], memory: ProductKeys.Config, max_length: int = 2048
+    shape: ModelShape, vocab: int, depths: tuple[int, ...], memory: ProductKeys.Config, max_length: int = 2048
 ) -> Decoder.Config:
     from kinformer.heads.language import LanguageModelHead
     from kinformer.mixers.softmax import SoftmaxAttention
@@ -72,9 +72,9 @@ MEMBER = Member(
     exact_limit="topk = num_keys ** 2: a softmax over all products of keys; values of zero: no feed-forward there",
     parity=("the authors' code (tests/memory/test_product_keys.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), (1,), num_keys=8, topk=4, key_dim=16, num_heads=2),
-        "small": _recipe(Shape(256, 4, 4), (2,), num_keys=40),
-        "benchmark": _recipe(Shape(256, 4, 4), (2,), num_keys=128),
+        "tiny": _recipe(ModelShape(32, 2, 2), (1,), num_keys=8, topk=4, key_dim=16, num_heads=2),
+        "small": _recipe(ModelShape(256, 4, 4), (2,), num_keys=40),
+        "benchmark": _recipe(ModelShape(256, 4, 4), (2,), num_keys=128),
         "paper": _paper,
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, num_buckets: int, chunk_size: int, rounds: int, recompute: bool = True) -> Recipe:
+def _recipe(shape: ModelShape, num_buckets: int, chunk_size: int, rounds: int, recompute: bool = True) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.lsh import LSHAttention
         from kinformer.positions.sinusoidal import Sinusoidal
@@ -39,7 +39,7 @@ def _paper(vocab: int | None) -> Decoder.Config:
     lsh = LSHAttention.Config(num_buckets=512, chunk_size=128, rounds=2, **heads)  # type: ignore[arg-type]
     local = SoftmaxAttention.Config(pattern=Local.Config(window=256), **heads)  # type: ignore[arg-type]
     config = decoder(
-        Shape(1024, 12, 8, activation="relu"),
+        ModelShape(1024, 12, 8, activation="relu"),
         vocab or 256,
         mixer=lsh,
         position=Sinusoidal.Config(),
@@ -80,10 +80,10 @@ MEMBER = Member(
         "(tests/mixers/test_bidirectional_lsh.py), reversible layers (tests/stacks/test_reversible_parity.py)",
     ),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2, recompute=False),
-        "small": _recipe(Shape(256, 4, 4), num_buckets=16, chunk_size=32, rounds=2),
+        "tiny": _recipe(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2, recompute=False),
+        "small": _recipe(ModelShape(256, 4, 4), num_buckets=16, chunk_size=32, rounds=2),
         "benchmark": _recipe(
-            Shape(256, 4, 4, activation="relu"), num_buckets=64, chunk_size=64, rounds=4, recompute=False
+            ModelShape(256, 4, 4, activation="relu"), num_buckets=64, chunk_size=64, rounds=4, recompute=False
         ),
         "paper": _paper,
     },

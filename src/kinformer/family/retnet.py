@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, value_dim: int | None) -> Recipe:
+def _recipe(shape: ModelShape, value_dim: int | None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.decays.fixed import Fixed
         from kinformer.features.identity import Identity
@@ -54,9 +54,9 @@ MEMBER = Member(
     ),
     exact_limit="no finite limit; without decay and rotation it is linear attention without a normaliser",
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2, hidden_dim=64), 32),
-        "small": _recipe(Shape(256, 4, 4, hidden_dim=512), 128),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu"), None),
-        "paper": _recipe(Shape(2048, 24, 8, hidden_dim=4096), 512),
+        "tiny": _recipe(ModelShape(32, 2, 2, hidden_dim=64), 32),
+        "small": _recipe(ModelShape(256, 4, 4, hidden_dim=512), 128),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), None),
+        "paper": _recipe(ModelShape(2048, 24, 8, hidden_dim=4096), 512),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder, encoder_decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(shape: Shape) -> Recipe:
+def _recipe(shape: ModelShape) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.decays.sigmoid import Sigmoid
         from kinformer.features.random_fourier import RandomFourier
@@ -31,7 +31,7 @@ def _recipe(shape: Shape) -> Recipe:
     return recipe
 
 
-def _translating(shape: Shape, dropout: float = 0.0) -> Recipe:
+def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
     """The same behind an encoder of softmax attention, as the authors translate (section 4.2)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
@@ -62,11 +62,11 @@ MEMBER = Member(
     parity=("the authors' code, without its gate (tests/family/test_kernel_members.py)",),
     results=("approximation",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu")),
-        "paper": _recipe(Shape(512, 6, 8, activation="relu")),
-        "tiny-translate": _translating(Shape(32, 2, 2)),
-        "translate": _translating(Shape(512, 6, 8, activation="relu"), dropout=0.1),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
+        "paper": _recipe(ModelShape(512, 6, 8, activation="relu")),
+        "tiny-translate": _translating(ModelShape(32, 2, 2)),
+        "translate": _translating(ModelShape(512, 6, 8, activation="relu"), dropout=0.1),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.mixers.softmax import SoftmaxAttention
@@ -44,9 +44,9 @@ MEMBER = Member(
     exact_limit="is exact attention; with all positions equal it is attention without positions",
     parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(768, 12, 12, residual="post"), vocab_size=50000),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4)),
+        "paper": _recipe(ModelShape(768, 12, 12, residual="post"), vocab_size=50000),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, num_clusters: int, window: int) -> Recipe:
+def _recipe(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.routing import RoutingAttention
         from kinformer.positions.sinusoidal import Sinusoidal
@@ -49,9 +49,9 @@ MEMBER = Member(
         "routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/mixers/test_bidirectional_routing.py)",
     ),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), num_clusters=3, window=8),
-        "small": _recipe(Shape(256, 4, 4), num_clusters=16, window=128),
-        "benchmark": _recipe(Shape(256, 4, 4, activation="relu"), num_clusters=32, window=128),
-        "paper": _recipe(Shape(1024, 10, 16, activation="relu"), num_clusters=16, window=256),
+        "tiny": _recipe(ModelShape(32, 2, 2), num_clusters=3, window=8),
+        "small": _recipe(ModelShape(256, 4, 4), num_clusters=16, window=128),
+        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu"), num_clusters=32, window=128),
+        "paper": _recipe(ModelShape(1024, 10, 16, activation="relu"), num_clusters=16, window=256),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.positions.shaw import Shaw
@@ -43,10 +43,10 @@ MEMBER = Member(
     parity=("tensor2tensor 1.15, in float64 (tests/positions/test_golden.py)",),
     results=("sparse",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2)),
-        "small": _recipe(Shape(256, 4, 4)),
-        "benchmark": _recipe(Shape(256, 4, 4)),
-        "paper": _recipe(Shape(512, 6, 8, hidden_dim=1024, residual="post", activation="relu"), vocab_size=32768),
-        "paper-big": _recipe(Shape(1024, 6, 16, hidden_dim=4096, residual="post", activation="relu"), 8, 32768),
+        "tiny": _recipe(ModelShape(32, 2, 2)),
+        "small": _recipe(ModelShape(256, 4, 4)),
+        "benchmark": _recipe(ModelShape(256, 4, 4)),
+        "paper": _recipe(ModelShape(512, 6, 8, hidden_dim=1024, residual="post", activation="relu"), vocab_size=32768),
+        "paper-big": _recipe(ModelShape(1024, 6, 16, hidden_dim=4096, residual="post", activation="relu"), 8, 32768),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
+    shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
 ) -> Recipe:
     """``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and itself."""
 
@@ -28,8 +28,8 @@ def _recipe(
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post")
 
 
 MEMBER = Member(

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.core.parts import PatternConfig
     from kinformer.models.decoder import Decoder
 
-Use = Literal["merged", "interleaved", "heads"]
+HeadLayout = Literal["merged", "interleaved", "heads"]
 
 
-def _recipe(shape: Shape, use: Use = "merged", max_length: int = 4096, **pattern: object) -> Recipe:
+def _recipe(shape: ModelShape, use: HeadLayout = "merged", max_length: int = 4096, **pattern: object) -> Recipe:
     """``use``: both parts in one softmax, or by turns in layers or in heads; ``pattern`` are the config's fields."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
@@ -43,12 +43,12 @@ def _cifar(vocab: int | None) -> Decoder.Config:
     from kinformer.inputs.pixels import Pixels
     from kinformer.positions.none import NoPosition
 
-    shape = Shape(256, 128, 2, hidden_dim=512, activation="gelu_sigmoid")
+    shape = ModelShape(256, 128, 2, hidden_dim=512, activation="gelu_sigmoid")
     config: Any = _recipe(shape, stride=128)(vocab)
     return config.replace(input=Pixels.Config(channels=3), position=NoPosition.Config())
 
 
-def _patterns(use: Use, num_heads: int, fields: dict[str, object]) -> Sequence[PatternConfig]:
+def _patterns(use: HeadLayout, num_heads: int, fields: dict[str, object]) -> Sequence[PatternConfig]:
     """The patterns that the layers take by turns."""
     from kinformer.patterns.fixed import Fixed
     from kinformer.patterns.per_head import PerHead
@@ -61,8 +61,8 @@ def _patterns(use: Use, num_heads: int, fields: dict[str, object]) -> Sequence[P
     return parts if use == "interleaved" else [both]
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="gelu_sigmoid")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="gelu_sigmoid")
 
 
 _TINY, _SMALL = _shape(32, 2, 2), _shape(256, 4, 4)

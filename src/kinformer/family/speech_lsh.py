@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, recogniser
+from kinformer.family.assemble import ModelShape, recogniser
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _recipe(
-    shape: Shape, num_buckets: int, chunk_size: int, rounds: int = 4, convolutions: int = 2, classes: int = 29
+    shape: ModelShape, num_buckets: int, chunk_size: int, rounds: int = 4, convolutions: int = 2, classes: int = 29
 ) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional_lsh import BidirectionalLSH
@@ -42,9 +42,9 @@ MEMBER = Member(
     ),
     exact_limit="attention with shared queries and keys: one round, chunk_size >= length",
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2),
-        "small": _recipe(Shape(96, 3, 4), num_buckets=8, chunk_size=16),
-        "benchmark": _recipe(Shape(256, 4, 4), num_buckets=64, chunk_size=32, convolutions=0),
-        "paper": _recipe(Shape(192, 9, 6), num_buckets=64, chunk_size=32, convolutions=0, classes=43),
+        "tiny": _recipe(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2),
+        "small": _recipe(ModelShape(96, 3, 4), num_buckets=8, chunk_size=16),
+        "benchmark": _recipe(ModelShape(256, 4, 4), num_buckets=64, chunk_size=32, convolutions=0),
+        "paper": _recipe(ModelShape(192, 9, 6), num_buckets=64, chunk_size=32, convolutions=0, classes=43),
     },
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, recogniser
+from kinformer.family.assemble import ModelShape, recogniser
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder import Encoder
 
 
-def _recipe(shape: Shape, convolutions: int = 2, classes: int = 29) -> Recipe:
+def _recipe(shape: ModelShape, convolutions: int = 2, classes: int = 29) -> Recipe:
     def recipe(vocab: int | None) -> Encoder.Config:
         from kinformer.mixers.bidirectional_lstm import BidirectionalLSTM
 
@@ -36,9 +36,9 @@ MEMBER = Member(
     ),
     exact_limit="none: it has no attention",
     recipes={
-        "tiny": _recipe(Shape(32, 2, 1)),
-        "small": _recipe(Shape(128, 3, 1)),
-        "benchmark": _recipe(Shape(256, 4, 1), convolutions=0),
-        "paper": _recipe(Shape(640, 3, 1), convolutions=0, classes=43),
+        "tiny": _recipe(ModelShape(32, 2, 1)),
+        "small": _recipe(ModelShape(128, 3, 1)),
+        "benchmark": _recipe(ModelShape(256, 4, 1), convolutions=0),
+        "paper": _recipe(ModelShape(640, 3, 1), convolutions=0, classes=43),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, encoder
+from kinformer.family.assemble import ModelShape, encoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab
 
         mixer = StarAttention.Config(num_heads=num_heads, iterations=iterations)
         config = encoder(
-            Shape(dim, 1, num_heads),
+            ModelShape(dim, 1, num_heads),
             vocab or vocab_size,
             mixers=[mixer],
             position=Learned.Config(max_length=max_length),
@@ -34,7 +34,7 @@ def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab
     return recipe
 
 
-def _deep(shape: Shape, max_length: int) -> Recipe:
+def _deep(shape: ModelShape, max_length: int) -> Recipe:
     """Two updates with one set of weights in place of every layer's attention."""
 
     def recipe(vocab: int | None) -> Encoder.Config:
@@ -68,8 +68,8 @@ MEMBER = Member(
     parity=("the authors' code (tests/mixers/test_star.py)",),
     recipes={
         "tiny": _published(32, 2, 128, iterations=2),
-        "small": _deep(Shape(256, 4, 4, hidden_dim=512, residual="post"), 512),
-        "benchmark": _deep(Shape(256, 4, 4, residual="post"), 4096),
+        "small": _deep(ModelShape(256, 4, 4, hidden_dim=512, residual="post"), 512),
+        "benchmark": _deep(ModelShape(256, 4, 4, residual="post"), 4096),
         "paper": _published(300, 6, 512, iterations=2, vocab_size=30000),
     },
 )

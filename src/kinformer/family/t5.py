@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape
+from kinformer.family.assemble import ModelShape
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.feed_forward import MLP
         from kinformer.blocks.layer import DecoderLayer
@@ -46,8 +46,8 @@ def _recipe(shape: Shape, vocab_size: int = 256) -> Recipe:
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="relu")
 
 
 MEMBER = Member(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256) -> Recipe:
+def _recipe(shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.mixers.tensorized import TensorizedAttention
 
@@ -42,12 +42,12 @@ MEMBER = Member(
     needs={"length": 32},
     parity=("the authors' code (tests/mixers/test_tensorized.py)",),
     recipes={
-        "tiny": _recipe(Shape(32, 2, 2), 8, 128),
-        "small": _recipe(Shape(256, 4, 4, hidden_dim=896), 40, 32),
-        "benchmark": _recipe(Shape(256, 4, 4), 40, 128),
+        "tiny": _recipe(ModelShape(32, 2, 2), 8, 128),
+        "small": _recipe(ModelShape(256, 4, 4, hidden_dim=896), 40, 32),
+        "benchmark": _recipe(ModelShape(256, 4, 4), 40, 128),
         # of the Penn Treebank, as far as the authors' code says: one head, rank 40, 32 tokens
         "paper": _recipe(
-            Shape(256, 3, 1, hidden_dim=2100, residual="post", activation="relu"), 40, 32, vocab_size=10000
+            ModelShape(256, 3, 1, hidden_dim=2100, residual="post", activation="relu"), 40, 32, vocab_size=10000
         ),
     },
 )

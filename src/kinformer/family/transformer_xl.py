@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder
+from kinformer.family.assemble import ModelShape, decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kinformer.models.decoder import Decoder
 
 
-def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int | None = None) -> Recipe:
+def _recipe(shape: ModelShape, segment: int, memory: int | None = None, head_dim: int | None = None) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.heads.language import LanguageModelHead
@@ -38,7 +38,7 @@ def _recipe(shape: Shape, segment: int, memory: int | None = None, head_dim: int
 WORD_CUTOFFS = (20000, 40000, 200000)
 
 
-def _words(shape: Shape, segment: int, head_dim: int, divisor: int) -> Recipe:
+def _words(shape: ModelShape, segment: int, head_dim: int, divisor: int) -> Recipe:
     """Of words numbered by falling frequency: clusters in the softmax and, with ``divisor`` above 1, in the tables."""
     letters = _recipe(shape, segment, head_dim=head_dim)
 
@@ -58,8 +58,8 @@ def _words(shape: Shape, segment: int, head_dim: int, divisor: int) -> Recipe:
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
 
 
 MEMBER = Member(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kinformer.family.assemble import Shape, decoder, encoder, encoder_decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _stack(steps: int, halts: bool, bias: float) -> Universal.Config:
 
 
 def _recipe(
-    shape: Shape,
+    shape: ModelShape,
     steps: int,
     *,
     halts: bool = True,
@@ -53,7 +53,7 @@ def _recipe(
     return recipe
 
 
-def _encoding(shape: Shape, steps: int, bias: float = 1.0) -> Recipe:
+def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
     """An encoder of ``shape.depth`` layers, ``steps`` times or until a token halts, below a masked-language-model
     head."""
 
@@ -70,7 +70,7 @@ def _encoding(shape: Shape, steps: int, bias: float = 1.0) -> Recipe:
     return recipe
 
 
-def _translating(shape: Shape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
+def _translating(shape: ModelShape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
     """Tied layers on both sides, applied ``steps`` times or, if they ``halt``, as often as a token asks for."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
@@ -84,8 +84,8 @@ def _translating(shape: Shape, steps: int, *, halts: bool, dropout: float = 0.0)
     return recipe
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> Shape:
-    return Shape(dim, depth, num_heads, activation="relu")
+def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, activation="relu")
 
 
 MEMBER = Member(

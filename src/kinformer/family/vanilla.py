@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.family.assemble import Shape, decoder, encoder_decoder
+from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
 from kinformer.family.record import Member, Recipe
 
 if TYPE_CHECKING:
     from kinformer.models.encoder_decoder import EncoderDecoder
 
 
-def _recipe(shape: Shape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe:
+def _recipe(shape: ModelShape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe:
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
         from kinformer.blocks.initialise import Initialisation
         from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -35,8 +35,8 @@ def _recipe(shape: Shape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe
 
 def _shape(
     dim: int, depth: int, num_heads: int, hidden_dim: int | None = None, residual: Literal["pre", "post"] = "post"
-) -> Shape:
-    return Shape(dim, depth, num_heads, hidden_dim, residual=residual, activation="relu")
+) -> ModelShape:
+    return ModelShape(dim, depth, num_heads, hidden_dim, residual=residual, activation="relu")
 
 
 MEMBER = Member(

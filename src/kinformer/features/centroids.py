@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.online import Online
+from kinformer.core.learning import OnlineLearner
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 
 
-class Centroids(Online):
+class Centroids(OnlineLearner):
     """x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads, time, clusters].
 
     The centroids mu of each head begin as random directions. After a training step each moves towards the direction m

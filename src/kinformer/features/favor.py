@@ -21,14 +21,14 @@ from torch import Tensor
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import state_dtype
+from kinformer.core.learning import Resampled
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
-from kinformer.core.redrawn import Redrawn
 from kinformer.features.directions import directions
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 
 
-class Favor(FeatureMap, Redrawn):
+class Favor(FeatureMap, Resampled):
     """[batch, heads, time, head_dim] -> [.., m]; 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down unless given, as the authors advise. ``orthogonal``: rows of W

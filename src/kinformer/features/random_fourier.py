@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.learning import Resampled
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
-from kinformer.core.redrawn import Redrawn
 from kinformer.features.directions import directions
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 
 
-class RandomFourier(FeatureMap, Redrawn):
+class RandomFourier(FeatureMap, Resampled):
     """[batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
 
     ``features``: D, head_dim unless given. ``learned``: sigma, one number a head and dimension, which begins at 1, is

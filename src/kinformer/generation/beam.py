@@ -28,7 +28,7 @@ class Hypothesis(NamedTuple):
     score: float
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
     """The best hypothesis of every row, and the most bytes that their states had."""
 
     best: list[Hypothesis]
@@ -61,7 +61,7 @@ class _Running:
 
 
 @torch.inference_mode()
-def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> Found:
+def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> BeamResult:
     """The best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
     ``most``: how many tokens a row's continuation may have; a hypothesis that has not ended by then counts as it is. A
@@ -77,7 +77,7 @@ def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[i
         return _searched(model, state, search, most, device)
 
 
-def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int], device: torch.device) -> Found:
+def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int], device: torch.device) -> BeamResult:
     rows = len(most)
     found: list[list[Hypothesis]] = [[] for _ in most]
     begin = torch.full((rows, 1), search.bos, device=device)
@@ -89,7 +89,7 @@ def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int
         logits, before = model.logits(inputs)[:, -1].float().cpu(), running.sentences
         running, origin = _continued(running, logits, search, width, found, most)
         if not len(running.sentences):
-            return Found([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
+            return BeamResult([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
         some_end = len(running.sentences) < len(before)
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
             state = states.select_rows(state, origin, sources=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kinformer.runtime.host import processor_class
+from kinformer.runtime.processor import processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kinformer.core.state import ReservedState
 from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
 from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
-from kinformer.runtime.host import known_values
+from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
 
 LONG = 512
@@ -39,7 +39,7 @@ class Steps:
             state = self.settled(state)
         if self._looks_back is None:
             self._looks_back = _has_slots(state)
-        with known_values(), few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
+        with trusted_arguments(), few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
             if self.running is None:
                 self.running = self._recorded(tokens, state)
             if self.running is None:

@@ -14,7 +14,7 @@ from math import isfinite, log, log1p
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.neighbours import Neighbours, Searcher
+from kinformer.core.head import Neighbours, Searcher
 from kinformer.runtime.errors import KinformerError
 
 ABSENT = -10000.0

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.head import OutputProduct
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
-from kinformer.core.output import OutputProduct
 
 
 class LanguageModelHead(OutputProduct):

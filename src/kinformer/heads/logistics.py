@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
+from kinformer.core.head import Likelihood
 from kinformer.core.input import Input
-from kinformer.core.likelihood import Likelihood
 from kinformer.core.model_config import HeadConfig
 from kinformer.runtime.errors import KinformerError
 

@@ -12,7 +12,7 @@ from kinformer.core.input import Input, InputConfig
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.inputs.lookup import Lookup
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import values_known
+from kinformer.runtime.host import arguments_trusted
 
 
 class Tokens(Input):
@@ -79,7 +79,12 @@ class Tokens(Input):
 
     def _check_range(self, tokens: Tensor) -> None:
         """Refuse ids that the table does not have; on a GPU looking at them would wait for the device."""
-        if values_known() or type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        if (
+            arguments_trusted()
+            or type(tokens) is not Tensor
+            or tokens.device.type != "cpu"
+            or torch.compiler.is_compiling()
+        ):
             return
         low, high = tokens.aminmax()
         if low < 0 or high >= self.vocab_size:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
@@ -34,7 +34,7 @@ from kinformer.core.parts import (
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.attention import (
     Attended,
-    Dropout,
+    AttentionDropout,
     Needs,
     Projected,
     Scoring,
@@ -104,7 +104,7 @@ class BidirectionalAttention(EncoderMixer):
         needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout, lse=global_tokens or global_input)
         check_impl(self.impl, needs._replace(pairs=global_tokens), "bidirectional")
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.projection(x)
         num_global, time = text.num_global, x.shape[1]
@@ -129,7 +129,7 @@ class BidirectionalAttention(EncoderMixer):
             y = self._with_rows(y, x, (q, k, v), text, positions)
         return select_valid(self.out(merge_heads(y)), text.valid)
 
-    def _groups(self, text: Text, time: int) -> dict[Pattern, list[int]]:
+    def _groups(self, text: SequenceContext, time: int) -> dict[Pattern, list[int]]:
         """The patterns of texts of different lengths, and their rows."""
         if self.fixed or text.long_valid is None:
             return {self.pattern if self.fixed else _sized(self.pattern, time): []}
@@ -138,7 +138,7 @@ class BidirectionalAttention(EncoderMixer):
             groups.setdefault(self.pattern.sized(length), []).append(row)
         return groups
 
-    def _by_pattern(self, qkv: Sequence[Tensor], text: Text, groups: dict[Pattern, list[int]]) -> Attended:
+    def _by_pattern(self, qkv: Sequence[Tensor], text: SequenceContext, groups: dict[Pattern, list[int]]) -> Attended:
         """What the long input's tokens see of it by the pattern."""
         lse = bool(text.num_global) or text.global_positions is not None
         padding = None if text.long_valid is None else ~text.long_valid
@@ -171,7 +171,7 @@ class BidirectionalAttention(EncoderMixer):
         relative: Relative | None = None,
         lse: bool = False,
     ) -> Attended:
-        dropout = Dropout.drawn(self.dropout, self.training)
+        dropout = AttentionDropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, relative, dropout)
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
@@ -202,7 +202,7 @@ class BidirectionalAttention(EncoderMixer):
         return self._attend(q, k, v, visibility, relative, lse)
 
     def _with_rows(
-        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: Text, positions: Tensor
+        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: SequenceContext, positions: Tensor
     ) -> Tensor:
         """The heads' outputs ``y``, with what the long input's global tokens see of every key in their rows."""
         assert text.global_positions is not None

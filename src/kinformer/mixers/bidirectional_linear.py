@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
 from kinformer.runtime.errors import KinformerError
@@ -49,7 +49,7 @@ class BidirectionalLinear(EncoderMixer):
         self.qkv = nn.Linear(dim, 3 * config.num_heads * head_dim, bias=config.bias)
         self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
         q, (k, lacking) = self.feature_map.queries(q), self.feature_map.keys(k)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed.sorted import sorted_attention
@@ -57,7 +57,7 @@ class BidirectionalLSH(EncoderMixer):
         why = "the mixer lsh has no global tokens, as a token sees the tokens of its bucket"
         refuse_global(why, global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         x, valid, time = select_valid(x, text.valid), text.valid, x.shape[1]
         q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()

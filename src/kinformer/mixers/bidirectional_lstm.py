@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.kernels.lstm import IMPLS, Weights, lstm
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError, choose
@@ -43,7 +43,7 @@ class BidirectionalLSTM(EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("the mixer lstm has no global tokens, as it reads tokens in order", global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         x, valid = select_valid(x, text.valid), text.valid
         with no_autocast(x.device):

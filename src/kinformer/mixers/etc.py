@@ -2,9 +2,9 @@
 
 A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of the
 global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one (g2l).
-``Text.sentences`` says for which sentence a global token stands. The paper's relative position labels, what a key is to
-a query, are ids here, and its vectors a^K their rows (see ``positions.typed``); its radius r is the pattern's window,
-its clipping distance k ``max_distance``.
+``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position labels,
+what a key is to a query, are ids here, and its vectors a^K their rows (see ``positions.typed``); its radius r is the
+pattern's window, its clipping distance k ``max_distance``.
 
 With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import PatternConfig, Relative, ResidualOutput, check_heads, head_width, merge_heads
 from kinformer.kernels.attention import (
     Attended,
-    Dropout,
+    AttentionDropout,
     Needs,
     Scoring,
     Visibility,
@@ -95,7 +95,7 @@ class EtcAttention(EncoderMixer):
                 "global; leave their kinds out, or give the sentences that the global input stands for."
             )
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
         if not text.num_global:
@@ -105,7 +105,7 @@ class EtcAttention(EncoderMixer):
         short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, mine)))
         return select_valid(torch.cat([short, long], 1), text.valid)
 
-    def _long(self, pieces: Pieces, text: Text, mine: Tensor | None) -> Tensor:
+    def _long(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
         """What the long input's tokens see: l2l and l2g, merged into one softmax."""
         q = pieces.q_long
         bias = self.relations.by_sentence(self.relations.scores(q), mine)
@@ -113,7 +113,7 @@ class EtcAttention(EncoderMixer):
         l2g = self._attend(q, *pieces.l2g, visibility, bias=bias, lse=True)
         return merge(self._l2l(pieces, text), l2g).out
 
-    def _l2l(self, pieces: Pieces, text: Text) -> Attended:
+    def _l2l(self, pieces: Pieces, text: SequenceContext) -> Attended:
         q, (k, v), time = pieces.q_long, pieces.l2l, pieces.q_long.shape[2]
         behind, ahead = self.pattern.behind, self.pattern.ahead
         farthest = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
@@ -121,7 +121,7 @@ class EtcAttention(EncoderMixer):
         visibility = Visibility(self.pattern, key_padding_mask=None if text.long_valid is None else ~text.long_valid)
         return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
 
-    def _global(self, pieces: Pieces, text: Text, mine: Tensor | None) -> Tensor:
+    def _global(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
         """What the global input's tokens see: g2g and g2l in one softmax over [global; long]."""
         q, relations = pieces.q_global, self.global_relations
         (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
@@ -155,12 +155,12 @@ class EtcAttention(EncoderMixer):
         bias: Tensor | None = None,
         lse: bool = False,
     ) -> Attended:
-        dropout = Dropout.drawn(self.config.dropout, self.training)
+        dropout = AttentionDropout.drawn(self.config.dropout, self.training)
         scoring = Scoring(self.scale, relative=relative, bias=bias, dropout=dropout)
         return attention(q, k, v, visibility, scoring, impl=self.config.impl, lse=lse)
 
 
-def _mine(text: Text) -> Tensor | None:
+def _mine(text: SequenceContext) -> Tensor | None:
     """[batch, time, num_global] bool: whether the global token stands for the sentence of the long input's token."""
     if text.sentences is None:
         return None

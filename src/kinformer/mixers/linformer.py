@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, within
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
 
 Method = Literal["learned", "mean", "convolution"]
@@ -105,7 +105,7 @@ class Linformer(EncoderMixer):
         if config.method != "mean":
             self.length = LengthProjection(config, sizes)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x, count = select_valid(x, text.valid), text.num_global
         long, valid = within(x[:, count:], text.long_valid, self.config.max_length, "linformer")
         k, v = self._summaries(long, valid)
@@ -116,7 +116,7 @@ class Linformer(EncoderMixer):
             if text.valid is not None:
                 summaries = k.new_zeros(len(x), k.shape[2] - count, dtype=torch.bool) if hidden is None else hidden
                 hidden = torch.cat([~text.valid[:, :count], summaries], 1)
-        scoring = Scoring(self.head_dim**-0.5, dropout=Dropout.drawn(self.config.dropout, self.training))
+        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
         seen = Visibility(key_padding_mask=hidden)
         y = attention(self._heads(self.query(x)), k, v, seen, scoring, impl=self.config.impl).out
         return select_valid(self.out(merge_heads(y)), text.valid)

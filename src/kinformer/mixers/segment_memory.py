@@ -43,7 +43,7 @@ from kinformer.core.pattern import Band, Pattern
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import (
     Attended,
-    Dropout,
+    AttentionDropout,
     Needs,
     Scoring,
     Visibility,
@@ -95,7 +95,7 @@ class SegmentMemory(CausalMixer):
     """
 
     growth = "window"
-    remembers_inputs = True
+    recomputes_kv = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -257,7 +257,7 @@ class SegmentMemory(CausalMixer):
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, positions: Tensor, lse: bool = False
     ) -> Attended:
         relative = self.position.relative(0, min(k.shape[2] - 1, self.retained))
-        scoring = Scoring.of(self.score, relative, Dropout.drawn(self.dropout, self.training))
+        scoring = Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
         visibility = Visibility(pattern, positions)
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, gridded, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput
 from kinformer.runtime.errors import KinformerError
 
@@ -21,7 +21,7 @@ class SeparableConvolution(EncoderMixer):
     a token what is convolved is.
     """
 
-    images_only = True
+    grid_only = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
@@ -51,7 +51,7 @@ class SeparableConvolution(EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("the mixer separable_convolution reads the patches of images alone", global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         rows, columns = gridded(x, text, "separable_convolution")
         x = self.up(x).relu().square().unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
         return self.down(self.depthwise(x).permute(0, 2, 3, 1).flatten(1, 2))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, Text, refuse_global
+from kinformer.core.encoder import EncoderMixer, SequenceContext, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 from kinformer.projections.shifted import shifted_sum
 from kinformer.projections.short_convolution import CausalConvolution
@@ -62,7 +62,7 @@ class TwoSidedConvolution(_Weights, EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("a separable convolution is of neighbours, and a global input has none", False, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         hidden = self.up(_centred(self.first, select_valid(x, text.valid))).relu()
         return select_valid(self.down(_centred(self.second, select_valid(hidden, text.valid))), text.valid)
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.contract import select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global, within
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 
@@ -77,7 +77,7 @@ class SinkhornAttention(EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("this mixer (sinkhorn) sorts blocks and knows no global tokens", global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         time, block = x.shape[1], self.config.block
         x, valid = within(select_valid(x, text.valid), text.valid, self.config.max_length, "sinkhorn")
@@ -117,7 +117,7 @@ class SinkhornAttention(EncoderMixer):
         return merge_heads(self._attend(q.flatten(2, 3), sorted_k.flatten(2, 3), sorted_v.flatten(2, 3), hidden))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-        scoring = Scoring(self.scale, dropout=Dropout.drawn(self.config.dropout, self.training))
+        scoring = Scoring(self.scale, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
         return attention(q, k, v, Visibility(key_padding_mask=hidden), scoring, impl=self.config.impl).out
 
 

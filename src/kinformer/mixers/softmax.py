@@ -42,13 +42,13 @@ from kinformer.core.parts import (
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.core.span import SpanConfig, TokenSpan
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, spans
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, spans
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import nowhere
+from kinformer.runtime.host import is_empty_mask
 from kinformer.scores.scaled_dot import ScaledDot
 
 
@@ -100,7 +100,7 @@ class SoftmaxAttention(CausalMixer):
         def build(self, dim: int) -> SoftmaxAttention:
             return SoftmaxAttention(self, dim)
 
-    answers_some = True
+    supports_output_mask = True
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class SoftmaxAttention(CausalMixer):
         """q (None where nothing is asked), k and v of the chunk as they meet, and what of it a projection with a
         context needs later."""
         x = select_valid(chunk.x, chunk.valid)
-        if recent is None and asked is not None and nowhere(asked):
+        if recent is None and asked is not None and is_empty_mask(asked):
             k, v = self.projection.keys_values(x)
             return None, self.position.rotate_keys(k, positions), self.position.values(v), None
         q, k, v = self.projection(x)
@@ -235,7 +235,7 @@ class SoftmaxAttention(CausalMixer):
         q, k, v = qkv
         if q is None or (asked is not None and not asked.numel()):
             return v.new_zeros(*positions.shape, self.dim)
-        dropout = Dropout.drawn(self.dropout, self.training)
+        dropout = AttentionDropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)
         visibility = Visibility(self.pattern, positions, whole)
         q = self.score.queries(q)

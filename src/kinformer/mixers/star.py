@@ -21,7 +21,7 @@ from torch.nn.functional import leaky_relu, pad
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
@@ -73,7 +73,7 @@ class StarAttention(EncoderMixer):
         why = "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens"
         refuse_global(why, global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         nodes, relay = self.star(x, text.valid)
         return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes

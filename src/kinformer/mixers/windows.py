@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, Text, gridded, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
 
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
@@ -32,7 +32,7 @@ class WindowAttention(EncoderMixer):
     have no bias and whose table of biases is a small network of the distances.
     """
 
-    images_only = True
+    grid_only = True
     even_costs = False
 
     @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class WindowAttention(EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("the mixer windows reads the patches of images alone", global_tokens, global_input)
 
-    def forward(self, x: Tensor, text: Text = Text()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         grid = gridded(x, text, "windows")
         side, shift = self.sizes(grid)
         padded = tuple(-(-each // side) * side for each in grid)
@@ -106,7 +106,7 @@ class WindowAttention(EncoderMixer):
             k = functional.normalize(k, dim=-1).to(q.dtype)
         if mask is not None:
             mask = mask.repeat(len(x) // len(mask), 1, 1, 1)
-        dropout = Dropout.drawn(self.config.dropout, self.training)
+        dropout = AttentionDropout.drawn(self.config.dropout, self.training)
         scoring = Scoring(self.scale, bias=self.bias(side)[None], dropout=dropout)
         return merge_heads(attention(q, k, v, Visibility(attn_mask=mask), scoring, impl=self.config.impl).out)
 

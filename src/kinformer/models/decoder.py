@@ -18,7 +18,7 @@ from kinformer.core.model import CausalModel, Hidden
 from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import has_data, values_known
+from kinformer.runtime.host import arguments_trusted, has_data
 
 
 class DecoderState(NamedTuple):
@@ -161,7 +161,7 @@ class Decoder(CommonModel):
         taps: Sequence[int],
     ) -> tuple[Hidden, Tensor | None]:
         """The same, and by which exit each token left, [batch, time] int64, where they may leave early."""
-        if state is None or not values_known():
+        if state is None or not arguments_trusted():
             self._check(values, {"valid": valid, "reset": reset}, {})
             state = self._checked_state(state, values)
         if valid is None:
@@ -245,5 +245,5 @@ class Decoder(CommonModel):
         chunk, before, seen = self._placed(chunk, state.seen)
         x = self._entered(self._embedded(chunk.x, chunk.positions, chunk.valid), chunk.valid)  # type: ignore[arg-type]
         chunk = chunk._replace(x=x)
-        (x, layers, tapped), exits = self.stack.absorb_exiting(chunk, state.layers, before, taps, self.exit_logits)
+        (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, self.exit_logits)
         return Hidden(self.norm(x), DecoderState(layers, seen), tapped), exits

@@ -15,7 +15,7 @@ from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, Text, global_positions
+from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, SequenceContext, global_positions
 from kinformer.models.base import Trunk
 from kinformer.runtime.errors import KinformerError
 
@@ -60,9 +60,9 @@ class Reader(Trunk):
         for mixer in self.stack.modules():
             if isinstance(mixer, EncoderMixer):
                 mixer.check(self.config.global_tokens > 0, self.config.global_input is not None)
-                if mixer.images_only and not patches_only:
+                if mixer.grid_only and not patches_only:
                     raise KinformerError(f"the mixer {type(mixer).__name__} {NEEDS_PATCHES}")
-        if self.stack.images_only and not patches_only:
+        if self.stack.grid_only and not patches_only:
             raise KinformerError(f"the stack {self.config.stack.kind!r} {NEEDS_PATCHES}")
 
     def hidden(
@@ -119,11 +119,11 @@ class Reader(Trunk):
         types: Tensor | None,
         sentences: Tensor | None,
         global_positions: Tensor | None,
-    ) -> tuple[Tensor, Text]:
+    ) -> tuple[Tensor, SequenceContext]:
         """Vectors of the tokens, those of the global input first, and what else is known of them."""
         batch, time = len(values), self.input.length(values)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
-        text = Text(valid, global_positions, grid=self.input.grid(values))
+        text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
         if self.global_input is not None:
             given = sentences is not None
             sentences = sentences if given else self.global_input.sentences(batch, time, values.device)
@@ -134,19 +134,21 @@ class Reader(Trunk):
         return self._entered(self.embedding_norm(x), text.valid), text
 
 
-def _with_global_input(text: Text, sentences: Tensor | None, count: int, positions: Tensor, given: bool) -> Text:
+def _with_global_input(
+    text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, given: bool
+) -> SequenceContext:
     """``text`` after ``count`` global tokens; where these stand for sentences, those that have one are valid."""
     batch, time = positions.shape
     valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
     if sentences is None:
         own = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
         joined = None if text.valid is None else torch.cat([own, valid], 1)
-        return Text(joined, text.global_positions, None, count)
+        return SequenceContext(joined, text.global_positions, None, count)
     numbers = torch.arange(count, device=positions.device).expand(batch, -1)
     own = numbers <= sentences.amax(1, keepdim=True)
     all_valid = text.valid is None and not (given and not bool(own.all()))
     joined = None if all_valid else torch.cat([own, valid], 1)
-    return Text(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
+    return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
 
 
 def _restored(x: Tensor, order: Alignment | None) -> Tensor:

@@ -18,7 +18,7 @@ from kinformer.positions.slots import InAttention
 from kinformer.runtime.errors import KinformerError
 
 
-class Table(nn.Module):
+class DistanceTable(nn.Module):
     """``keys`` [max_distance, head_dim], row d - 1 for the distance d; ``shared``: one table for all layers."""
 
     def __init__(self, config: DistanceKeys.Config, head_dim: int) -> None:
@@ -46,7 +46,7 @@ class DistanceKeys(Position):
 
     def __init__(self, config: Config, head_dim: int) -> None:
         super().__init__()
-        self.table = Table(config, head_dim)
+        self.table = DistanceTable(config, head_dim)
 
     def relative(self, lowest: int, highest: int) -> Relative | None:
         first, last = max(lowest, 1), min(highest, len(self.table.keys))

@@ -18,7 +18,7 @@ from kinformer.core.parts import Position, Relative
 from kinformer.positions.slots import InAttention
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import values_known
+from kinformer.runtime.host import arguments_trusted
 
 
 class Biases(nn.Module):
@@ -87,7 +87,7 @@ class TransformerXL(Position):
         rows = self._recent
         name = _name(weight)
         # A step is behind a chunk that has looked at the bits.
-        if rows is None or rows.name != name or not (values_known() or rows.bits == _sum_of_bits(weight)):
+        if rows is None or rows.name != name or not (arguments_trusted() or rows.bits == _sum_of_bits(weight)):
             rows = _Rows(self._project(0, highest), weight.detach(), name, _sum_of_bits(weight))
         if (count := rows.keys.shape[1]) <= highest:
             more = self._project(count, max(highest, 2 * count))

@@ -27,15 +27,15 @@ from kinformer.runs.store import (
 )
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, TextTable
 from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
-from kinformer.tasks.task import Evaluation, Report, Table
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
     from kinformer.datastore.attached import AttachedDecoder
 
 RECALLED = 256
-BITS = Figure("bits_per_byte", "bits per byte")
+BITS = Metric("bits_per_byte", "bits per byte")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class _Job:
     quiet: bool
 
 
-def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, quiet: bool) -> Report:
+def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, quiet: bool) -> EvaluationReport:
     """Measure a run with the datastore that ``options`` name; ``own`` are its task's options of measuring."""
     sizes = _sizes(runs, options, own)
     run = runs[0]
@@ -161,7 +161,9 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
     )
 
 
-def _report(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement], plot: str | None) -> Report:
+def _report(
+    job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement], plot: str | None
+) -> EvaluationReport:
     whole = done[-1]
     weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
     if plot is not None:
@@ -173,17 +175,17 @@ def _report(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
     evaluation = Evaluation(
         run=str(job.run.folder),
         member=job.run.member,
-        figures={BITS.name: whole.bits},
+        metrics={BITS.name: whole.bits},
         units=(BITS,),
         baselines={"bits_per_byte_alone": whole.at(0.0)},
         data=held.identity,
         facts=_facts(job, held, reported, done) | {"weights": [list(point) for point in weights]},
         text=tuple(_blocks(job, held, reported, done)),
     )
-    return Report([evaluation])
+    return EvaluationReport([evaluation])
 
 
-def _figures(outcome: StoreMeasurement) -> dict[str, Any]:
+def _metrics(outcome: StoreMeasurement) -> dict[str, Any]:
     return {"entries": outcome.entries} | asdict(outcome.setting) | {
         "bits_per_byte": outcome.bits,
         "bits_per_byte_alone": outcome.at(0.0),
@@ -202,14 +204,14 @@ def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasuremen
         | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
         | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
         | {"approximate": job.options.probes is not None, "probes": job.options.probes}
-        | _figures(whole)
-        | {"sizes": [_figures(each) for each in done]}
+        | _metrics(whole)
+        | {"sizes": [_metrics(each) for each in done]}
     )
 
 
-def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | Table]:
+def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | TextTable]:
     whole, setting = done[-1], done[-1].setting
-    blocks: list[str | Table] = [
+    blocks: list[str | TextTable] = [
         f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
         f"datastore {job.store.folder}: {job.store.entries:,} entries of {job.store.dim} numbers",
     ]
@@ -228,11 +230,11 @@ def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
         f"{reported.bytes / whole.seconds:,.0f} bytes/s\n",
     ]
     rows = [(f"{weight:g}", f"{whole.at(weight):.4f}") for weight in whole.sweep.grid.weights]
-    blocks.append(Table(("weight", "bits per byte"), rows, (0, 1)))
+    blocks.append(TextTable(("weight", "bits per byte"), rows, (0, 1)))
     if len(done) > 1:
         sizes = [
             (f"{each.entries:,}", f"{each.setting.weight:g}", f"{each.setting.temperature:g}", f"{each.bits:.4f}")
             for each in done
         ]
-        blocks += ["", Table(("entries", "weight", "temperature", "bits per byte"), sizes, range(4))]
+        blocks += ["", TextTable(("entries", "weight", "temperature", "bits per byte"), sizes, range(4))]
     return blocks

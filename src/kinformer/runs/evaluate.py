@@ -14,22 +14,23 @@ from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
 from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.table import measuring_options
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Report
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
+from kinformer.tasks.table import evaluation_options
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
     from kinformer.datastore.store import Datastore
 
 
-def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> Report:
+def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
     """Measure the runs in ``folders``, side by side where their task compares them."""
     if not folders:
         raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
     options.check_store()
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
-    own = [measuring_options(run.task, options.own, str(run.folder)) for run in runs]
+    own = [evaluation_options(run.task, options.own, str(run.folder)) for run in runs]
     use_fast_products()
     with spooled(options.data) as data:
         options = replace(options, data=data)
@@ -37,11 +38,13 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
             from kinformer.runs.datastore_measure import evaluate_datastore
 
             return evaluate_datastore(runs, options, own[0], quiet)
-        measuring = Measuring(**{each.name: getattr(options, each.name) for each in fields(Measuring)})
+        measuring = EvaluationSettings(
+            **{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)}
+        )
         if len({run.task.name for run in runs}) == 1:
             return _measured(runs, options, measuring, own[0], quiet)
         parts = [_measured([run], options, measuring, each, quiet) for run, each in zip(runs, own, strict=True)]
-        return Report([part.evaluations[0] for part in parts])
+        return EvaluationReport([part.evaluations[0] for part in parts])
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
@@ -51,7 +54,9 @@ def _check_alike(runs: Sequence[Run]) -> None:
             raise KinformerError(f"{run.folder}: {run.task.does}, unlike the other runs; measure it by itself.")
 
 
-def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measuring, own: Any, quiet: bool) -> Report:
+def _measured(
+    runs: Sequence[Run], options: EvaluateOptions, measuring: EvaluationSettings, own: Any, quiet: bool
+) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     stores: dict[Path, Datastore] = {}
     taken: dict[Path, Pondering] = {}
@@ -78,13 +83,13 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, measuring: Measurin
 
 def _with_steps(evaluation: Evaluation, taken: Pondering) -> Evaluation:
     """The same with the steps per token of a model whose tokens halt, unless its task has told them."""
-    if taken.mean is None or PONDER_STEPS.name in evaluation.figures:
+    if taken.mean is None or PONDER_STEPS.name in evaluation.metrics:
         return evaluation
-    figure = {PONDER_STEPS.name: taken.mean}
+    metric = {PONDER_STEPS.name: taken.mean}
     return replace(
         evaluation,
-        figures={**evaluation.figures, **figure},
+        metrics={**evaluation.metrics, **metric},
         units=(*evaluation.units, PONDER_STEPS),
-        facts={**evaluation.facts, **figure},
+        facts={**evaluation.facts, **metric},
         text=(*evaluation.text, PONDER_STEPS.text(taken.mean)),
     )

@@ -12,8 +12,8 @@ from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.store import attach_store
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.tasks.evaluation import Evaluation
 from kinformer.tasks.table import OptionKind, option_names
-from kinformer.tasks.task import Evaluation
 
 O = TypeVar("O")
 
@@ -39,7 +39,7 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
 
     given = dict(options)
     quiet = given.pop("quiet", False)
-    return evaluate([run], _request(EvaluateOptions, given, "MeasuringOptions", "evaluate"), quiet).evaluations[0]
+    return evaluate([run], _request(EvaluateOptions, given, "EvaluationOptions", "evaluate"), quiet).evaluations[0]
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:

@@ -15,7 +15,7 @@ from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.store import attach_store
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.table import generating_options
+from kinformer.tasks.table import generation_options
 from kinformer.tasks.task import LoadedRun, Task
 from kinformer.training.precision import use_fast_products
 
@@ -32,7 +32,7 @@ def generate(
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    own = generating_options(run.task, options.own, str(run.folder))
+    own = generation_options(run.task, options.own, str(run.folder))
     _check_prompt(run.task, prompt)
     options = replace(
         options,

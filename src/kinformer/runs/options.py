@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.runtime.errors import KinformerError, flag_of, require
-from kinformer.tasks.task import Measuring
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class StoreOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(StoreOptions, Measuring, Machine):
+class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     """Measure runs of any task on held-out data."""
 
     set: Mapping[str, Any] = field(default_factory=dict)

@@ -38,8 +38,8 @@ from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
 
 if TYPE_CHECKING:
+    from kinformer.core.head import Searcher
     from kinformer.core.model_config import ModelConfig
-    from kinformer.core.neighbours import Searcher
     from kinformer.datastore.attached import KeyedDecoder
 
 

@@ -89,10 +89,15 @@ class Run:
         return FileTokenizer(self.folder / self.vocabulary, self.tokenizer_fingerprint)
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the best validation, the deciding one first; empty for a run that was never validated."""
+        best = best_of(self.folder)
+        return {} if best is None else best[0]
+
+    @property
     def figures(self) -> dict[str, float]:
-        """The best validation's, the one that decided first; empty of a run that was never validated."""
-        found = best_of(self.folder)
-        return {} if found is None else found[0]
+        """The same as ``metrics``."""
+        return self.metrics
 
     def save(self) -> None:
         """Write ``config.json``."""

@@ -31,7 +31,7 @@ from kinformer.training.best import WEIGHTS
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 from kinformer.training.precision import use_fast_products
 from kinformer.training.settings import Settings
 
@@ -63,19 +63,19 @@ class Job:
 @dataclass(frozen=True)
 class Summary:
     """What came of a training: the run's ``folder``, its member and number of ``parameters``, what the trainer says,
-    and what its ``figures`` are."""
+    and what its ``metrics`` are."""
 
     folder: Path
     member: str
     parameters: int
     result: Result
-    figures: tuple[Figure, ...]
+    metrics: tuple[Metric, ...]
 
     @property
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         result = asdict(self.result)
-        validation = {f"validation_{name}": figure for name, figure in result.pop("validation").items()}
+        validation = {f"validation_{name}": metric for name, metric in result.pop("validation").items()}
         return {"out": str(self.folder), "member": self.member, "parameters": self.parameters} | result | validation
 
     @property
@@ -84,7 +84,7 @@ class Summary:
         if self.result.best_step is None:
             return "not validated"
         known: Any = self.result.validation
-        words = ", ".join(figure.text(known[figure.name]) for figure in self.figures)
+        words = ", ".join(metric.text(known[metric.name]) for metric in self.metrics)
         return f"best validation {words} (step {self.result.best_step})"
 
 
@@ -138,7 +138,7 @@ def work(job: Job, group: Group) -> Summary:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
         print(remark, file=tolerant(sys.stderr), flush=True)
-    return Summary(run.folder, run.member, parameters, result, data.figures)
+    return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 
 def _begin_process(threads: int | None, processes: int, device: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from io import StringIO
 from typing import Any, TextIO
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
 LOGGER = logging.getLogger("kinformer")
@@ -80,7 +80,7 @@ def abandon(stream: TextIO) -> None:
 
 
 @contextmanager
-def progressing(quiet: bool, label: str = "measuring") -> Iterator[Progress | None]:
+def progressing(quiet: bool, label: str = "measuring") -> Iterator[ProgressCallback | None]:
     """A bar on standard error, if that is a terminal."""
     stream = tolerant(sys.stderr)
     if quiet or not stream.isatty():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 
-def is_spread(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether each process has a part of it only."""
     return hasattr(tensor, "full_tensor")
 
@@ -18,12 +18,12 @@ def is_spread(tensor: Tensor) -> bool:
 def gathered(tensor: Tensor) -> Tensor:
     """All of it where it is spread, for which all processes must ask together; itself where it is not."""
     spread: Any = tensor
-    return spread.full_tensor() if is_spread(tensor) else tensor
+    return spread.full_tensor() if is_sharded(tensor) else tensor
 
 
 def like(parameter: Tensor, value: Tensor) -> Tensor:
     """``value`` spread over processes as ``parameter`` is, where it has its shape."""
-    if not is_spread(parameter) or value.shape != parameter.shape:
+    if not is_sharded(parameter) or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.learning import Regularized
 from kinformer.core.pattern import Pattern
-from kinformer.core.penalised import Penalised
 from kinformer.core.span import Cut, Span, SpanConfig, host, readable, stamp_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.sharding import gathered
 
 
-class SoftSpan(Span, Penalised):
+class SoftSpan(Span, Regularized):
     """``span`` [heads]: the learnt share of ``max_span`` of every head, from 0 to 1."""
 
     @dataclass(frozen=True, kw_only=True)

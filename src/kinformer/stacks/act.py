@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.core.contract import state_dtype
-from kinformer.core.stack import Progress
+from kinformer.core.stack import HaltingState
 from kinformer.runtime.errors import KinformerError
 
 
@@ -37,7 +37,7 @@ class HaltingConfig(Config):
 class Decided(NamedTuple):
     """The ``progress`` after a step, and the step's share [batch] of the ponder cost, summed over positions."""
 
-    progress: Progress
+    progress: HaltingState
     cost: Tensor
 
 
@@ -73,13 +73,13 @@ class ACT(nn.Module):
         self.w = nn.Parameter(torch.zeros(dim))
         self.b = nn.Parameter(torch.full((), config.bias))
 
-    def begin(self, x: Tensor, valid: Tensor | None) -> Progress:
+    def begin(self, x: Tensor, valid: Tensor | None) -> HaltingState:
         """Before the first step of x [batch, time, dim]: all valid tokens run."""
         halted = x.new_zeros(x.shape[:2], dtype=state_dtype(x.dtype))
         running = torch.ones_like(halted, dtype=torch.bool) if valid is None else valid
-        return Progress(0, torch.zeros_like(x, dtype=halted.dtype), halted, running)
+        return HaltingState(0, torch.zeros_like(x, dtype=halted.dtype), halted, running)
 
-    def forward(self, progress: Progress, x: Tensor, y: Tensor) -> Decided:
+    def forward(self, progress: HaltingState, x: Tensor, y: Tensor) -> Decided:
         """After a step that read x and gave y, [batch, time, dim] each; y of halted tokens is ignored."""
         number, out, halted, running = progress
         p = ((x.to(halted.dtype) * self.w.to(halted.dtype)).sum(-1) + self.b).sigmoid()
@@ -90,4 +90,4 @@ class ACT(nn.Module):
             out = torch.lerp(out, y.to(out.dtype), share)
         else:
             out = out + share * y.to(out.dtype)
-        return Decided(Progress(number + 1, out, halted + share[..., 0], still), (running + rest).sum(1))
+        return Decided(HaltingState(number + 1, out, halted + share[..., 0], still), (running + rest).sum(1))

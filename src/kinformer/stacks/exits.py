@@ -102,7 +102,7 @@ class Exits(Stack):
     def leaves_early(self) -> bool:
         return self.rule is not None and not self.rule.off
 
-    def absorb_exiting(
+    def absorb_early_exits(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
         drawn = self.training and self.config.training == "mixed"

@@ -27,7 +27,7 @@ class Trail:
     streams: tuple[Tensor, Tensor]
 
 
-class Use:
+class LayerUse:
     """One use of a layer: its ``branches`` read and add to the streams a and b [batch, time, dim] in turns.
 
     A branch reads b and adds to a, then the two change places. ``context`` is what branches know of the tokens,
@@ -124,7 +124,7 @@ class UseLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        use: Use,
+        use: LayerUse,
         trail: Trail,
         state: Any,
         weights: Callable[[], Sequence[Tensor]],

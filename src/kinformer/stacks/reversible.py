@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk, state_dtype
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Branch, Stack, StackConfig
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.derivatives import check_reverse
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.reversal import NAME, REMEDY, Join, Trail, Use, UseLayer, filled, joined
+from kinformer.stacks.reversal import NAME, REMEDY, Join, LayerUse, Trail, UseLayer, filled, joined
 
 
 class Reversible(Stack):
@@ -92,7 +92,7 @@ class Reversible(Stack):
         return self._run(chunk.x, chunk._replace(x=cast(Any, None)), state, taps)
 
     def read(
-        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, _, tapped = self._run(x, text, ((),) * len(self.order), taps)
         return y, tapped
@@ -114,7 +114,7 @@ class Reversible(Stack):
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
         for number, index in enumerate(self.order):
-            use = Use(self._branches(index), context, x.dtype, self.training)
+            use = LayerUse(self._branches(index), context, x.dtype, self.training)
             a, b, own = use.forward(a, b, state[number])
             after.append(own)
             if number in taps:
@@ -130,7 +130,7 @@ class Reversible(Stack):
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
         for number, index in enumerate(self.order):
-            use = Use(self._branches(index), context, x.dtype, self.training)
+            use = LayerUse(self._branches(index), context, x.dtype, self.training)
             given = (*states.tensors(state[number]), *self._weights(index))
             check_reverse(NAME, a, *given, remedy=REMEDY)
             a, b, *own = UseLayer.apply(use, trail, state[number], partial(self._weights, index), a, b, *given)

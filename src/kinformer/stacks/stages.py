@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.encoder import Text
+from kinformer.core.encoder import SequenceContext
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.runtime.errors import KinformerError
@@ -70,7 +70,7 @@ class Stages(Stack):
             return Stages(self, layers, dim)
 
     config: Config
-    images_only = True
+    grid_only = True
 
     def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
         if any(hasattr(layer, "initial_state") for layer in layers):
@@ -83,7 +83,7 @@ class Stages(Stack):
         )
 
     def read(
-        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         tapped: list[Tensor] = []
         first = 0
@@ -96,7 +96,9 @@ class Stages(Stack):
             first += depth
         return x, tuple(tapped)
 
-    def _stage(self, layers: Sequence[int], x: Tensor, text: Text, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    def _stage(
+        self, layers: Sequence[int], x: Tensor, text: SequenceContext, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         for number, layer in enumerate(layers):
             x = self._read(self.layers[layer], x, text)
@@ -114,7 +116,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
         self.norm_behind = norm_behind
 
-    def forward(self, x: Tensor, text: Text) -> tuple[Tensor, Text]:
+    def forward(self, x: Tensor, text: SequenceContext) -> tuple[Tensor, SequenceContext]:
         grid = text.grid
         assert grid is not None, "a model of patches alone"
         x = functional.pad(x.unflatten(1, grid), (0, 0, 0, grid[1] % 2, 0, grid[0] % 2))

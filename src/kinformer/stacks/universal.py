@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import Chunk, state_dtype
-from kinformer.core.encoder import Text
-from kinformer.core.side_cost import SideCost
-from kinformer.core.stack import BeforeUse, Progress, Stack, StackConfig
+from kinformer.core.encoder import SequenceContext
+from kinformer.core.learning import AuxLoss
+from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 from kinformer.stacks.act import HaltingConfig
 
-Use = Callable[[int, Tensor, Tensor | None], Tensor]
+ApplyLayer = Callable[[int, Tensor, Tensor | None], Tensor]
 """(number of the use, x [batch, time, dim], which tokens are asked for [batch, time], None for all) -> y."""
 
 
@@ -77,7 +77,7 @@ class Universal(Stack):
         self.group = len(self.layers)
         if config.halting is not None:
             self.halting = config.halting.build(dim)
-            self.pondered = SideCost(PonderState.aux_name)
+            self.pondered = AuxLoss(PonderState.aux_name)
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
         layers = super().initial_state(batch, **options)
@@ -108,7 +108,7 @@ class Universal(Stack):
         return x, tuple(after), tapped
 
     def read(
-        self, x: Tensor, text: Text, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.halting is None:
             return super().read(x, text, before, taps)
@@ -123,7 +123,7 @@ class Universal(Stack):
         return x, tapped
 
     def _halted(
-        self, x: Tensor, valid: Tensor | None, use: Use, before: BeforeUse, taps: Sequence[int]
+        self, x: Tensor, valid: Tensor | None, use: ApplyLayer, before: BeforeUse, taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
         """What all tokens give, what the uses in ``taps`` gave, and the price [batch] of every step."""
         tapped, costs = [], []
@@ -145,14 +145,14 @@ class Universal(Stack):
         assert self.config.halting is not None
         return self.config.halting
 
-    def _asked(self, progress: Progress) -> Tensor | None:
+    def _asked(self, progress: HaltingState) -> Tensor | None:
         """Which tokens [batch, time] a step is to be computed for; None for all of them."""
         running = progress.running
         if self._halting.halted == "evolving" or torch.compiler.is_compiling() or not has_data(running):
             return None
         return None if progress.number == 0 or bool(running.all()) else running
 
-    def _kept(self, progress: Progress) -> Tensor:
+    def _kept(self, progress: HaltingState) -> Tensor:
         """Whose vectors [batch, time, 1] a step changes."""
         running = progress.running[..., None]
         return torch.ones_like(running) if self._halting.halted == "evolving" else running

@@ -47,7 +47,7 @@ PAGES = (
 )
 TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
 
-OptionKind = Literal["Options", "MeasuringOptions", "GeneratingOptions"]
+OptionKind = Literal["Options", "EvaluationOptions", "GenerationOptions"]
 """Which of a task's own options: for training, measuring or generating."""
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
@@ -129,14 +129,14 @@ def training_options(found: Task, given: Mapping[str, Any]) -> Any:
     return _own(found, "Options", given, lambda owner: f"the task {owner.name}, not for {found.name}")
 
 
-def measuring_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+def evaluation_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
     """The task's own options of measuring from those that were given by name; one of another task is refused."""
-    return _own(found, "MeasuringOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+    return _own(found, "EvaluationOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
 
 
-def generating_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+def generation_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
     """The task's own options of generating from those that were given by name; one of another task is refused."""
-    return _own(found, "GeneratingOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+    return _own(found, "GenerationOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
 
 
 def _own(found: Task, kind: OptionKind, given: Mapping[str, Any], owned: Any) -> Any:

@@ -7,11 +7,12 @@ importing PyTorch; what computes is imported by the methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from kinformer.runtime.errors import KinformerError, require
-from kinformer.training.metric import Figure
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
+from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,89 +100,16 @@ class LoadedRun(NamedTuple):
 Load = Callable[[TrainedRun], LoadedRun]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """How runs of any task are measured."""
-
-    data: str | None = None
-    """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
-    split: str = "test"
-    """Which part of the data: train, validation or test."""
-    max_bytes: int | None = None
-    """Measure on the first N bytes only."""
-    chunk: int = 2048
-    """Tokens computed at a time; bounds the memory, does not change the result."""
-    seed: int = 0
-    """Decides everything random."""
-
-    def __post_init__(self) -> None:
-        require("--max-bytes", self.max_bytes, 2)
-        require("--chunk", self.chunk, 1)
-        require("--seed", self.seed, 0)
-
-    def refuse_data(self, why: str) -> None:
-        """For a task that makes its own rows."""
-        if self.data is not None or self.max_bytes is not None:
-            given = f"--data {self.data}" if self.data is not None else f"--max-bytes {self.max_bytes}"
-            raise KinformerError(f"{given}: {why}")
-
-
-class Table(NamedTuple):
-    """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    numeric: Sequence[int] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """How good a run is. ``figures``: those of ``units``, which say what they are and whether less is better;
-    ``baselines``: what simple rules have of the deciding figure; ``data``: the identity of what was measured on;
-    ``facts``: all of it and more, as JSON; ``text``: the same for people."""
-
-    run: str
-    member: str
-    figures: Mapping[str, float]
-    units: tuple[Figure, ...]
-    data: Mapping[str, Any]
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    text: tuple[str | Table, ...] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` as JSON."""
-
-    evaluations: Sequence[Evaluation]
-    together: Sequence[str | Table] = ()
-    own_facts: Mapping[str, Any] | None = None
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """For JSON."""
-        if self.own_facts is not None:
-            return self.own_facts
-        facts = [evaluation.facts for evaluation in self.evaluations]
-        return facts[0] if len(facts) == 1 else {"runs": facts}
-
-    @property
-    def text(self) -> list[str | Table]:
-        """For people."""
-        return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
-
-
 class Task:
     """A task's record.
 
     ``protocol``: which models can do it (``core.model``). ``input``: the kind of input that they must have, such as
     tokens, or several such kinds; None where any will do. ``gives_input``: whether :meth:`fit` gives it to models of
     tokens. ``objectives``: what can be minimised for it, by name, the usual one first, each made for a model.
-    ``figures``: what it is measured by; the first decides which weights are the best. ``Options``, ``MeasuringOptions``
-    and ``GeneratingOptions`` are dataclasses of its own options, for training, measuring and generating.
-    ``default_data`` is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads
-    text by a tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
+    ``metrics``: what it is measured by; the first decides which weights are the best. ``Options``,
+    ``EvaluationOptions`` and ``GenerationOptions`` are dataclasses of options that only this task has. ``default_data``
+    is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads text by a
+    tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
     running text of which a row may be any part. ``prompted``: whether generating continues a prompt; ``temperature``:
     at which one, if none is given; ``reads_lines``: each line of a prompt is one by itself, read as it comes, from
     standard input where none is given. ``refused``: general options that mean nothing to it, with the reason.
@@ -195,11 +123,11 @@ class Task:
     protocol: ClassVar[type]
     input: ClassVar[str | tuple[str, ...] | None] = None
     gives_input: ClassVar[bool] = False
-    figures: ClassVar[tuple[Figure, ...]]
+    metrics: ClassVar[tuple[Metric, ...]]
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
     Options: ClassVar[type] = NoOptions
-    MeasuringOptions: ClassVar[type] = NoOptions
-    GeneratingOptions: ClassVar[type] = NoOptions
+    EvaluationOptions: ClassVar[type] = NoOptions
+    GenerationOptions: ClassVar[type] = NoOptions
     prompted: ClassVar[bool] = True
     temperature: ClassVar[float] = 0.8
     default_data: ClassVar[str | None] = None
@@ -210,6 +138,11 @@ class Task:
     settings: ClassVar[Mapping[str, Any]] = {}
     reads_lines: ClassVar[bool] = False
     generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."
+
+    @property
+    def figures(self) -> tuple[Metric, ...]:
+        """The same as ``metrics``."""
+        return self.metrics
 
     def takes(self, config: ModelConfig) -> bool:
         """Whether models of ``config`` can be trained for this task."""
@@ -279,15 +212,15 @@ class Task:
         return name
 
     def evaluate(
-        self, runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: Any, quiet: bool = True
-    ) -> Report:
+        self, runs: Sequence[TrainedRun], load: Load, measuring: EvaluationSettings, own: Any, quiet: bool = True
+    ) -> EvaluationReport:
         """Measure runs, one by one unless the task compares them; ``own`` are its own options.
 
         ``load`` gives a run its model; one model at a time is in memory.
         """
-        return Report([self.measure(load(run), measuring, own, quiet) for run in runs])
+        return EvaluationReport([self.measure(load(run), measuring, own, quiet) for run in runs])
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
         """Measure one run beside the task's baselines."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.encoder import EncoderMixer, Text
+from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.testing.subject import built
 
 
@@ -78,12 +78,16 @@ class EncoderMixerSubject(EncoderSubject):
             inputs = self.inputs(count + self.time, seed=count)
             numbers = torch.arange(self.time).mul(max(count, 1)).div(self.time, rounding_mode="floor")
             sentences = torch.cat([torch.arange(count), numbers]).expand(self.batch, -1) if count else None
-            yield Case(f"global input of {count} tokens", inputs, Text(sentences=sentences, num_global=count))
+            yield Case(
+                f"global input of {count} tokens", inputs, SequenceContext(sentences=sentences, num_global=count)
+            )
             if not self.global_tokens:
                 continue
             positions = torch.tensor([0, self.time // 2, self.time - 9]).repeat(self.batch, 1)
             positions[1, 2:] = -1
-            yield Case(f"global tokens, global input of {count}", inputs, Text(None, positions, sentences, count))
+            yield Case(
+                f"global tokens, global input of {count}", inputs, SequenceContext(None, positions, sentences, count)
+            )
 
     def inputs(self, time: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -108,7 +112,7 @@ class EncoderMixerSubject(EncoderSubject):
             Case(
                 case.name,
                 case.inputs[row, valid[row]][None],
-                Text(
+                SequenceContext(
                     None,
                     None if text.global_positions is None else _kept(text.global_positions[row]),
                     None if text.sentences is None else text.sentences[row, valid[row]][None],

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     reset: Tensor | None = None
 
 
-class Outcome(NamedTuple):
+class ContractOutputs(NamedTuple):
     outputs: Tensor
     state: Any
     gradients: dict[str, Tensor]
@@ -86,7 +86,7 @@ def _scatter(blocks: list[Tensor], positions: list[Tensor], time: int) -> Tensor
     return values.new_zeros(time, *values.shape[1:]).index_copy(0, torch.cat(positions), values)
 
 
-def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> Outcome:
+def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> ContractOutputs:
     """Outputs, final state, and the gradients of a random projection of both by inputs, weights and initial state."""
     leaves = {
         f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
@@ -102,7 +102,7 @@ def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> 
     loss = (seen * _weights(seen)).sum() + project(state)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    return Outcome(outputs.detach(), states.detach(state), dict(zip(leaves, dense, strict=True)))
+    return ContractOutputs(outputs.detach(), states.detach(state), dict(zip(leaves, dense, strict=True)))
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def project(state: Any) -> Tensor:
     return total
 
 
-def agree_outcomes(place: str, got: Outcome, want: Outcome) -> None:
+def agree_outcomes(place: str, got: ContractOutputs, want: ContractOutputs) -> None:
     """Values and states to 1e-9, gradients to 1e-7."""
     agree(f"{place}, outputs", got.outputs, want.outputs, VALUES)
     agree_states(f"{place}, final state", got.state, want.state)

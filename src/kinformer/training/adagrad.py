@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kinformer.runtime.sharding import gathered, is_spread
+from kinformer.runtime.sharding import gathered, is_sharded
 
 EPS = 1e-10
 
@@ -44,7 +44,7 @@ class ClippedAdagrad(Optimizer):
         if group["clip"]:
             norm = gathered(torch.linalg.vector_norm(gradient))
             factor = torch.where(norm > group["clip"], group["clip"] / (norm + EPS), torch.ones_like(norm))
-            update.mul_(float(factor) if is_spread(update) else factor)
+            update.mul_(float(factor) if is_sharded(update) else factor)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])

@@ -16,7 +16,7 @@ from kinformer.runtime.files import load_tensors, reading, save_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kinformer.training.metric import Figure
+    from kinformer.training.metric import Metric
 
 WEIGHTS = "model.safetensors"
 _FIGURES, _STEP = "figures", "step"
@@ -36,26 +36,26 @@ class Best:
     """The best validation so far, and the file that keeps its weights. The first of ``known`` figures decides; where it
     is as it was, the next one does."""
 
-    def __init__(self, folder: Path, known: Sequence[Figure]) -> None:
+    def __init__(self, folder: Path, known: Sequence[Metric]) -> None:
         self.folder, self.known = folder, known
-        self.figures: dict[str, float] | None = None
+        self.metrics: dict[str, float] | None = None
         self.step: int | None = None
         if (found := best_of(folder)) is not None:
-            self.figures, self.step = found
+            self.metrics, self.step = found
 
-    def improves(self, figures: Mapping[str, float]) -> bool:
+    def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are better than the best so far."""
-        best = self.figures
+        best = self.metrics
         if best is None:
-            return isfinite(figures[self.known[0].name])
-        deciding = next((each for each in self.known if figures[each.name] != best[each.name]), None)
-        return deciding is not None and deciding.better(figures[deciding.name], best[deciding.name])
+            return isfinite(metrics[self.known[0].name])
+        deciding = next((each for each in self.known if metrics[each.name] != best[each.name]), None)
+        return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
-    def note(self, figures: Mapping[str, float], step: int) -> None:
+    def note(self, metrics: Mapping[str, float], step: int) -> None:
         """These are the best now."""
-        self.figures, self.step = dict(figures), step
+        self.metrics, self.step = dict(metrics), step
 
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Keep the weights of ``step``."""
-        noted = {} if self.figures is None else {_FIGURES: json.dumps(list(self.figures.items()))}
+        noted = {} if self.metrics is None else {_FIGURES: json.dumps(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})

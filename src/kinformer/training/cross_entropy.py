@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.output import OutputProduct
+from kinformer.core.head import OutputProduct
 from kinformer.runtime.autocast import autocast_dtype, no_autocast
 from kinformer.runtime.derivatives import check_reverse, first_order
 

@@ -9,21 +9,21 @@ import numpy as np
 from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 
 
 class DataModule:
     """What a trainer asks of a task's data. Rows are a function of the step's number alone, so that nothing is to be
     kept, unless the model itself makes them: see :meth:`begin` and :meth:`kept`.
 
-    ``metrics``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
-    minimised. ``figures``: what is made of their means, the first of which decides which weights are the best.
+    ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
+    minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
     ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode whose
     predictions are learnt too, or None.
     """
 
-    metrics: tuple[str, ...] = ("nats",)
-    figures: tuple[Figure, ...]
+    sums: tuple[str, ...] = ("nats",)
+    metrics: tuple[Metric, ...]
     carries: bool = False
     teacher: Any = None
 
@@ -49,7 +49,7 @@ class DataModule:
         raise NotImplementedError
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        """The figures, in order, of the metrics' means over the split "train" or "validation"."""
+        """The metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
         raise NotImplementedError
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:

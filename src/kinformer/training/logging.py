@@ -73,7 +73,7 @@ def _event_writer(folder: Path, resumed: int) -> Any:
     return SummaryWriter(folder, purge_step=resumed + 1 if resumed else None)
 
 
-class Progress:
+class TrainingProgress:
     """How good it is, tokens per second and the time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
@@ -84,7 +84,7 @@ class Progress:
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         if self._bar:
             self._bar.start()
         return self
@@ -93,17 +93,17 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
-        """``done`` steps are done, the last with ``figures``, and so many ``tokens`` in ``seconds`` so far; the speed
+    def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
+        """``done`` steps are done, the last with ``metrics``, and so many ``tokens`` in ``seconds`` so far; the speed
         shown is that since it was last shown."""
         self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, text=f"{figures}  {self._speed(tokens, seconds)}")
+            self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
         elif now - self._said_at >= QUIET_SECONDS or done == self.total:
             self._said_at = now
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
-            self.say(f"step {done}/{self.total}  {figures}  {self._speed(tokens, seconds)}  {_clock(left)} left")
+            self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
         """So many steps are foreseen from now on."""
@@ -123,13 +123,13 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
 
-class Silence(Progress):
+class Silence(TrainingProgress):
     """For processes that are not the first, and for quiet runs."""
 
     def __init__(self) -> None:
         self._bar = None
 
-    def update(self, done: int, figures: str, tokens: int, seconds: float) -> None:
+    def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
         """Nothing."""
 
     def say(self, text: str) -> None:

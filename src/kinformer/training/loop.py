@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kinformer.core.penalised import measures_of
+from kinformer.core.learning import regularization_metrics
 from kinformer.core.stack import units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_weights, reading
@@ -26,8 +26,8 @@ from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.interrupt import Interrupt
-from kinformer.training.logging import Log, Progress, Silence
-from kinformer.training.objective import Objective, Step
+from kinformer.training.logging import Log, Silence, TrainingProgress
+from kinformer.training.objective import Objective, ObjectiveModule
 from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.pace import Course, Pace
 from kinformer.training.result import Result
@@ -66,7 +66,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", max(settings.keep, settings.average))
         saved = self.checkpoints.load()
         carried = Carried(settings.accumulate)
-        whole = Step(self.model, objective, settings.precision)
+        whole = ObjectiveModule(self.model, objective, settings.precision)
         self.extras = whole.extras.to(group.device)
         if saved:
             load_weights(self.model, saved.files["model"], self._place(saved))
@@ -89,7 +89,7 @@ class Trainer:
                 self.moving.load_state_dict(saved.files.get("average", {}))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
         self.validation = Validation(data, group)
-        self.best = Best(folder, data.figures)
+        self.best = Best(folder, data.metrics)
         self.home = folder.stat() if folder.exists() else None
         self._restore(saved, begun)
 
@@ -123,7 +123,7 @@ class Trainer:
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
-            Silence() if self.silent else Progress(self.total, self.step) as progress,
+            Silence() if self.silent else TrainingProgress(self.total, self.step) as progress,
         ):
             self.progress = progress
             try:
@@ -136,7 +136,7 @@ class Trainer:
             total=self.total,
             seconds=self.seconds,
             tokens_per_second=self.window.overall,
-            validation=self.best.figures or {self.data.figures[0].name: None},
+            validation=self.best.metrics or {self.data.metrics[0].name: None},
             best_step=self.best.step,
             signal=interrupt.signal,
         )
@@ -196,7 +196,7 @@ class Trainer:
 
     def _report(self, rate: float) -> None:
         """Look at the losses since the last time; anything that is not finite ends the run."""
-        losses, norms, metrics = self.window.read()
+        losses, norms, sums = self.window.read()
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -204,15 +204,15 @@ class Trainer:
         if not losses:
             return
         mean = sum(losses) / len(losses)
-        means = {name: sum(each) / len(each) for name, each in zip(self.data.metrics, metrics, strict=True)}
-        speed, figures = self.window.speed, {**self.data.measured(means, "train"), **measures_of(self.penalised)}
-        self.progress.update(self.step, self._text(figures), self.window.tokens, self.window.seconds)
+        means = {name: sum(each) / len(each) for name, each in zip(self.data.sums, sums, strict=True)}
+        metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.penalised)}
+        self.progress.update(self.step, self._text(metrics), self.window.tokens, self.window.seconds)
         if self.log:
-            values = {"loss": losses[-1], "mean_loss": mean, **figures, "lr": rate, "gradient_norm": norms[-1]}
-            self.log.write(self.step, values | {"tokens_per_second": speed, "seconds": self.seconds})
+            values = {"loss": losses[-1], "mean_loss": mean, **metrics, "lr": rate, "gradient_norm": norms[-1]}
+            self.log.write(self.step, values | {"tokens_per_second": self.window.speed, "seconds": self.seconds})
 
-    def _text(self, figures: Mapping[str, float]) -> str:
-        return ", ".join(figure.text(figures[figure.name]) for figure in self.data.figures)
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
 
     def _diverged(self, what: str) -> KinformerError:
         steps = self.checkpoints.steps()
@@ -236,13 +236,13 @@ class Trainer:
     def _measure(self, what: str, prefix: str) -> None:
         """Validate the weights as they are, and keep them where they are the best."""
         means = self.validation(self.engine)
-        figures = self.data.measured(means, "validation")
-        self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(figures)}")
+        metrics = self.data.measured(means, "validation")
+        self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
         if self.log:
-            values = {f"{prefix}_{name}": figure for name, figure in figures.items()}
-            self.log.write(self.step, {f"{prefix}_loss": means[self.data.metrics[0]]} | values)
-        if self.best.improves(figures):
-            self.best.note(figures, self.step)
+            values = {f"{prefix}_{name}": metric for name, metric in metrics.items()}
+            self.log.write(self.step, {f"{prefix}_loss": means[self.data.sums[0]]} | values)
+        if self.best.improves(metrics):
+            self.best.note(metrics, self.step)
             weights = gather(self.model.state_dict().items(), self.group.first)
             self.group.on_first(lambda: self._write_best(weights))
 

@@ -9,7 +9,7 @@ SHARE = "share"
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """``name`` as in records (``bits_per_byte``); ``unit`` as it is read ("bits per byte"), SHARE for a share of 1."""
 
     name: str
@@ -25,24 +25,24 @@ class Figure:
         return f"{self.name.replace('_', ' ')} {value:.1%}" if self.unit == SHARE else f"{value:.4f} {self.unit}"
 
 
-ACCURACY = Figure("accuracy", SHARE, lower_is_better=False)
-SEQUENCE_ACCURACY = Figure("sequence_accuracy", SHARE, lower_is_better=False)
-CALIBRATION_ERROR = Figure("calibration_error", SHARE)
-BITS_PER_BYTE = Figure("bits_per_byte", "bits per byte")
-BITS_PER_LABEL = Figure("bits_per_label", "bits per label")
-BITS_PER_ACTION = Figure("bits_per_action", "bits per action")
-ACTION_ERROR = Figure("action_error", "mean squared error of actions")
-RETURN = Figure("mean_return", "mean return", lower_is_better=False)
-BITS_PER_DIM = Figure("bits_per_dim", "bits per dimension")
-BITS_PER_SYMBOL = Figure("bits_per_symbol", "bits per symbol")
-ERROR_RATE = Figure("error_rate", SHARE)
-BLEU = Figure("bleu", "BLEU", lower_is_better=False)
-CHRF = Figure("chrf", "chrF2", lower_is_better=False)
+ACCURACY = Metric("accuracy", SHARE, lower_is_better=False)
+SEQUENCE_ACCURACY = Metric("sequence_accuracy", SHARE, lower_is_better=False)
+CALIBRATION_ERROR = Metric("calibration_error", SHARE)
+BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
+BITS_PER_LABEL = Metric("bits_per_label", "bits per label")
+BITS_PER_ACTION = Metric("bits_per_action", "bits per action")
+ACTION_ERROR = Metric("action_error", "mean squared error of actions")
+RETURN = Metric("mean_return", "mean return", lower_is_better=False)
+BITS_PER_DIM = Metric("bits_per_dim", "bits per dimension")
+BITS_PER_SYMBOL = Metric("bits_per_symbol", "bits per symbol")
+ERROR_RATE = Metric("error_rate", SHARE)
+BLEU = Metric("bleu", "BLEU", lower_is_better=False)
+CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 
-def bits_per_masked(unit: str) -> Figure:
+def bits_per_masked(unit: str) -> Metric:
     """The figure, by what a token is: a byte, or a tokenizer's token."""
-    return Figure(f"bits_per_masked_{unit}", f"bits per masked {unit}")
+    return Metric(f"bits_per_masked_{unit}", f"bits per masked {unit}")
 
 
 def flops(count: float) -> str:

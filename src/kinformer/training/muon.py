@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from kinformer.runtime.sharding import is_spread
+from kinformer.runtime.sharding import is_sharded
 
 SMALL = 1 << 18
 """Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""
@@ -31,7 +31,7 @@ class StackedMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Matrices that are spread over processes are PyTorch's, one by one."""
-        if any(is_spread(each) for group in self.param_groups for each in group["params"]):
+        if any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             return super().step(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:

@@ -13,41 +13,40 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from kinformer.core import state as states
+from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import modules_of
-from kinformer.core.penalised import Penalised
-from kinformer.core.side_cost import SideCost, gathering
 from kinformer.training.batch import device_of
 from kinformer.training.precision import autocast
 
-Outcome = tuple[Tensor, dict[str, Tensor], Any]
+ObjectiveOutput = tuple[Tensor, dict[str, Tensor], Any]
 """Loss, metrics and the model's state after the batch, None of a model that has none."""
 
 
 class Objective(Protocol):
     """Called once per forward pass."""
 
-    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> Outcome: ...
+    def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> ObjectiveOutput: ...
 
 
-class Step(nn.Module):
+class ObjectiveModule(nn.Module):
     """A model and its objective as one module, so that whatever an objective asks of the model is seen by the engine.
 
-    Side costs (sums over positions, one per row) in the state, and those of readings (``core.side_cost``), are added to
-    the loss as a mean over positions; in training also the penalties of parts that have one (see ``core.penalised``).
+    Side costs (sums over positions, one per row) in the state, and those of readings (``core.learning``), are added to
+    the loss as a mean over positions; in training also the penalties of parts that have one (see ``core.learning``).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
-        self.penalised, self.told = modules_of(model, Penalised), modules_of(model, SideCost)
+        self.penalised, self.told = modules_of(model, Regularized), modules_of(model, AuxLoss)
 
     @property
     def extras(self) -> nn.Module:
         """What is trained with the model: the objective's own weights, or nothing."""
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
-    def forward(self, batch: Any, state: Any, progress: float) -> Outcome:
-        with autocast(device_of(batch), self.precision), gathering(self.told) as read:
+    def forward(self, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
+        with autocast(device_of(batch), self.precision), gather_aux_losses(self.told) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
         for module in self.penalised if self.training else ():
             loss = loss + module.penalty()

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kinformer.runtime.host import keep_memory, processor
+from kinformer.runtime.memory import keep_memory
+from kinformer.runtime.processor import processor
 
 
 def use_fast_products() -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_for_resampling
 from kinformer.core.model import modules_of
-from kinformer.core.online import Online
-from kinformer.core.penalised import Penalised
-from kinformer.core.redrawn import Redrawn, due
 from kinformer.data.permutation import mix
 from kinformer.training.batch import map_fields, rows_of, take_rows
 from kinformer.training.carried import Carried
@@ -51,8 +49,8 @@ class Updater:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
         settings.rows(group.world)  # refuses those that cannot be shared
-        self.redrawn, self.online = modules_of(engine, Redrawn), modules_of(engine, Online)
-        self.penalised = modules_of(engine, Penalised)
+        self.redrawn, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
+        self.penalised = modules_of(engine, Regularized)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""
@@ -97,12 +95,12 @@ class Updater:
             self.carried.put(part, state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
-        means = [metrics[name] / metrics["predicted"].clamp_min(1) for name in self.data.metrics]
+        means = [metrics[name] / metrics["predicted"].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
 
     def _draw_anew(self, step: int) -> None:
         """Random features, which all processes share; states that were made with the old ones are let go of."""
-        for number, module in due(self.redrawn, step):
+        for number, module in due_for_resampling(self.redrawn, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
 

@@ -24,7 +24,7 @@ class Validation:
     def __call__(self, engine: nn.Module) -> dict[str, float]:
         """The means of the metrics over all predictions; ``engine`` is a wrapped ``Step``, left in training mode."""
         engine.eval()
-        names, device = ("predicted", *self.data.metrics), self.group.device
+        names, device = ("predicted", *self.data.sums), self.group.device
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         state: Any = None
         with torch.no_grad():
@@ -36,4 +36,4 @@ class Validation:
                     sums[index] += metrics[name]
         engine.train()
         predicted, *totals = self.group.sum(sums).tolist()
-        return {name: total / predicted for name, total in zip(self.data.metrics, totals, strict=True)}
+        return {name: total / predicted for name, total in zip(self.data.sums, totals, strict=True)}

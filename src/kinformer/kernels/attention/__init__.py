@@ -16,7 +16,7 @@ from kinformer.core.pattern import Band
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
-from kinformer.kernels.softmax.dropout import Dropout
+from kinformer.kernels.softmax.dropout import AttentionDropout
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
 from kinformer.runtime.autocast import autocast_together
@@ -26,7 +26,7 @@ from kinformer.runtime.matmul import by_onednn
 __all__ = [
     "IMPLS",
     "Attended",
-    "Dropout",
+    "AttentionDropout",
     "Gathered",
     "Needs",
     "Projected",

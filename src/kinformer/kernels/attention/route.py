@@ -20,8 +20,8 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels.attention import sdpa
 from kinformer.kernels.softmax.request import Scoring, Visibility
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import processor_class
 from kinformer.runtime.matmul import ONEDNN_FROM, by_onednn
+from kinformer.runtime.processor import processor_class
 
 IMPLS = ("auto", "reference", "chunked", "sdpa", "flex")
 _TABLES = ("bias", "factor", "keys", "values")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.span import TokenSpan
-from kinformer.kernels.attention import Dropout, Scoring, Visibility, attention
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
 from kinformer.kernels.softmax.request import query_positions
 from kinformer.runtime.host import has_data
 
@@ -83,7 +83,7 @@ def _seen(queries: slice, own: list[int], reach: int, *call: Any) -> Tensor:
         found = found._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
     if scoring.dropout is not None:
         p, seed = scoring.dropout
-        scoring = scoring._replace(dropout=Dropout(p, seed + queries.start * q.shape[1] + own[0]))
+        scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + own[0]))
     scoring = scoring._replace(bias=bias)
     q, k, v = q[:, own, queries], k[:, :, slots], v[:, :, slots]
     return attention(q, k, v, found, scoring, impl=impl).out

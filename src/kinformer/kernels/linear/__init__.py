@@ -16,7 +16,7 @@ from torch import Tensor
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.impls import IMPLS, check_call, check_triton, choose_impl
 from kinformer.kernels.linear.reference import recurrence
-from kinformer.kernels.linear.sequence import LinearState, Sequence
+from kinformer.kernels.linear.sequence import LinearSequence, LinearState
 from kinformer.kernels.linear.summary import LinearSummary, summarise
 from kinformer.runtime.errors import KinformerError
 
@@ -59,11 +59,11 @@ def linear_attention(
     _validate(q, k, v, state, reset)
     check_decay("linear_attention", q, log_decay)
     kernel = {"reference": recurrence, "chunked": chunked, "triton": _triton}[choose_impl("linear_attention", impl)]
-    out, s, z = kernel(Sequence(q, k, v, log_decay, eps, reset), state.s, state.z)
+    out, s, z = kernel(LinearSequence(q, k, v, log_decay, eps, reset), state.s, state.z)
     return out, LinearState(s, z)
 
 
-def _triton(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_call("linear_attention", sequence.q, sequence.v, sequence.log_decay)
     from kinformer.kernels.linear.triton import attend  # imports Triton
 

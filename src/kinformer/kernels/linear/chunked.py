@@ -30,12 +30,12 @@ from kinformer.kernels.linear.blocks import (
     scan,
     tiles,
 )
-from kinformer.kernels.linear.sequence import Sequence
+from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.derivatives import first_order
 
 
-def chunked(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     cast = operand_dtype(q)
@@ -53,7 +53,7 @@ def chunked(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
     return out.to(v.dtype), s, z
 
 
-def _step(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One token, in the dtype of the state."""
     q, k, v, log_decay, eps, reset = sequence
     dtype = v.dtype
@@ -81,7 +81,7 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sequence = Sequence(q, k, v, *rest)
+        sequence = LinearSequence(q, k, v, *rest)
         out, last_s, last_z = torch.empty_like(v), s.clone(), z.clone()
         begun: list[Tensor] = []
         for batch, time in tiles(q, v):
@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
     @first_order("chunked linear attention")
     def backward(ctx: Any, saved: Any, grad_out: Tensor, grad_s: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, reset, *begun = saved
-        sequence = Sequence(q, k, v, log_decay, ctx.eps, reset)
+        sequence = LinearSequence(q, k, v, log_decay, ctx.eps, reset)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dg = torch.empty_like(log_decay) if ctx.needs_input_grad[5] else None
         ds, dz = grad_s.clone(), grad_z.clone()
@@ -111,7 +111,7 @@ class _Chunked(torch.autograd.Function):
         return dq, dk, dv, ds, dz, dg, None, None
 
 
-def _absorb(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _absorb(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and S and z after the tile."""
     q, k, v, log_decay, eps, reset = sequence
     blocks = cut(q, reset, log_decay)
@@ -126,7 +126,11 @@ def _absorb(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _gradients(
-    sequence: Sequence, before: tuple[Tensor, Tensor], grad_out: Tensor, after: tuple[Tensor, Tensor], learns: bool
+    sequence: LinearSequence,
+    before: tuple[Tensor, Tensor],
+    grad_out: Tensor,
+    after: tuple[Tensor, Tensor],
+    learns: bool,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, from those of the outputs
     and of S and z after it (``after``); ``before``: S and z before it."""

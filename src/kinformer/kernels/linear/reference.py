@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.linear.blocks import accumulator_dtype
-from kinformer.kernels.linear.sequence import Sequence
+from kinformer.kernels.linear.sequence import LinearSequence
 
 
-def recurrence(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     dtype = accumulator_dtype(q, k, v)

@@ -17,7 +17,7 @@ class LinearState(NamedTuple):
     z: Tensor
 
 
-class Sequence(NamedTuple):
+class LinearSequence(NamedTuple):
     """Arguments of ``linear_attention`` as they are there; ``eps`` is the normaliser's."""
 
     q: Tensor
@@ -27,9 +27,9 @@ class Sequence(NamedTuple):
     eps: float | None
     reset: Tensor | None
 
-    def part(self, batch: slice, time: slice) -> Sequence:
+    def part(self, batch: slice, time: slice) -> LinearSequence:
         """Some rows and tokens of it."""
         at = batch, slice(None), time
         q, k, v = self.q[at], self.k[at], self.v[at]
         decay = None if self.log_decay is None else self.log_decay[at]
-        return Sequence(q, k, v, decay, self.eps, None if self.reset is None else self.reset[batch, time])
+        return LinearSequence(q, k, v, decay, self.eps, None if self.reset is None else self.reset[batch, time])

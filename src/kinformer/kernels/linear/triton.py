@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.kernels.linear.blocks import SequenceBlocks, accumulator_dtype, number, operand_dtype, product_dtype
-from kinformer.kernels.linear.sequence import Sequence
+from kinformer.kernels.linear.sequence import LinearSequence
 from kinformer.runtime.derivatives import check_reverse, first_order
 from kinformer.runtime.errors import KinformerError
 
@@ -241,7 +241,7 @@ class Cut:
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
 
 
-def attend(sequence: Sequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     check_reverse("Triton's linear attention", q, k, v, s, z, log_decay)

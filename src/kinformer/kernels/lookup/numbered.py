@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import kinformer.runtime.flops  # noqa: F401 (int8 products are counted)
-from kinformer.runtime.host import processor
+from kinformer.runtime.processor import processor
 
 _POSITIVE = 1.0625
 """Added to scores, which are -1 at least but for rounding."""

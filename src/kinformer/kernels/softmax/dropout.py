@@ -16,7 +16,7 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 
 
-class Dropout(NamedTuple):
+class AttentionDropout(NamedTuple):
     """Dropout of attention probabilities: each is zeroed with probability ``p``, the others grow by 1 / (1 - p).
 
     ``seed`` and the coordinates (batch row, head, query, slot) of a probability in the call decide its fate, so
@@ -27,7 +27,7 @@ class Dropout(NamedTuple):
     seed: int
 
     @classmethod
-    def drawn(cls, p: float, training: bool) -> Dropout | None:
+    def drawn(cls, p: float, training: bool) -> AttentionDropout | None:
         """With a seed from PyTorch's global generator; None, and nothing drawn, where nothing is to be dropped."""
         return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
-from kinformer.kernels.softmax.dropout import Dropout
+from kinformer.kernels.softmax.dropout import AttentionDropout
 
 
 class Visibility(NamedTuple):
@@ -55,10 +55,10 @@ class Scoring(NamedTuple):
     vector: Tensor | None = None
     relative: Relative | None = None
     bias: Tensor | None = None
-    dropout: Dropout | None = None
+    dropout: AttentionDropout | None = None
 
     @classmethod
-    def of(cls, score: Score, relative: Relative | None = None, dropout: Dropout | None = None) -> Scoring:
+    def of(cls, score: Score, relative: Relative | None = None, dropout: AttentionDropout | None = None) -> Scoring:
         """That of a mixer's parts; the query that a position shifts by is taken as the score takes queries."""
         if relative is not None and relative.shift is not None:
             relative = relative._replace(shift=score.queries(relative.shift))

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from kinformer.core.config import check_unused
 from kinformer.core.contract import AS_THEY_ARE, CausalMixer, Chunk, MixerConfig, activation_dtype, state_dtype
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
-from kinformer.kernels.attention import Dropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.mixers.compressive.alignment import RowGroup, by_position, last_slots
 from kinformer.mixers.compressive.compression import CompressionConfig, Convolution, Expansion
 from kinformer.mixers.compressive.reconstruction import attention_loss, content_loss, no_loss
@@ -76,7 +76,7 @@ class Compressive(CausalMixer):
     """
 
     growth = "window"
-    remembers_inputs = True
+    recomputes_kv = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -235,7 +235,7 @@ class Compressive(CausalMixer):
         slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
         q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
         k = self.position.rotate_keys(k, slot_positions)
-        dropout = Dropout.drawn(self.config.dropout, self.training)
+        dropout = AttentionDropout.drawn(self.config.dropout, self.training)
         relative = None if call.relative is None else call.relative.below(slots)
         visibility = Visibility(self.pattern, slot_positions[:, -time:], whole=True)
         scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl

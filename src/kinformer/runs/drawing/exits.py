@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.evaluation.early_exit import Exited, Exiting, exiting_stack
+from kinformer.evaluation.early_exit import Exited, Exiting, early_exit_stack
 from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.exits import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out, main_windows
-from kinformer.tasks.task import Measuring
 
 TOKENS, MOST = 1200, 6000
 
@@ -37,12 +37,12 @@ def coloured_text(options: DrawOptions) -> ColouredText:
     if not run.task.tokenizes:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
     model = run.model(options.set)
-    if exiting_stack(model) is None:
+    if early_exit_stack(model) is None:
         raise KinformerError(
             f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
             "give a threshold by --set stack.rule.thresholds=[0.9]."
         )
-    split = held_out(run, Measuring(data=options.data)).split
+    split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
     count = min(options.length or TOKENS, MOST, len(split) - 1)
     tokens = np.array(split.tokens(0, count + 1), np.int64)

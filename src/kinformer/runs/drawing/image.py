@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.core.encoder import EncoderMixer, Text
+from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.figures.image import HeatOver, ImageDrawing, WindowsOver
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.mixers.bidirectional import BidirectionalAttention
@@ -33,7 +33,7 @@ class _Call:
 
     mixer: EncoderMixer
     x: Tensor
-    text: Text
+    text: SequenceContext
 
 
 def looked_at(options: DrawOptions) -> ImageDrawing:

@@ -42,7 +42,7 @@ DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class Subject:
     """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, mixers without a pattern."""
 
     kind: str
@@ -72,7 +72,7 @@ class Drawing:
         return panels
 
 
-def find(options: DrawOptions) -> Drawing:
+def find(options: DrawOptions) -> Subject:
     """A member first, then a run folder, then a pattern, then a position; or what an option says it is."""
     from kinformer.family.table import FAMILY
 
@@ -97,13 +97,13 @@ def find(options: DrawOptions) -> Drawing:
     raise KinformerError(f"{name!r} is not {wanted} to draw; {nearest(name, [*table, *(FAMILY if named else ())])}")
 
 
-def _spans(options: DrawOptions) -> Drawing:
+def _spans(options: DrawOptions) -> Subject:
     others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "data")
     if given := [flag_of(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"--spans draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
     run = open_run(options.subject)
     title = f"{run.folder.name} ({run.member}, trained)"
-    return Drawing(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
+    return Subject(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
@@ -126,7 +126,7 @@ def _means_part(options: DrawOptions) -> bool:
     return bool(changed) and options.subject in _parts(options) and not changed & owned
 
 
-def _expression(options: DrawOptions) -> Drawing:
+def _expression(options: DrawOptions) -> Subject:
     try:
         data = json.loads(options.subject)
     except json.JSONDecodeError as error:
@@ -138,7 +138,7 @@ def _expression(options: DrawOptions) -> Drawing:
     return _part(options, data)
 
 
-def _part(options: DrawOptions, data: dict[str, Any]) -> Drawing:
+def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
     """A pattern or a position by itself, with the options that --set gives it."""
     from kinformer.family.kinds import kinds
 
@@ -153,7 +153,7 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Drawing:
     config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
     name = describe(config)
     title = name if len(name) <= TITLE else config.kind.replace("_", " ")
-    subject = Drawing(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
+    subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
     elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
@@ -173,25 +173,25 @@ def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
     return Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)
 
 
-def _member(options: DrawOptions) -> Drawing:
+def _member(options: DrawOptions) -> Subject:
     from kinformer.family.build import configure
 
     config = configure(options.subject, options.recipe, None, options.set)
     return _model("member", f"{options.subject} ({options.recipe})", config, None, options)
 
 
-def _run(options: DrawOptions) -> Drawing:
+def _run(options: DrawOptions) -> Subject:
     run = open_run(options.subject)
     model = run.model(options.set)
     return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
 
 
-def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Drawing:
+def _model(kind: str, title: str, config: ModelConfig, model: Any, options: DrawOptions) -> Subject:
     """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
-    subject = Drawing(kind=kind, title=title, options=options)
+    subject = Subject(kind=kind, title=title, options=options)
     _add(subject, _Side(config, config.dim, model), "")
     if (encoder := getattr(config, "encoder", None)) is not None:
         _add(subject, _Side(encoder, config.dim, None if model is None else model.encoder), "encoder")
@@ -206,7 +206,7 @@ class _Side(NamedTuple):
     model: Any
 
 
-def _add(subject: Drawing, side: _Side, name: str) -> None:
+def _add(subject: Subject, side: _Side, name: str) -> None:
     """What there is to draw of a side, whose places begin with its ``name``."""
     (config, dim, model), options, before = side, subject.options, len(subject.encodings)
     at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class AlgorithmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmMeasuring:
+class AlgorithmEvaluationOptions:
     """Of algorithms."""
 
     at_digits: str | None = None
@@ -87,10 +88,10 @@ class Algorithm(Task):
     does = "computes answers"
     protocol = CausalModel
     input = "tokens"
-    figures = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
+    metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
     Options = AlgorithmOptions
-    MeasuringOptions = AlgorithmMeasuring
+    EvaluationOptions = AlgorithmEvaluationOptions
     default_data = NAME
     refused = dict.fromkeys(
         ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
@@ -116,7 +117,9 @@ class Algorithm(Task):
 
         return AlgorithmModule(plan.data, plan.settings)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: AlgorithmMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: AlgorithmEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.algorithm.evaluate import evaluate
 
         measuring.refuse_data("an algorithm makes its own problems; give --problems and --at-digits.")

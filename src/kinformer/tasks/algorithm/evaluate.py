@@ -19,20 +19,21 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm.rows import solved
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
 from kinformer.tasks.shared.answer_rows import AskedBatch, answers
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
-from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Figure
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 
 
-def sequence_accuracy_at(digits: int) -> Figure:
+def sequence_accuracy_at(digits: int) -> Metric:
     """The share of problems of so many digits that are solved."""
-    return Figure(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
+    return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
 
 
 def evaluate(
-    subject: LoadedRun, measuring: Measuring, at_digits: Sequence[int] | None, rows: int, quiet: bool
+    subject: LoadedRun, measuring: EvaluationSettings, at_digits: Sequence[int] | None, rows: int, quiet: bool
 ) -> Evaluation:
     """A run on ``rows`` new problems of each number of digits; the figures of all are over those in training's range,
     or over all where none is."""
@@ -48,7 +49,7 @@ def evaluate(
                 progress(done + 1, len(lengths))
     main = [each for each in found if each["trained"]] or found
     total = {name: sum(each[name] for each in main) for name in ("tokens", "correct", "solved", "problems", "nats")}
-    figures = {
+    metrics = {
         ACCURACY.name: total["correct"] / total["tokens"],
         SEQUENCE_ACCURACY.name: total["solved"] / total["problems"],
         BITS_PER_LABEL.name: total["nats"] / log(2) / total["tokens"],
@@ -56,26 +57,26 @@ def evaluate(
     units = [ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL]
     for each in found:
         units.append(sequence_accuracy_at(each["digits"]))
-        figures[units[-1].name] = each["sequence_accuracy"]
+        metrics[units[-1].name] = each["sequence_accuracy"]
     depth = next((each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in found[0]), None)
     if depth is not None:
         units.append(depth)
-        figures[depth.name] = sum(each[depth.name] for each in main) / len(main)
+        metrics[depth.name] = sum(each[depth.name] for each in main) / len(main)
     identity = data.identity | {"split": split}
     facts = {
         "run": str(run.folder), "member": run.member, "task": "algorithm", "algorithm": data.algorithm,
-        "set": list(changes), "data": identity, **figures, "by_digits": found, "seconds": time.perf_counter() - begun,
+        "set": list(changes), "data": identity, **metrics, "by_digits": found, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     guessing = max(each["guessing"] for each in main)
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=tuple(units),
         baselines={"most_frequent_token": guessing},
         data=identity,
         facts=facts | {"most_frequent_token": guessing},
-        text=_text(subject, data, split, figures, total, found, depth),
+        text=_text(subject, data, split, metrics, total, found, depth),
     )
 
 
@@ -83,11 +84,11 @@ def _text(
     subject: LoadedRun,
     data: AlgorithmData,
     split: str,
-    figures: dict,
+    metrics: dict,
     total: dict,
     found: list[dict[str, Any]],
-    depth: Figure | None,
-) -> tuple[str | Table, ...]:
+    depth: Metric | None,
+) -> tuple[str | TextTable, ...]:
     run, _, changes, _ = subject
     names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
     steps = [] if depth is None else [depth]
@@ -98,19 +99,19 @@ def _text(
         ]
         for each in found
     ]  # fmt: skip
-    ponder = "" if depth is None else f", {depth.text(figures[depth.name])}"
+    ponder = "" if depth is None else f", {depth.text(metrics[depth.name])}"
     return (
         f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} "
         f"digits, {split} split",
-        f"{figures[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
-        f"{figures[ACCURACY.name]:.1%} of their tokens right, {figures[BITS_PER_LABEL.name]:.4f} bits per "
+        f"{metrics[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
+        f"{metrics[ACCURACY.name]:.1%} of their tokens right, {metrics[BITS_PER_LABEL.name]:.4f} bits per "
         f"token{ponder}\n",
-        Table((*names, *(own.unit for own in steps)), lines, [0, *range(2, len(names) + len(steps))]),
+        TextTable((*names, *(own.unit for own in steps)), lines, [0, *range(2, len(names) + len(steps))]),
         *(() if depth is None else _by_difficulty(found, depth)),
     )
 
 
-def _by_difficulty(found: list[dict[str, Any]], depth: Figure) -> Iterator[str | Table]:
+def _by_difficulty(found: list[dict[str, Any]], depth: Metric) -> Iterator[str | TextTable]:
     """Tables of answers' tokens by their difficulty, of the longest problems in training's range."""
     longest = ([each for each in found if each["trained"]] or found)[-1]
     for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
@@ -121,7 +122,7 @@ def _by_difficulty(found: list[dict[str, Any]], depth: Figure) -> Iterator[str |
             for row in longest[f"by_{name}"]
         ]
         yield f"\nAnswers of {longest['digits']} digits:"
-        yield Table((what, "tokens", "right", depth.unit), lines, range(4))
+        yield TextTable((what, "tokens", "right", depth.unit), lines, range(4))
 
 
 def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
@@ -145,7 +146,7 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
 
 
 def _measured(
-    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, measuring: Measuring
+    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, measuring: EvaluationSettings
 ) -> dict[str, Any]:
     """Of problems with so many digits: answers' tokens and how many are right, problems and how many are solved."""
     tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, measuring.chunk // data.width(digits))

@@ -18,8 +18,8 @@ class AlgorithmModule(MadeRows):
     """Rows as long as the longest problem with its answer."""
 
     data: AlgorithmData
-    metrics = ("nats", "correct", "solved", "problems")
-    figures = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
+    sums = ("nats", "correct", "solved", "problems")
+    metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
 
     @property
     def width(self) -> int:

@@ -6,16 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import (
-    READS_WHOLE_TEXTS,
-    SPECIAL_TOKENS,
-    Evaluation,
-    LoadedRun,
-    Measuring,
-    Source,
-    Task,
-    TrainingPlan,
-)
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
@@ -47,7 +39,7 @@ class Classify(Task):
     does = "predicts classes"
     protocol = WholeModel
     input = "tokens"
-    figures = (ACCURACY, BITS_PER_LABEL)
+    metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     tokenizes = True
     needs = "needs labelled examples; give --data FOLDER, FILE.tsv or FILE.jsonl."
@@ -84,7 +76,7 @@ class Classify(Task):
 
         return Labels(plan.data, plan.settings, ends_of(plan.config))
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
         if measuring.max_bytes is not None:

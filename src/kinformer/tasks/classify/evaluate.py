@@ -14,11 +14,12 @@ from torch.nn import functional
 from kinformer.core.model import device_of
 from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.rows import LabelledBatch
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
+from kinformer.tasks.task import LoadedRun, Source
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 
@@ -42,7 +43,9 @@ class LabelMeasurement:
         return max(self.examples) / sum(self.examples)
 
 
-def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress | None = None) -> LabelMeasurement:
+def measure_labels(
+    model: Any, rows: Buckets, classes: int, progress: ProgressCallback | None = None
+) -> LabelMeasurement:
     """Measure ``model`` (in eval mode) on all examples of ``rows``."""
     device = device_of(model)
     counts, nats = np.zeros((3, classes), np.int64), 0.0
@@ -62,7 +65,7 @@ def measure_labels(model: Any, rows: Buckets, classes: int, progress: Progress |
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
+def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out examples, class by class, beside the most frequent class."""
     run, model, changes, _ = subject
     found, same, examples = _examples(task, subject, measuring)
@@ -79,17 +82,17 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -
         f"{measured.guessing:.1%} are of the most frequent class\n",
         table,
     )
-    figures = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
+    metrics = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
     identity = identity_of_part(found, measuring.split, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **figures, "guessing": measured.guessing,
+        **metrics, "guessing": measured.guessing,
         "examples": len(examples), "length": length, "classes": counts, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(ACCURACY, BITS_PER_LABEL),
         baselines={"guessing": measured.guessing},
         data=identity,
@@ -98,7 +101,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, quiet: bool) -
     )
 
 
-def _examples(task: Any, subject: LoadedRun, measuring: Measuring) -> tuple[Labelled, bool, Examples]:
+def _examples(task: Any, subject: LoadedRun, measuring: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
     source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.data import IGNORED, BosEos, Buckets, Labelled, Rows
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 LEAST_EXAMPLES = 256
@@ -43,8 +43,8 @@ class LabelledBatch(NamedTuple):
 class Labels(DataModule):
     """Examples with the classes to tell. Validation: the first ones of as many tokens as asked for, 256 at least."""
 
-    metrics = ("nats", "correct")
-    figures = (ACCURACY, BITS_PER_LABEL)
+    sums = ("nats", "correct")
+    metrics = (ACCURACY, BITS_PER_LABEL)
 
     def __init__(self, data: Labelled, settings: Settings, ends: BosEos) -> None:
         sizes = settings.batch_size, settings.length, settings.seed
@@ -70,11 +70,11 @@ class Labels(DataModule):
 class Classification:
     """Mean cross-entropy of the label of every row, or of every token where the model predicts classes of those."""
 
-    def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> Outcome:
+    def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> ObjectiveOutput:
         return scored(model(batch.tokens, valid=batch.valid), batch.labels)
 
 
-def scored(logits: Tensor, labels: Tensor) -> Outcome:
+def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
     """Loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` are those most probable."""
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
-from kinformer.tasks.control.options import ControlGenerating, ControlMeasuring, ControlOptions
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import RETURN
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ class Control(Task):
     )
     does = "acts for rewards"
     protocol = CausalModel
-    figures = (RETURN,)
+    metrics = (RETURN,)
     objectives = {"policy": _policy}
     Options = ControlOptions
-    MeasuringOptions = ControlMeasuring
-    GeneratingOptions = ControlGenerating
+    EvaluationOptions = ControlEvaluationOptions
+    GenerationOptions = ControlGenerationOptions
     prompted = False
     default_data = NAME
     refused = dict.fromkeys(
@@ -84,7 +85,9 @@ class Control(Task):
         self.choose_objective(name)
         return PolicyLoss(data if isinstance(data, ControlRows) else None)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.control.evaluate import evaluate
 
         measuring.refuse_data("control acts in new episodes; leave it out, or give --env and --episodes.")

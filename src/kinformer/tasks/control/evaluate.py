@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.control.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
+from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
 from kinformer.control.environments.environment import Box, Discrete, Environment
 from kinformer.control.environments.table import make
 from kinformer.control.options import Acting
@@ -16,10 +16,11 @@ from kinformer.control.playing import check_picture, play
 from kinformer.data.permutation import mix
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.control.data import check_environment, open_environment
-from kinformer.tasks.control.options import ControlGenerating, ControlMeasuring
+from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions
 from kinformer.tasks.control.policy import ControlAgent
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.shared.made import Made
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import RETURN
 
 
@@ -46,7 +47,9 @@ class RandomPolicy:
         self.episodes = self.episodes[rows]
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, quiet: bool) -> Evaluation:
+def evaluate(
+    subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool
+) -> Evaluation:
     """A run in new episodes of its environment, or of another like it."""
     run, _, changes, _ = subject
     environment, seeds = _environment(subject, own), MEASURED_SEEDS + measuring.seed
@@ -58,7 +61,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, qu
     seconds = time.perf_counter() - begun
     found = summary(acted)
     chance = summary(rollouts(RandomPolicy(environment.actions, measuring.seed), env, 0.0, own.episodes, seeds))
-    figures = {RETURN.name: found["mean"]}
+    metrics = {RETURN.name: found["mean"]}
     speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
     identity = open_environment(run.options).identity | {"env": env}
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in found else []))
@@ -66,17 +69,17 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, qu
     text = (
         f"{run.folder} ({named}) in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
         f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
-        Table(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
+        TextTable(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
     )
     facts = {
         "run": str(run.folder), "member": run.member, "task": "control", "set": list(changes), "data": identity,
-        **figures, "env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance,
+        **metrics, "env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance,
         "context_steps": context, "steps_per_second": speed, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(RETURN,),
         baselines={"random": chance["mean"]},
         data=identity,
@@ -86,7 +89,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: ControlMeasuring, qu
 
 
 def play_episode(
-    subject: LoadedRun, options: Any, own: ControlGenerating, write: Callable[[str], None] | None = None
+    subject: LoadedRun, options: Any, own: ControlGenerationOptions, write: Callable[[str], None] | None = None
 ) -> Made:
     """An episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
     check_picture(own.render)
@@ -117,4 +120,4 @@ def _environment(subject: LoadedRun, own: Acting, render: bool = False) -> Envir
 
 
 def _agent(subject: LoadedRun, environment: Environment, own: Acting, seed: int) -> ControlAgent:
-    return ControlAgent(subject.model, Drawing(environment.actions, own.action_temperature, seed), own.context)
+    return ControlAgent(subject.model, ActionSampler(environment.actions, own.action_temperature, seed), own.context)

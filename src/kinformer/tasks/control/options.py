@@ -46,10 +46,10 @@ class ControlOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlMeasuring(Episodes):
+class ControlEvaluationOptions(Episodes):
     """Of control."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlGenerating(Rendering):
+class ControlGenerationOptions(Rendering):
     """Of control: one episode is played, and told step by step."""

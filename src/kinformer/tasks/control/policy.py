@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kinformer.control.acting import Agent, Drawing
+from kinformer.control.acting import ActionSampler, Agent
 from kinformer.runtime.errors import KinformerError
 
 
 class ControlAgent(Agent):
     """``context``: how many steps it reads again at every step; None carries."""
 
-    def __init__(self, model: Any, drawing: Drawing, context: int | None) -> None:
+    def __init__(self, model: Any, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, context)
         if context is not None and model.max_length is not None and context > model.max_length:
             raise KinformerError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.control.acting import Drawing, rollouts
+from kinformer.control.acting import ActionSampler, rollouts
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
 from kinformer.runtime.errors import KinformerError
@@ -21,13 +21,13 @@ from kinformer.training.batch import map_fields
 from kinformer.training.carried import rebuilt
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import RETURN
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 VALIDATED = 64
 """Episodes of a validation."""
 VALIDATION_SEEDS = 1 << 21
-METRICS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
+SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
 
 
 class Returns(NamedTuple):
@@ -44,7 +44,7 @@ class ControlRows(DataModule):
     """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are drawn anew each time,
     or until the policy has moved by ``kl_stop`` from the one that acted."""
 
-    metrics, figures = METRICS, (RETURN,)
+    sums, metrics = SUMS, (RETURN,)
 
     def __init__(self, data: ControlData, settings: Settings) -> None:
         self.data, self.settings, self.options = data, settings, data.options
@@ -101,7 +101,7 @@ class ControlRows(DataModule):
         self.moved = max(self.moved, divergence)
 
     def validation(self, rank: int, world: int) -> Iterator[Returns]:
-        agent = ControlAgent(self.model, Drawing(self.data.actions, 1.0, self.settings.seed), None)
+        agent = ControlAgent(self.model, ActionSampler(self.data.actions, 1.0, self.settings.seed), None)
         found = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
         yield Returns(torch.from_numpy(found.returns).float())
 
@@ -110,7 +110,7 @@ class ControlRows(DataModule):
             return {RETURN.name: -means["cost"]}
         recent = self.actor.recent
         told = {RETURN.name: sum(recent) / len(recent) if recent else float("nan")}
-        return told | {name: means[name] for name in METRICS[1:]} | {"environment_steps": float(self.actor.steps)}
+        return told | {name: means[name] for name in SUMS[1:]} | {"environment_steps": float(self.actor.steps)}
 
 
 class PolicyLoss:
@@ -123,10 +123,10 @@ class PolicyLoss:
     def __init__(self, rows: ControlRows | None) -> None:
         self.rows = rows
 
-    def __call__(self, model: Any, batch: Rollout | Returns, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: Rollout | Returns, state: Any, progress: float) -> ObjectiveOutput:
         if isinstance(batch, Returns):
             zero = batch.returns.new_zeros(())
-            metrics = dict.fromkeys(METRICS, zero) | {"predicted": zero + batch.size, "cost": -batch.returns.sum()}
+            metrics = dict.fromkeys(SUMS, zero) | {"predicted": zero + batch.size, "cost": -batch.returns.sum()}
             return -batch.returns.mean(), metrics, None
         assert self.rows is not None
         options, space = self.rows.options, self.rows.data.actions

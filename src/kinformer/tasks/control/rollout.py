@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.control.acting import Drawing, within
+from kinformer.control.acting import ActionSampler, within
 from kinformer.control.environments.table import make
 from kinformer.control.policies import log_density
 from kinformer.core import state as states
@@ -53,7 +53,7 @@ class Rollout(NamedTuple):
         return self.begun.numel()
 
 
-class Step(NamedTuple):
+class Transition(NamedTuple):
     """A column of a rollout: what was seen, done and got, [rows, ...]."""
 
     observations: np.ndarray
@@ -72,7 +72,7 @@ class Actor:
         self.data, self.options, self.time, self.seed = data, data.options, time, seed
         count = self.options.environments
         self.environment = make(data.env, count)
-        self.drawing = Drawing(data.actions, 1.0, seed)
+        self.drawing = ActionSampler(data.actions, 1.0, seed)
         self.rows = np.arange(count)
         self.acted = 0
         self.episodes, self.returns = np.zeros(count, np.int64), np.zeros(count)
@@ -93,7 +93,7 @@ class Actor:
         self.state = first = states.renewed(states.pop_aux(self.state)[1])
         model.eval()
         with torch.no_grad(), few_rows(device_of(model)):
-            steps = Step(*map(np.stack, zip(*(self._step(model) for _ in range(self.time)), strict=True)))
+            steps = Transition(*map(np.stack, zip(*(self._step(model) for _ in range(self.time)), strict=True)))
             last = self._values(model, self.observations)
         model.train()
         advantages = advantages_of(steps, last, self.options.discount, self.options.gae_lambda)
@@ -153,7 +153,7 @@ class Actor:
             self.done[row] = []
         return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
 
-    def _step(self, model: Any) -> Step:
+    def _step(self, model: Any) -> Transition:
         seen, begun = self.observations, self.environment.steps == 0
         said, self.state = self._said(model, seen, begun if begun.any() else None)
         predicted, values = said[:, :-1], said[:, -1].cpu().numpy()
@@ -170,7 +170,7 @@ class Actor:
             self.recent.extend(self.returns[ended])
             observations = self._begin(ended)
         self.observations = observations
-        return Step(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
+        return Transition(seen, begun, drawn, densities.cpu().numpy(), values, rewards, ended)
 
     def _values(self, model: Any, observations: np.ndarray) -> np.ndarray:
         """[rows], of what is seen after the last step."""
@@ -190,7 +190,7 @@ class Actor:
         return said[:, 0].float(), state
 
 
-def advantages_of(steps: Step, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
+def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
     """Generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows, ...],
     after which the value is ``last`` [rows]."""
     found = np.zeros_like(steps.rewards)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.dino.options import DinoMeasuring, DinoOptions
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainingPlan
+from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.tasks.vision import INPUTS
 from kinformer.training.metric import ACCURACY
 
@@ -41,10 +42,10 @@ class Dino(Task):
     does = "learns images without labels"
     protocol = WholeModel
     input = INPUTS
-    figures = (ACCURACY,)
+    metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
     Options = DinoOptions
-    MeasuringOptions = DinoMeasuring
+    EvaluationOptions = DinoEvaluationOptions
     prompted = False
     default_data = "digits"
     refused = dict.fromkeys(
@@ -97,7 +98,9 @@ class Dino(Task):
             data.features = keep_features(found.teacher.input, changed=False)
         return found
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: DinoMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.dino.evaluate import evaluate
 
         if measuring.max_bytes is not None:

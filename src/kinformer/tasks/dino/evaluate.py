@@ -14,12 +14,13 @@ from torch.nn import functional
 from kinformer.core.model import device_of
 from kinformer.data import Images
 from kinformer.runtime.errors import require_finite
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.dino.loss import level_of
-from kinformer.tasks.dino.options import DinoMeasuring
+from kinformer.tasks.dino.options import DinoEvaluationOptions
 from kinformer.tasks.dino.rows import Pieces, level_config
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.text import heading, identity_of_part
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.vision.evaluate import labelled_part
 from kinformer.training.metric import ACCURACY
 
@@ -27,7 +28,7 @@ TEMPERATURE = 0.07
 AT_ONCE = 16
 
 
-def vectors_of(model: Any, level: int, images: Images, count: int, progress: Progress | None = None) -> Tensor:
+def vectors_of(model: Any, level: int, images: Images, count: int, progress: ProgressCallback | None = None) -> Tensor:
     """[count, dim] of length 1: of each of the first images the mean of the encoder's vectors of its pieces."""
     size = level_config(model.config, level).input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
@@ -52,7 +53,7 @@ def nearest_classes(vectors: Tensor, known: Tensor, labels: Tensor, nearest: int
     return votes.sum(1).argmax(-1)
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, own: DinoMeasuring, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluationOptions, quiet: bool) -> Evaluation:
     """A run on held-out images, beside the most frequent class."""
     run, model, changes, _ = subject
     found, same, part = labelled_part(subject, measuring)
@@ -80,7 +81,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: DinoMeasuring, quiet
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures={ACCURACY.name: accuracy},
+        metrics={ACCURACY.name: accuracy},
         units=(ACCURACY,),
         baselines={"guessing": guessing},
         data=identity,

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.online import Online
+from kinformer.core.learning import OnlineLearner
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.dino.rows import DinoBatch
 from kinformer.tasks.dino.views import views_of_features, views_of_pixels
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 STUDENT_TEMPERATURE, CENTRE_MOMENTUM = 0.1, 0.9
 WIDER, BOTTLENECK = 16 / 3, 256
@@ -65,7 +65,7 @@ class Prototypes(nn.Module):
         return functional.normalize(self.layers(x), dim=-1) @ functional.normalize(self.directions, dim=-1).T
 
 
-class SelfDistillation(Online):
+class SelfDistillation(OnlineLearner):
     """The encoder number ``options.level`` of the model is the teacher, so that its weights are those that are kept.
 
     The student, which begins as a copy of it, and both heads are this module's, and kept in checkpoints.
@@ -90,7 +90,7 @@ class SelfDistillation(Online):
     centre: Tensor
     teacher: Any
 
-    def forward(self, model: Any, batch: DinoBatch, state: Any, progress: float) -> Outcome:
+    def forward(self, model: Any, batch: DinoBatch, state: Any, progress: float) -> ObjectiveOutput:
         views = self._views(batch.values)
         teacher = self._logits(self.teacher, self.teacher_head, views[:2]).detach()
         student = self._logits(self.student, self.head, views)

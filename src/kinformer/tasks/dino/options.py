@@ -43,7 +43,7 @@ class DinoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DinoMeasuring:
+class DinoEvaluationOptions:
     """Of self-distillation."""
 
     nearest: int = 20

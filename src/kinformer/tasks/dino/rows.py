@@ -16,11 +16,11 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoOptions
 from kinformer.tasks.shared.image_features import KeptFeatures
 from kinformer.training.data_module import DataModule
-from kinformer.training.metric import Figure
+from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
 
-BITS_PER_VIEW = Figure("bits_per_view", "bits per view")
-TEACHER_BITS = Figure("teacher_bits", "bits of the teacher")
+BITS_PER_VIEW = Metric("bits_per_view", "bits per view")
+TEACHER_BITS = Metric("teacher_bits", "bits of the teacher")
 LEAST_PIECES = 256
 _ORDER = 14
 
@@ -66,8 +66,8 @@ class DinoRows(DataModule):
     ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
     """
 
-    metrics = ("nats", "teacher_nats")
-    figures = (BITS_PER_VIEW, TEACHER_BITS)
+    sums = ("nats", "teacher_nats")
+    metrics = (BITS_PER_VIEW, TEACHER_BITS)
     features: KeptFeatures | None = None
 
     def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: Any) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageMeasuring:
+class ImageEvaluationOptions:
     """Of images."""
 
     images: int | None = None
@@ -49,7 +50,7 @@ class ImageMeasuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageGenerating:
+class ImageGenerationOptions:
     """Of images."""
 
     out: str | None = None
@@ -88,11 +89,11 @@ class Image(Task):
     protocol = CausalModel
     input = INPUT
     gives_input = True
-    figures = (BITS_PER_DIM,)
+    metrics = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = ImageOptions
-    MeasuringOptions = ImageMeasuring
-    GeneratingOptions = ImageGenerating
+    EvaluationOptions = ImageEvaluationOptions
+    GenerationOptions = ImageGenerationOptions
     default_data = "digits"
     prompted = False
     temperature = 1.0
@@ -133,7 +134,9 @@ class Image(Task):
 
         return ImageRows(plan.data, plan.settings, plan.config.input)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: ImageMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: ImageEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.image.evaluate import evaluate
 
         if measuring.max_bytes is not None:

@@ -13,12 +13,13 @@ from kinformer.data.image_floors import floors
 from kinformer.data.images import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.image.rows import Sequences, nats_of, shifted
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table, TrainedRun
-from kinformer.training.metric import BITS_PER_DIM, Figure
+from kinformer.tasks.task import LoadedRun, TrainedRun
+from kinformer.training.metric import BITS_PER_DIM, Metric
 
-WITHOUT_FIRST = Figure("bits_per_dim_without_first", "bits per dimension without the first value of an image")
+WITHOUT_FIRST = Metric("bits_per_dim_without_first", "bits per dimension without the first value of an image")
 
 
 def data_of(run: TrainedRun, data: str | None) -> ImageData:
@@ -34,7 +35,7 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
     return found
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
     """A run on the images of a split, every value scored unless asked otherwise."""
     run, model, changes, _ = subject
     begun = time.perf_counter()
@@ -50,19 +51,19 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) ->
     every = nats / log(2) / pixels.size
     rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
     main = WITHOUT_FIRST if own.without_first else BITS_PER_DIM
-    figures = {main.name: rest if own.without_first else every}
+    metrics = {main.name: rest if own.without_first else every}
     baselines = floors(data.train.pixels, pixels)
     identity = identity_of_part(data, split.name, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": "image", "set": list(changes), "data": identity,
-        **figures, "images": len(pixels), "dimensions": per_image, "scored": per_image - unscored * own.without_first,
+        **metrics, "images": len(pixels), "dimensions": per_image, "scored": per_image - unscored * own.without_first,
         "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
         "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(main,),
         baselines=baselines,
         data=identity,
@@ -72,8 +73,8 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) ->
 
 
 def _text(
-    subject: LoadedRun, data: ImageData, split: Images, facts: dict[str, Any], main: Figure
-) -> tuple[str | Table, ...]:
+    subject: LoadedRun, data: ImageData, split: Images, facts: dict[str, Any], main: Metric
+) -> tuple[str | TextTable, ...]:
     run, _, changes, _ = subject
     scored = f"{facts['scored']} of {facts['dimensions']} values of each of {facts['images']:,} images scored"
     lines = [
@@ -84,7 +85,7 @@ def _text(
     return (
         heading(run.folder, run.member, changes, data, split.name),
         f"{main.text(facts[main.name])}; {scored}\n",
-        Table(("model", "bits per dimension"), lines, (1,)),
+        TextTable(("model", "bits per dimension"), lines, (1,)),
     )
 
 

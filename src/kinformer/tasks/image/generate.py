@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
-from kinformer.core.likelihood import Likelihood
+from kinformer.core.head import Likelihood
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head, write_png
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams

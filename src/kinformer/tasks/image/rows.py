@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.likelihood import Likelihood
+from kinformer.core.head import Likelihood
 from kinformer.core.raster import Raster
 from kinformer.data.images import ImageData
 from kinformer.data.permutation import in_epochs
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_DIM
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 LEVELS, START = 256, 256
@@ -62,7 +62,7 @@ class ImageRows(DataModule):
     """Images in a new order in every epoch; the same first ones in every validation, as many as hold the tokens asked
     for."""
 
-    figures = (BITS_PER_DIM,)
+    metrics = (BITS_PER_DIM,)
 
     def __init__(self, data: ImageData, settings: Settings, input: Any) -> None:
         self.data, self.settings, self.sequences = data, settings, Sequences(input)
@@ -95,7 +95,7 @@ class PixelLoss:
     def __init__(self, model: Any) -> None:
         self.nats = nats_of(model)
 
-    def __call__(self, model: Any, batch: ImageBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: ImageBatch, state: Any, progress: float) -> ObjectiveOutput:
         logits, state = model(shifted(batch.values))
         nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
         return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state

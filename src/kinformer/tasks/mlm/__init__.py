@@ -5,17 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.options import MlmOptions
-from kinformer.tasks.task import (
-    READS_WHOLE_TEXTS,
-    SPECIAL_TOKENS,
-    Evaluation,
-    LoadedRun,
-    Measuring,
-    Source,
-    Task,
-    TrainingPlan,
-)
+from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, bits_per_masked
 
 if TYPE_CHECKING:
@@ -53,7 +45,7 @@ class MaskedLanguageModelling(Task):
     does = "predicts masked tokens"
     protocol = WholeModel
     input = "tokens"
-    figures = (bits_per_masked("byte"), ACCURACY)
+    metrics = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
     Options = MlmOptions
     default_data = "stdlib"
@@ -89,7 +81,7 @@ class MaskedLanguageModelling(Task):
         masking = masking_of(plan.config, plan.tokenizer, plan.options)
         return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: Any, quiet: bool) -> Evaluation:
+    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
         from kinformer.tasks.mlm.evaluate import evaluate
 
         return evaluate(subject, measuring, quiet)

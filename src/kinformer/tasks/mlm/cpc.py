@@ -25,7 +25,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify.rows import scored
 from kinformer.tasks.mlm.rows import MaskedBatch, masked_tokens
 from kinformer.tasks.shared.text import ends_of, mask_token_of
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
 
@@ -64,7 +64,7 @@ class MaskedLanguageCpc:
         ends = tuple(token for token in ends_of(model.config) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
@@ -105,7 +105,7 @@ class MaskedLanguageCpc:
         return batch._replace(labels=batch.labels.masked_fill(inside, IGNORED))
 
 
-def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> Outcome:
+def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput:
     """Every context's own sentence found among all: both [n, dim], of which those count that are ``real``."""
     contexts, alone = (_standardised(x.float(), real) for x in (contexts, alone))
     logits = (contexts @ alone.mT * contexts.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(torch.float32).min)

@@ -15,11 +15,12 @@ from kinformer.data import IGNORED
 from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input
 from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
 from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, bits_per_masked
 
@@ -38,7 +39,7 @@ class MaskedMeasurement:
 
 
 def measure_masked(
-    model: Any, text: MaskedText, counts: Bigrams, rows: int, progress: Progress | None = None
+    model: Any, text: MaskedText, counts: Bigrams, rows: int, progress: ProgressCallback | None = None
 ) -> MaskedMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else."""
     device, objective = device_of(model), MaskedLanguage()
@@ -46,8 +47,8 @@ def measure_masked(
     with torch.inference_mode():
         for shown in text.in_order(rows):
             batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
-            _, metrics, _ = objective(model, batch, None, 1.0)
-            sums += [float(metrics[name]) for name in ("nats", "predicted", "correct")]
+            _, sums_of_batch, _ = objective(model, batch, None, 1.0)
+            sums += [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
             require_finite(isfinite(sums[0]))
             scored = shown.rows.labels != IGNORED
             for index, each in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
@@ -67,7 +68,7 @@ def measure_masked(
     )
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
     run, model, changes, _ = subject
     held = held_out(run, measuring)
@@ -78,19 +79,19 @@ def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluatio
         counts = Bigrams(held.corpus.splits["train"])
         measured = measure_masked(model, text, counts, max(1, measuring.chunk // length), progress)
     unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
-    figure = bits_per_masked(unit)
+    metric = bits_per_masked(unit)
     lines = [
         heading(run.folder, run.member, changes, held.corpus, measuring.split),
-        f"{measured.bits:.4f} {figure.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
+        f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
         f"windows of {length} tokens{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
         f"{measured.bigram_bits:.4f} by their frequency after the true {unit} before them",
     ]
-    figures = {figure.name: measured.bits, ACCURACY.name: measured.accuracy}
+    metrics = {metric.name: measured.bits, ACCURACY.name: measured.accuracy}
     baselines = {"unigram_bits": measured.unigram_bits, "bigram_bits": measured.bigram_bits}
     facts = {
         "run": str(run.folder), "member": run.member, "task": "mlm", "set": list(changes), "data": held.identity,
-        **figures, **baselines,
+        **metrics, **baselines,
         "masked": measured.masked, **asdict(run.options), "length": length, "windows": measured.windows,
         "seconds": time.perf_counter() - begun,
     }  # fmt: skip
@@ -100,8 +101,8 @@ def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluatio
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
-        units=(figure, ACCURACY),
+        metrics=metrics,
+        units=(metric, ACCURACY),
         baselines=baselines,
         data=held.identity,
         facts=facts,
@@ -110,7 +111,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, quiet: bool) -> Evaluatio
 
 
 def _global_input(
-    subject: LoadedRun, text: MaskedText, measuring: Measuring, quiet: bool
+    subject: LoadedRun, text: MaskedText, measuring: EvaluationSettings, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """What the global input is worth, as JSON and as text."""
     training = subject.run.training

@@ -17,7 +17,7 @@ from torch import Tensor
 from kinformer.core.model import device_of
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
-from kinformer.runtime.progress import Progress
+from kinformer.runtime.progress import ProgressCallback
 from kinformer.tasks.mlm.cpc import MaskedLanguageCpc
 from kinformer.tasks.mlm.rows import MaskedBatch, masked_tokens
 from kinformer.training.batch import map_fields
@@ -46,7 +46,7 @@ def has_global_input(model: Any) -> bool:
 
 
 def measure_global_input(
-    model: Any, text: MaskedText, rows: int, progress: Progress | None = None
+    model: Any, text: MaskedText, rows: int, progress: ProgressCallback | None = None
 ) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)

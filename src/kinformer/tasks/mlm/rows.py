@@ -18,7 +18,7 @@ from kinformer.tasks.shared.options import MlmOptions
 from kinformer.tasks.shared.text import ends_of, mask_token_of
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, bits_per_masked
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 
@@ -48,11 +48,11 @@ class MaskedBatch(NamedTuple):
 class MaskedTokens(DataModule):
     """Windows of text with masked tokens, other ones at every step, and the same ones in every validation."""
 
-    metrics = ("nats", "correct")
+    sums = ("nats", "correct")
 
     def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
         self.bits = bits_per_masked(unit_of(corpus))
-        self.figures = (self.bits, ACCURACY)
+        self.metrics = (self.bits, ACCURACY)
         train, kept = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
         self.text = MaskedText(train, settings.length, masking, ends, settings.seed)
         self.held_out = MaskedText(kept, settings.length, masking, ends, 0)
@@ -82,11 +82,11 @@ class MaskedLanguage:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: MaskedBatch, state: Any, progress: float) -> ObjectiveOutput:
         return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
 
 
-def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> Outcome:
+def masked_tokens(model: Any, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
     """What ``model``'s head makes of ``hidden_states`` [batch, time, dim] at ``batch.positions``, scored."""
     index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
     return scored(model.logits(hidden_states.gather(1, index)), batch.labels)

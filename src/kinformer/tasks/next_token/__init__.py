@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.shared.options import NextTokenMeasuring, NextTokenOptions
-from kinformer.tasks.task import Load, LoadedRun, Measuring, Report, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
+from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
+from kinformer.tasks.task import Load, LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import BITS_PER_BYTE
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ class NextToken(Task):
     does = "predicts next tokens"
     protocol = CausalModel
     input = "tokens"
-    figures = (BITS_PER_BYTE,)
+    metrics = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
     Options = NextTokenOptions
-    MeasuringOptions = NextTokenMeasuring
+    EvaluationOptions = NextTokenEvaluationOptions
     default_data = "stdlib"
     tokenizes = True
     budgeted = True
@@ -91,8 +92,13 @@ class NextToken(Task):
         return super().objective(name, model, data)
 
     def evaluate(
-        self, runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool = True
-    ) -> Report:
+        self,
+        runs: Sequence[TrainedRun],
+        load: Load,
+        measuring: EvaluationSettings,
+        own: NextTokenEvaluationOptions,
+        quiet: bool = True,
+    ) -> EvaluationReport:
         from kinformer.tasks.next_token.evaluate import evaluate
 
         return evaluate(runs, load, measuring, own, quiet)

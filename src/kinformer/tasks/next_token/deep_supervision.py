@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kinformer.core.stack import units_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch, next_token_nats, predicted
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 
 class DeepSupervision(nn.Module):
@@ -47,7 +47,7 @@ class DeepSupervision(nn.Module):
         depth = len(self.readers)
         return [layer - 1 for layer in range(1, depth) if 2 * depth * progress < layer]
 
-    def forward(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float) -> Outcome:
+    def forward(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float) -> ObjectiveOutput:
         if not self.training:
             return NextTokenLoss()(model, batch, state, progress)
         taps = self.active(progress)

@@ -11,24 +11,25 @@ import numpy as np
 from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable
 from kinformer.tasks.shared.lengths import Length, short_names, trained_at
-from kinformer.tasks.shared.options import NextTokenMeasuring
+from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, held_out
-from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
-from kinformer.training.metric import Figure
+from kinformer.tasks.task import Load, LoadedRun, TrainedRun
+from kinformer.training.metric import Metric
 
 STEPS = 8
-RECL = Figure("recl", "tokens", lower_is_better=False)
+RECL = Metric("recl", "tokens", lower_is_better=False)
 
 
 def evaluate_recl(
     runs: Sequence[TrainedRun],
     load: Load,
-    measuring: Measuring,
-    own: NextTokenMeasuring,
+    measuring: EvaluationSettings,
+    own: NextTokenEvaluationOptions,
     contexts: Sequence[int],
     quiet: bool,
-) -> Report:
+) -> EvaluationReport:
     """Measure the group at every context."""
     check(contexts, own.hardest)
     held = _same_data(runs, measuring)
@@ -44,7 +45,7 @@ def evaluate_recl(
         Evaluation(
             run=str(run.folder),
             member=run.member,
-            figures={RECL.name: each.length},
+            metrics={RECL.name: each.length},
             units=(RECL,),
             data=held.identity,
             facts=_facts(run, each, loss),
@@ -53,7 +54,7 @@ def evaluate_recl(
     ]
     facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": own.hardest}
     each_run = {"runs": [evaluation.facts for evaluation in evaluations]}
-    return Report(
+    return EvaluationReport(
         evaluations, _blocks(names, held, contexts, found, f"{own.hardest:.0%} of {losses.shape[2]}"), facts | each_run
     )
 
@@ -69,7 +70,7 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
-def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
+def _same_data(runs: Sequence[TrainedRun], measuring: EvaluationSettings) -> HeldOut:
     """The data that all are measured on, the first run's if none was named; all must read it alike."""
     first = runs[0]
     for other in runs[1:]:
@@ -82,7 +83,7 @@ def _same_data(runs: Sequence[TrainedRun], measuring: Measuring) -> HeldOut:
 
 
 def _losses(
-    subject: LoadedRun, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenMeasuring, quiet: bool
+    subject: LoadedRun, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenEvaluationOptions, quiet: bool
 ) -> Losses:
     positions = spread_positions(held.split, contexts[-1], own.positions)
     with progressing(quiet) as progress:
@@ -102,7 +103,7 @@ def _facts(run: TrainedRun, found: Recl, losses: Losses) -> dict[str, Any]:
 
 def _blocks(
     names: Sequence[str], held: HeldOut, contexts: Sequence[int], found: Sequence[Recl], hardest: str
-) -> list[str | Table]:
+) -> list[str | TextTable]:
     steps = [f"{one} to {two}" for one, two in zip(contexts, contexts[1:])]
     rows = [
         [name, f"{'at least ' if each.at_least else ''}{each.length}", *(f"{gain:.1%}" for gain in each.gains)]
@@ -113,4 +114,4 @@ def _blocks(
         f"relative effective context length on {held.corpus.name} {held.corpus.version}, {held.split.name} split: "
         f"the hardest {hardest} tokens\n"
     )
-    return [title, Table(headers, rows, range(1, len(headers)))]
+    return [title, TextTable(headers, rows, range(1, len(headers)))]

@@ -11,15 +11,16 @@ from typing import Any
 from kinformer.data import NgramModel
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS, noting_steps
 from kinformer.evaluation.bits import Measurement, measure
-from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, Exited, exiting_stack, noting_exits, saved, with_rule
-from kinformer.evaluation.usage import Usage, noting_usage
+from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN, Exited, early_exit_stack, noting_exits, saved, with_rule
+from kinformer.evaluation.usage import Usage, record_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable
 from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
-from kinformer.tasks.shared.options import NextTokenMeasuring
+from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows
-from kinformer.tasks.task import Evaluation, Load, LoadedRun, Measuring, Report, Table, TrainedRun
+from kinformer.tasks.task import Load, LoadedRun, TrainedRun
 from kinformer.training.metric import BITS_PER_BYTE
 
 NGRAM_CONTEXT = 4
@@ -52,8 +53,8 @@ class Measured:
 
 
 def evaluate(
-    runs: Sequence[TrainedRun], load: Load, measuring: Measuring, own: NextTokenMeasuring, quiet: bool
-) -> Report:
+    runs: Sequence[TrainedRun], load: Load, measuring: EvaluationSettings, own: NextTokenEvaluationOptions, quiet: bool
+) -> EvaluationReport:
     """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
     if own.plot is not None:
         from kinformer.figures.style import check
@@ -70,11 +71,15 @@ def evaluate(
     names = short_names([run.folder for run in runs])
     if own.plot is not None:
         _plot(names, results, Path(own.plot))
-    return Report([_evaluation(result) for result in results], _side_by_side(names, results))
+    return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
 
 
 def _measure(
-    subject: LoadedRun, measuring: Measuring, own: NextTokenMeasuring, lengths: Sequence[Length], quiet: bool
+    subject: LoadedRun,
+    measuring: EvaluationSettings,
+    own: NextTokenEvaluationOptions,
+    lengths: Sequence[Length],
+    quiet: bool,
 ) -> Measured:
     run, model, changes, lookup = subject
     main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
@@ -90,7 +95,7 @@ def _measure(
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        with noting_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
+        with record_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
             done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
         seconds = time.perf_counter() - begun
         exits, whole = _without_exits(model, leaving.found, held, main, measuring, seconds)
@@ -106,13 +111,13 @@ def _measure(
 
 
 def _without_exits(
-    model: Any, found: Exited | None, held: HeldOut, main: Windows | None, measuring: Measuring, seconds: float
+    model: Any, found: Exited | None, held: HeldOut, main: Windows | None, measuring: EvaluationSettings, seconds: float
 ) -> tuple[Exited | None, Measurement | None]:
     """What early exits save, and the measurement with all layers; nothing where no token could leave early."""
     if found is None:
         return None, None
     begun = time.perf_counter()
-    with with_rule(exiting_stack(model), None):
+    with with_rule(early_exit_stack(model), None):
         whole = measure(model, held.split, main, chunk=measuring.chunk)
     taken = time.perf_counter() - begun
     past = (main.context if main else measuring.chunk) // 2
@@ -138,7 +143,7 @@ def _evaluation(result: Measured) -> Evaluation:
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures={BITS_PER_BYTE.name: first.bits_per_byte} | depth,
+        metrics={BITS_PER_BYTE.name: first.bits_per_byte} | depth,
         units=(BITS_PER_BYTE, *(each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in depth)),
         baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
         data=result.data.identity,
@@ -197,18 +202,18 @@ def _facts(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | Table]:
+def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | TextTable]:
     """The lengths of all runs in one table, and the positions of each; nothing where no lengths were asked for."""
     if not any(result.rest or result.skipped for result in results):
         return []
-    blocks: list[str | Table] = ["", _by_length(names, results)]
+    blocks: list[str | TextTable] = ["", _by_length(names, results)]
     for name, result in zip(names, results, strict=True):
         where = f", {name}" if len(names) > 1 else ""
         blocks += [f"\nbits per byte by position in the window{where}", _by_position(result)]
     return blocks
 
 
-def _by_length(names: Sequence[str], results: Sequence[Measured]) -> Table:
+def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
     """Bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
     columns = [{each.context: f"{each.bits_per_byte:.4f}" for each in result.all} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
@@ -217,10 +222,10 @@ def _by_length(names: Sequence[str], results: Sequence[Measured]) -> Table:
         [context or "carried", *(column.get(context, "-") for column in columns)] for context in (*contexts, *beyond)
     ]
     headers = ("context", *(["bits per byte"] if len(names) == 1 else names))
-    return Table(headers, rows, range(len(headers)))
+    return TextTable(headers, rows, range(len(headers)))
 
 
-def _by_position(result: Measured) -> Table:
+def _by_position(result: Measured) -> TextTable:
     """Bits per byte by how many tokens of its window a token had before it, a column per length."""
     measured = list({each.context: each for each in result.all if each.by_position}.values())
     columns = [{each.last: each for each in one.by_position} for one in measured]
@@ -233,7 +238,7 @@ def _by_position(result: Measured) -> Table:
         for last in sorted(bins)
     ]
     headers = ("tokens before", *(f"of {each.context}" for each in measured))
-    return Table(headers, rows, range(len(headers)))
+    return TextTable(headers, rows, range(len(headers)))
 
 
 def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kinformer.tasks.next_token.rows import RetrievedBatch, next_token_nats, predicted
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 
 class RetrievedNextToken:
@@ -13,7 +13,7 @@ class RetrievedNextToken:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: RetrievedBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: RetrievedBatch, state: Any, progress: float) -> ObjectiveOutput:
         hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
         logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
         loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)

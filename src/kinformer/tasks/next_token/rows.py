@@ -15,7 +15,7 @@ from kinformer.data import Corpus, EvaluationStream, RandomWindows, SegmentStrea
 from kinformer.training import cross_entropy
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_BYTE
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 
@@ -40,7 +40,7 @@ class NextTokens(DataModule):
     Validation: windows as training has them, each of which begins a new sequence; with segments the state is carried.
     """
 
-    figures = (BITS_PER_BYTE,)
+    metrics = (BITS_PER_BYTE,)
 
     def __init__(self, corpus: Corpus, settings: Settings, segments: bool = False) -> None:
         self.corpus, self.settings, self.carries = corpus, settings, segments
@@ -95,7 +95,7 @@ class RetrievedTokens(DataModule):
     of the part of the validation split that is measured.
     """
 
-    figures = (BITS_PER_BYTE,)
+    metrics = (BITS_PER_BYTE,)
 
     def __init__(self, texts: NextTokens, train: np.ndarray, validation: np.ndarray) -> None:
         self.texts, self.train, self.held_out, self.carries = texts, train, validation, texts.carries
@@ -122,7 +122,7 @@ class RetrievedTokens(DataModule):
 class NextTokenLoss:
     """Cross-entropy of each next token, in nats, over the valid tokens."""
 
-    def __call__(self, model: Any, batch: Any, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
         tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
         if cross_entropy.in_pieces(model, tokens.numel()):
             inputs, state = model.head_inputs(tokens, state, **marks)

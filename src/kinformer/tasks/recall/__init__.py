@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class RecallOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallMeasuring:
+class RecallEvaluationOptions:
     """Of recall."""
 
     at_pairs: str | None = None
@@ -93,10 +94,10 @@ class RecallTask(Task):
     does = "recalls values by keys"
     protocol = CausalModel
     input = "tokens"
-    figures = (ACCURACY, BITS_PER_LABEL)
+    metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
     Options = RecallOptions
-    MeasuringOptions = RecallMeasuring
+    EvaluationOptions = RecallEvaluationOptions
     default_data = NAME
     refused = dict.fromkeys(
         ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
@@ -126,7 +127,9 @@ class RecallTask(Task):
         self.choose_objective(name)
         return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: RecallMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: RecallEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.recall.evaluate import evaluate
 
         measuring.refuse_data("recall makes its own rows; leave it out, or give --rows and --at-pairs.")

@@ -14,16 +14,17 @@ from kinformer.core.model import device_of
 from kinformer.data.mqar import SPLITS, Recall
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
 from kinformer.tasks.shared.answer_rows import AskedBatch, answers
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 
 def evaluate(
-    subject: LoadedRun, measuring: Measuring, at_pairs: tuple[int, ...] | None, rows: int, quiet: bool
+    subject: LoadedRun, measuring: EvaluationSettings, at_pairs: tuple[int, ...] | None, rows: int, quiet: bool
 ) -> Evaluation:
     """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
     run, model, changes, _ = subject
@@ -40,14 +41,14 @@ def evaluate(
                 progress(done + 1, len(pairs))
     asked, right, nats = (sum(each[name] for each in found) for name in ("queries", "correct", "nats"))
     guessing = rows * len(pairs) / asked
-    figures = {ACCURACY.name: right / asked, BITS_PER_LABEL.name: nats / log(2) / asked}
-    figures |= {accuracy_of(each["pairs"]).name: each["accuracy"] for each in found}
+    metrics = {ACCURACY.name: right / asked, BITS_PER_LABEL.name: nats / log(2) / asked}
+    metrics |= {accuracy_of(each["pairs"]).name: each["accuracy"] for each in found}
     named = ", ".join((run.member, *changes))
     text = (
         f"{run.folder} ({named}) on {data.name} {data.fingerprint}, {split} split",
-        f"{ACCURACY.text(right / asked)}, {figures[BITS_PER_LABEL.name]:.4f} bits per value: {asked:,} queries, "
+        f"{ACCURACY.text(right / asked)}, {metrics[BITS_PER_LABEL.name]:.4f} bits per value: {asked:,} queries, "
         f"{guessing:.1%} by guessing a value of the row\n",
-        Table(
+        TextTable(
             ("pairs", "length", "queries", "accuracy", "guessing"),
             [[each["pairs"], each["length"], each["queries"], f"{each['accuracy']:.1%}", f"{1 / each['pairs']:.1%}"]
              for each in found],
@@ -57,12 +58,12 @@ def evaluate(
     identity = data.identity | {"split": split}
     facts = {
         "run": str(run.folder), "member": run.member, "task": "recall", "set": list(changes), "data": identity,
-        **figures, "guessing": guessing, "by_pairs": found, "seconds": time.perf_counter() - begun,
+        **metrics, "guessing": guessing, "by_pairs": found, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(ACCURACY, BITS_PER_LABEL, *map(accuracy_of, pairs)),
         baselines={"guessing": guessing},
         data=identity,
@@ -72,7 +73,7 @@ def evaluate(
 
 
 def _measured(
-    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, measuring: Measuring
+    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, measuring: EvaluationSettings
 ) -> dict[str, Any]:
     """Of rows with so many pairs: queries, how many are right, and nats in all."""
     data.check(length, (pairs,))

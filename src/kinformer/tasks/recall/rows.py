@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kinformer.data.mqar import Recall
 from kinformer.tasks.shared.answer_rows import AnswersLoss, AskedBatch, MadeRows
-from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SHARE, Figure
+from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SHARE, Metric
 from kinformer.training.settings import Settings
 
 
-def accuracy_of(pairs: int) -> Figure:
+def accuracy_of(pairs: int) -> Metric:
     """The share of queries that are right, of rows with so many pairs."""
-    return Figure(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
+    return Metric(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
 
 
 class RecallData(MadeRows):
@@ -27,8 +27,8 @@ class RecallData(MadeRows):
     def __init__(self, data: Recall, settings: Settings) -> None:
         super().__init__(data, settings)
         by_pairs = (f"{name}_{number}" for number in data.pairs for name in ("correct", "asked"))
-        self.metrics = ("nats", "correct", *by_pairs)
-        self.figures = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
+        self.sums = ("nats", "correct", *by_pairs)
+        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
 
     @property
     def width(self) -> int:
@@ -38,11 +38,11 @@ class RecallData(MadeRows):
         return self.data.rows(split, part, self.settings.batch_size, self.settings.length, seed)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        figures = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+        metrics = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
         for number in self.data.pairs:
             asked = means[f"asked_{number}"]
-            figures[accuracy_of(number).name] = means[f"correct_{number}"] / asked if asked else float("nan")
-        return figures
+            metrics[accuracy_of(number).name] = means[f"correct_{number}"] / asked if asked else float("nan")
+        return metrics
 
 
 class RecallLoss(AnswersLoss):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kinformer.core import state as states
 from kinformer.data import IGNORED
 from kinformer.training.data_module import DataModule
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 
@@ -105,7 +105,7 @@ class AnswersLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: AskedBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: AskedBatch, state: Any, progress: float) -> ObjectiveOutput:
         found = answers(model, batch, state)
         nats, right, asked = found.nats, found.right, len(found.labels)
         counts = {"predicted": torch.full_like(right.sum(), asked), "correct": right.sum()}

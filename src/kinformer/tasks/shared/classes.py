@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import Table, TrainedRun
+from kinformer.tasks.evaluation import TextTable
+from kinformer.tasks.task import TrainedRun
 
 
 def classes_of(run: TrainedRun) -> list[str]:
@@ -30,7 +31,7 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
     return np.array([known.index(each) for each in classes], np.int64)
 
 
-def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], Table]:
+def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], TextTable]:
     """Of every class how many ``things`` there are, how often it was predicted and how often rightly, as JSON and as a
     table."""
     columns = (measured.examples, measured.predicted, measured.correct)
@@ -39,4 +40,4 @@ def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[d
         for name, there, predicted, correct in zip(classes, *columns, strict=True)
     ]
     rows = [list(each.values()) for each in counts]
-    return counts, Table(("class", things, "predicted", "correct"), rows, range(1, 4))
+    return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))

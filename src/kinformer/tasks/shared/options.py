@@ -17,7 +17,7 @@ class NextTokenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenMeasuring:
+class NextTokenEvaluationOptions:
     """Of models of the next token."""
 
     context: str | None = None

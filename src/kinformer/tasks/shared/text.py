@@ -17,7 +17,8 @@ from kinformer.runtime.progress import note
 if TYPE_CHECKING:
     from torch import nn
 
-    from kinformer.tasks.task import Data, Measuring, TrainedRun, TrainingPlan
+    from kinformer.tasks.evaluation import EvaluationSettings
+    from kinformer.tasks.task import Data, TrainedRun, TrainingPlan
 
 CARRIED = "carried"
 
@@ -96,7 +97,7 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
     return spec
 
 
-def held_out(run: TrainedRun, measuring: Measuring, holdout: float | None = None) -> HeldOut:
+def held_out(run: TrainedRun, measuring: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """The part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the share that is held out, the run's own if None.

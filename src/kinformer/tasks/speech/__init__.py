@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class SpeechOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechMeasuring:
+class SpeechEvaluationOptions:
     """Of speech."""
 
     prefixes: int = 1
@@ -76,7 +77,7 @@ class SpeechMeasuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechGenerating:
+class SpeechGenerationOptions:
     """Of speech."""
 
     audio: str | None = None
@@ -108,11 +109,11 @@ class Speech(Task):
     does = "writes what is said"
     protocol = WholeModel
     protocols: ClassVar[tuple[type, ...]] = (WholeModel, CausalModel)
-    figures = (ERROR_RATE, BITS_PER_SYMBOL)
+    metrics = (ERROR_RATE, BITS_PER_SYMBOL)
     objectives = {"ctc": _ctc}
     Options = SpeechOptions
-    MeasuringOptions = SpeechMeasuring
-    GeneratingOptions = SpeechGenerating
+    EvaluationOptions = SpeechEvaluationOptions
+    GenerationOptions = SpeechGenerationOptions
     prompted = False
     default_data = "dtmf"
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -162,7 +163,9 @@ class Speech(Task):
 
         return SpeechRows(plan)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: SpeechMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: SpeechEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.speech.evaluate import evaluate
 
         if measuring.max_bytes is not None:

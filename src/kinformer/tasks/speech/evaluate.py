@@ -17,16 +17,17 @@ from kinformer.data.sound import CHARACTERS, Sound, join_symbols, open_sound, sp
 from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError, choose, require_finite
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.speech.rows import Rows, ctc_nats
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
 SHOWN = 8
 
 
-def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int, quiet: bool) -> Evaluation:
+def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, prefixes: int, quiet: bool) -> Evaluation:
     """A run on held-out utterances, every one of them, however long or short."""
     run, model, changes, _ = subject
     data = _data(subject, measuring)
@@ -38,13 +39,13 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int,
     said = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in each] for each in heard]
     errors = count_errors(said, heard_symbols)
-    figures = {ERROR_RATE.name: errors.rate, BITS_PER_SYMBOL.name: nats / log(2) / errors.symbols}
+    metrics = {ERROR_RATE.name: errors.rate, BITS_PER_SYMBOL.name: nats / log(2) / errors.symbols}
     baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, said).rate}
     right = sum(a == b for a, b in zip(said, heard_symbols, strict=True))
     identity = identity_of_part(data, measuring.split, same)
     facts: dict[str, Any] = {
         "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **figures, **errors._asdict(), "utterances": len(said), "right": right, "prefixes": prefixes,
+        **metrics, **errors._asdict(), "utterances": len(said), "right": right, "prefixes": prefixes,
         "baselines": baselines, "unit": data.unit, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     more = []
@@ -55,14 +56,14 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int,
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(ERROR_RATE, BITS_PER_SYMBOL),
         baselines=baselines,
         data=identity,
         facts=facts,
         text=(
             heading(run.folder, run.member, changes, data, measuring.split),
-            _figures(data.unit, errors, figures, prefixes),
+            _metrics(data.unit, errors, metrics, prefixes),
             *more,
             f"{right:,} of {len(said):,} utterances without an error; writing nothing has an error rate of 100 %, "
             f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
@@ -71,7 +72,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, prefixes: int,
     )
 
 
-def _data(subject: LoadedRun, measuring: Measuring) -> Sound:
+def _data(subject: LoadedRun, measuring: EvaluationSettings) -> Sound:
     """The data to measure on, with the symbols and the rate of the run's."""
     run = subject.run
     known = run.data.get("identity") or {}
@@ -87,7 +88,7 @@ def _data(subject: LoadedRun, measuring: Measuring) -> Sound:
 
 
 def _heard(
-    model: Any, rows: Rows, chunk: int, prefixes: int, progress: Progress | None
+    model: Any, rows: Rows, chunk: int, prefixes: int, progress: ProgressCallback | None
 ) -> tuple[list[list[int]], float]:
     """The classes that are heard in every utterance, and the nats of all transcripts."""
     heard: list[list[int]] = [[] for _ in rows.positions]
@@ -123,16 +124,16 @@ def _words(said: list[list[str]], heard: list[list[str]]) -> Errors:
     return count_errors(*([join_symbols(each, CHARACTERS).split() for each in some] for some in (said, heard)))
 
 
-def _figures(unit: str, errors: Errors, figures: dict[str, float], prefixes: int) -> str:
+def _metrics(unit: str, errors: Errors, metrics: dict[str, float], prefixes: int) -> str:
     how = "greedy" if prefixes == 1 else f"{prefixes} prefixes"
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
     return (
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "
-        f"{figures[BITS_PER_SYMBOL.name]:.4f} bits per symbol\n"
+        f"{metrics[BITS_PER_SYMBOL.name]:.4f} bits per symbol\n"
     )
 
 
-def _worst(rows: Rows, said: list[list[str]], heard: list[list[str]]) -> Table:
+def _worst(rows: Rows, said: list[list[str]], heard: list[list[str]]) -> TextTable:
     """The utterances with the most errors, the worst first."""
     edits = np.array([count_errors([a], [b]).edits for a, b in zip(said, heard, strict=True)])
     worst = [number for number in np.argsort(-edits, kind="stable")[:SHOWN].tolist() if edits[number]]
@@ -141,4 +142,4 @@ def _worst(rows: Rows, said: list[list[str]], heard: list[list[str]]) -> Table:
         [rows.utterances.name(number), join_symbols(said[number], unit), join_symbols(heard[number], unit)]
         for number in worst
     ]
-    return Table(("utterance", "said", "heard"), lines)
+    return TextTable(("utterance", "said", "heard"), lines)

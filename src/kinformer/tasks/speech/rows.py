@@ -28,7 +28,7 @@ from kinformer.runtime.progress import note
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 LEAST_EXAMPLES = 64
 IGNORED = -1
@@ -113,8 +113,8 @@ class SpeechRows(DataModule):
     """Utterances of like length side by side. Validation: the first ones of as many positions as asked for, 64 at
     least."""
 
-    metrics = ("nats", "errors")
-    figures = (ERROR_RATE, BITS_PER_SYMBOL)
+    sums = ("nats", "errors")
+    metrics = (ERROR_RATE, BITS_PER_SYMBOL)
 
     def __init__(self, plan: TrainingPlan) -> None:
         settings = plan.settings
@@ -150,7 +150,7 @@ class SpeechRows(DataModule):
 class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
 
-    def __call__(self, model: Any, batch: SpeechBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: SpeechBatch, state: Any, progress: float) -> ObjectiveOutput:
         found = model(batch.frames, valid=batch.valid)
         logits, state = (found, None) if isinstance(found, Tensor) else found
         lengths, there = batch.valid.sum(1), batch.counts != IGNORED

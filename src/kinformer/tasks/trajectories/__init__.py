@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
-from kinformer.tasks.trajectories.options import INPUT, TrajectoryGenerating, TrajectoryMeasuring, TrajectoryOptions
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.trajectories.options import (
+    INPUT,
+    TrajectoryEvaluationOptions,
+    TrajectoryGenerationOptions,
+    TrajectoryOptions,
+)
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
 
 if TYPE_CHECKING:
@@ -42,11 +48,11 @@ class TrajectoryTask(Task):
     )
     does = "acts for a return"
     protocol = CausalModel
-    figures = (BITS_PER_ACTION, ACCURACY)
+    metrics = (BITS_PER_ACTION, ACCURACY)
     objectives = {"actions": _actions}
     Options = TrajectoryOptions
-    MeasuringOptions = TrajectoryMeasuring
-    GeneratingOptions = TrajectoryGenerating
+    EvaluationOptions = TrajectoryEvaluationOptions
+    GenerationOptions = TrajectoryGenerationOptions
     prompted = False
     default_data = DEFAULT
     refused = dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out.")
@@ -81,7 +87,9 @@ class TrajectoryTask(Task):
 
         return TrajectoryRows(plan.data, plan.settings, plan.config)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: TrajectoryEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.trajectories.evaluate import evaluate
 
         if measuring.max_bytes is not None:

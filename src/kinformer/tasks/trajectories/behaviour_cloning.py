@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kinformer.control.acting import Drawing
+from kinformer.control.acting import ActionSampler
 from kinformer.control.environments.environment import Discrete
 from kinformer.tasks.trajectories.data import TrajectoryData
 
@@ -18,7 +18,7 @@ WIDTH, ROWS, RATE = 128, 256, 1e-3
 class Clone:
     """A policy: two hidden layers of 128 over normalised states."""
 
-    def __init__(self, data: TrajectoryData, steps: int, drawing: Drawing, seed: int) -> None:
+    def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:
         self.drawing = drawing
         self.mean, self.std = (torch.from_numpy(each).float() for each in data.found.normalisation)
         self.network = _trained(data, steps, seed, self._normal)

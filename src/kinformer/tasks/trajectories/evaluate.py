@@ -11,42 +11,45 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.control.acting import MEASURED_SEEDS, Drawing, cells, remembering, rollouts, summary
+from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
 from kinformer.control.environments.table import make
 from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
 from kinformer.tasks.shared.text import note_other_data
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Table
+from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectories.behaviour_cloning import Clone
 from kinformer.tasks.trajectories.data import TrajectoryData, check_environment, data_of
-from kinformer.tasks.trajectories.options import PER_STEP, Acting, TrajectoryMeasuring, targets_of
+from kinformer.tasks.trajectories.options import PER_STEP, Acting, TrajectoryEvaluationOptions, targets_of
 from kinformer.tasks.trajectories.policy import TrajectoryAgent
 from kinformer.tasks.trajectories.rows import ActionLoss, rows_of
 from kinformer.training.batch import map_fields
-from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Figure
+from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
 
 SPLITS = ("train", "validation", "test")
-RANK_CORRELATION = Figure("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
+RANK_CORRELATION = Metric("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
 
 
-def return_at(target: float | None) -> Figure:
+def return_at(target: float | None) -> Metric:
     """The mean return of episodes in which so much is asked for."""
-    return Figure(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
+    return Metric(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring, quiet: bool) -> Evaluation:
+def evaluate(
+    subject: LoadedRun, measuring: EvaluationSettings, own: TrajectoryEvaluationOptions, quiet: bool
+) -> Evaluation:
     """A run on its held-out episodes and, where there is an environment, acting in it."""
     run, model, changes, _ = subject
     data, begun = data_of(run, measuring.data), time.perf_counter()
     split = choose(measuring.split, SPLITS, "--split")
     note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
-    figures, units = _held_out(model, data, split, measuring.chunk)
+    metrics, units = _held_out(model, data, split, measuring.chunk)
     identity = data.identity | {"split": split}
     named = ", ".join((run.member, *changes))
-    shown = ", ".join(unit.text(figures[unit.name]) for unit in units)
-    text: list[str | Table] = [f"{run.folder} ({named}) on {data.name}, {split} split: {shown}"]
+    shown = ", ".join(unit.text(metrics[unit.name]) for unit in units)
+    text: list[str | TextTable] = [f"{run.folder} ({named}) on {data.name}, {split} split: {shown}"]
     env = own.env or data.env
     best = data.found.returns[data.found.splits["train"]]
     of_data = {"data_best": float(best.max()), "data_mean": float(best.mean())}
@@ -60,35 +63,29 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: TrajectoryMeasuring,
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
         for row in rows:
             unit = return_at(row["target"])
-            units, figures[unit.name] = (*units, unit), row["mean"]
+            units, metrics[unit.name] = (*units, unit), row["mean"]
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
-            units, figures[RANK_CORRELATION.name] = (*units, RANK_CORRELATION), facts_correlation(rows)
-        text += _told(env, rows, clone, of_data, figures, own.episodes)
+            units, metrics[RANK_CORRELATION.name] = (*units, RANK_CORRELATION), facts_correlation(rows)
+        text += _told(env, rows, clone, of_data, metrics, own.episodes)
         if own.picture is not None:
             from kinformer.figures.returns import plot
 
             plot(rows, clone, of_data["data_best"], f"{run.member} in {env}", Path(own.picture))
             text.append(f"wrote {own.picture}")
-    head = {
-        "run": str(run.folder),
-        "member": run.member,
-        "task": "trajectories",
-        "set": list(changes),
-        "data": identity,
-    }
+    head = {"run": str(run.folder), "member": run.member, "task": "trajectories", "set": list(changes)}
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=units,
         baselines=of_data | ({"cloning": facts["cloning"]["mean"]} if facts.get("cloning") else {}),
         data=identity,
-        facts={**head, **figures, **facts, "seconds": time.perf_counter() - begun},
+        facts={**head, "data": identity, **metrics, **facts, "seconds": time.perf_counter() - begun},
         text=tuple(text),
     )
 
 
-def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple[dict[str, float], tuple[Figure, ...]]:
+def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple[dict[str, float], tuple[Metric, ...]]:
     """Of the actions of a split, in rows of whole episodes or as long as the model's positions."""
     found, loss = data.found, ActionLoss()
     most = int(found.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
@@ -99,8 +96,8 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple
         for begin in range(0, len(windows), size):
             episodes, first = np.array(windows[begin : begin + size]).T
             batch = rows_of(found, data.actions.dim, episodes, first, most)
-            _, metrics, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
-            for name, value in metrics.items():
+            _, sums_of_batch, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
+            for name, value in sums_of_batch.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     for name in ("nats", "squares"):
         require_finite(isfinite(sums.get(name, 0.0)))
@@ -111,7 +108,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> TrajectoryAgent:
     """The run as a policy, remembering as ``own`` says or as it was trained."""
-    drawing = Drawing(data.actions, own.action_temperature, seed)
+    drawing = ActionSampler(data.actions, own.action_temperature, seed)
     steps = max(1, subject.run.training["length"] // PER_STEP)
     context = own.context
     if own.context_steps is None and not streamable(subject.model) and steps < data.found.lengths.max():
@@ -120,7 +117,7 @@ def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -
 
 
 def _acted(
-    subject: LoadedRun, data: TrajectoryData, env: str, own: TrajectoryMeasuring, seed: int, quiet: bool
+    subject: LoadedRun, data: TrajectoryData, env: str, own: TrajectoryEvaluationOptions, seed: int, quiet: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """For every return that is asked for what came of it, and the same of cloned behaviour."""
     environment = make(env)
@@ -162,9 +159,9 @@ def _told(
     rows: Sequence[Mapping[str, Any]],
     clone: Mapping[str, Any] | None,
     of_data: Mapping[str, float],
-    figures: Mapping[str, float],
+    metrics: Mapping[str, float],
     episodes: int,
-) -> list[str | Table]:
+) -> list[str | TextTable]:
     optimal = "optimal_share" in rows[0]
     lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
     if clone is not None:
@@ -174,10 +171,10 @@ def _told(
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
     how = remembering(None if context == "carried" else context)
-    told: list[str | Table] = [f"{episodes} episodes each in {env}, {how}\n"]
-    told.append(Table(headers, lines, range(1, len(headers))))
-    if RANK_CORRELATION.name in figures:
-        told.append(f"\nrank correlation of returns and targets {figures[RANK_CORRELATION.name]:.3f}")
+    told: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
+    told.append(TextTable(headers, lines, range(1, len(headers))))
+    if RANK_CORRELATION.name in metrics:
+        told.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION.name]:.3f}")
     return told
 
 

@@ -15,12 +15,12 @@ from kinformer.tasks.shared.made import Made
 from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectories.data import check_environment, data_of
 from kinformer.tasks.trajectories.evaluate import agent_of
-from kinformer.tasks.trajectories.options import TrajectoryGenerating, targets_of
+from kinformer.tasks.trajectories.options import TrajectoryGenerationOptions, targets_of
 from kinformer.tasks.trajectories.policy import TrajectoryAgent
 
 
 def play(
-    subject: LoadedRun, options: Any, own: TrajectoryGenerating, write: Callable[[str], None] | None = None
+    subject: LoadedRun, options: Any, own: TrajectoryGenerationOptions, write: Callable[[str], None] | None = None
 ) -> Made:
     """An episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""

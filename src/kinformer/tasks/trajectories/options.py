@@ -53,7 +53,7 @@ class TrajectoryActing(Acting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryMeasuring(Episodes, TrajectoryActing):
+class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
     """Of trajectories."""
 
     cloning_steps: int = 2000
@@ -67,7 +67,7 @@ class TrajectoryMeasuring(Episodes, TrajectoryActing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryGenerating(Rendering, TrajectoryActing):
+class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
     """Of trajectories: one episode is played, and told step by step."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.control.acting import Agent, Drawing
+from kinformer.control.acting import ActionSampler, Agent
 from kinformer.control.environments.environment import Discrete
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.trajectories.options import PER_STEP
@@ -16,7 +16,7 @@ from kinformer.tasks.trajectories.options import PER_STEP
 class TrajectoryAgent(Agent):
     """``context``: how many steps it reads again at every step; None carries."""
 
-    def __init__(self, model: Any, drawing: Drawing, context: int | None) -> None:
+    def __init__(self, model: Any, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, None if context is None else PER_STEP * context - 1)
         self.context, self.width = context, model.input.width
         if model.max_length is not None and self.window is not None and self.window > model.max_length:

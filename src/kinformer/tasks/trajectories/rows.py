@@ -19,7 +19,7 @@ from kinformer.tasks.trajectories.data import TrajectoryData
 from kinformer.tasks.trajectories.options import PER_STEP
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 _ROWS = 0x524F5753
@@ -76,11 +76,11 @@ class TrajectoryRows(DataModule):
         self.train = self.found.splits["train"]
         self.ends = _weights(self.found, self.train, data.options.return_weight).cumsum()
         if self.found.discrete:
-            self.metrics, self.figures = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
+            self.sums, self.metrics = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
         elif config.head.gaussian:
-            self.metrics, self.figures = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
+            self.sums, self.metrics = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
         else:
-            self.metrics, self.figures = ("squares",), (ACTION_ERROR,)
+            self.sums, self.metrics = ("squares",), (ACTION_ERROR,)
         self.held_out = self._windows("validation")
 
     def _windows(self, split: str) -> np.ndarray:
@@ -124,7 +124,7 @@ class TrajectoryRows(DataModule):
             ACCURACY.name: means.get("correct", 0.0),
             ACTION_ERROR.name: means.get("squares", 0.0),
         }
-        return {figure.name: known[figure.name] for figure in self.figures}
+        return {metric.name: known[metric.name] for metric in self.metrics}
 
 
 def _weights(found: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
@@ -141,7 +141,7 @@ class ActionLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: StepsBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: StepsBatch, state: Any, progress: float) -> ObjectiveOutput:
         predicted, actions, state = predictions(model, batch, state)
         count = max(1, len(actions))
         metrics = {"predicted": torch.full((), len(actions), device=actions.device)}

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
-from kinformer.tasks.translate.options import Decoding, TranslateMeasuring, TranslateOptions
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.translate.options import Decoding, TranslateEvaluationOptions, TranslateOptions
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ class Translate(Task):
     does = "translates"
     protocol = SourceModel
     input = "tokens"
-    figures = (BITS_PER_BYTE, BLEU, CHRF)
+    metrics = (BITS_PER_BYTE, BLEU, CHRF)
     objectives = {"translation": _smoothed}
     Options = TranslateOptions
-    MeasuringOptions = TranslateMeasuring
-    GeneratingOptions = Decoding
+    EvaluationOptions = TranslateEvaluationOptions
+    GenerationOptions = Decoding
     default_data = "number-words"
     tokenizes = True
     refused = {"text_field": "is for running text; name the sides of JSON lines with --source and --target."}
@@ -105,7 +106,9 @@ class Translate(Task):
         self.choose_objective(name)
         return TranslationLoss(getattr(data, "smoothing", 0.0))
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: TranslateMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: TranslateEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.translate.evaluate import evaluate
 
         if measuring.max_bytes is not None:

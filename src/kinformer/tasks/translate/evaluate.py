@@ -15,10 +15,11 @@ from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source
+from kinformer.tasks.task import LoadedRun, Source
 from kinformer.tasks.translate.generate import Translator
-from kinformer.tasks.translate.options import TranslateMeasuring
+from kinformer.tasks.translate.options import TranslateEvaluationOptions
 from kinformer.tasks.translate.rows import EncodedPairs, TranslationLoss
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
@@ -50,7 +51,9 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
     return Scores(*found, *(str(metric.get_signature()) for metric in (bleu, chrf)))
 
 
-def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: TranslateMeasuring, quiet: bool) -> Evaluation:
+def evaluate(
+    task: Any, subject: LoadedRun, measuring: EvaluationSettings, own: TranslateEvaluationOptions, quiet: bool
+) -> Evaluation:
     """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
     run, _, changes, _ = subject
     data: Parallel = task.open(
@@ -66,7 +69,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: Translate
     seconds = time.perf_counter() - begun
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     found, copied = scores(translations, references), scores(sources, references)
-    figures = {BLEU.name: found.bleu, CHRF.name: found.chrf, BITS_PER_BYTE.name: bits}
+    metrics = {BLEU.name: found.bleu, CHRF.name: found.chrf, BITS_PER_BYTE.name: bits}
     identity = identity_of_part(data, measuring.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
@@ -75,7 +78,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: Translate
     ][:EXAMPLES]
     facts = {
         "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **figures, **baselines, "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references),
+        **metrics, **baselines, "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references),
         "beam": own.beam, "length_penalty": own.length_penalty, "examples": examples, "seconds": seconds,
     }  # fmt: skip
     how = f"beam {own.beam}, length penalty {own.length_penalty:g}" if own.beam > 1 else "greedy"
@@ -88,7 +91,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: Measuring, own: Translate
         f"BLEU  {found.bleu_signature}\nchrF2 {found.chrf_signature}",
     )
     return Evaluation(
-        run=str(run.folder), member=run.member, figures=figures, units=(BLEU, CHRF, BITS_PER_BYTE), data=identity,
+        run=str(run.folder), member=run.member, metrics=metrics, units=(BLEU, CHRF, BITS_PER_BYTE), data=identity,
         baselines=baselines, facts=facts, text=text,
     )  # fmt: skip
 
@@ -101,13 +104,13 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
     with torch.inference_mode():
         for step in range(batches.batches):
             batch = map_fields(encoded.batch(batches.indices(step), ends), lambda field: field.to(device))
-            _, metrics, _ = loss(model, batch, None, 1.0)
-            nats, count = nats + float(metrics["nats"]), count + int(metrics["bytes"])
+            _, sums_of_batch, _ = loss(model, batch, None, 1.0)
+            nats, count = nats + float(sums_of_batch["nats"]), count + int(sums_of_batch["bytes"])
     require_finite(isfinite(nats))
     return nats / log(2) / count
 
 
-def translated(subject: LoadedRun, pairs: Pairs, own: TranslateMeasuring, quiet: bool) -> list[str]:
+def translated(subject: LoadedRun, pairs: Pairs, own: TranslateEvaluationOptions, quiet: bool) -> list[str]:
     """The translation of every source, in order; those of like length are translated together."""
     translator, found = Translator(subject, own), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")

@@ -52,7 +52,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslateMeasuring(Decoding):
+class TranslateEvaluationOptions(Decoding):
     """Of translation."""
 
     first: int | None = None

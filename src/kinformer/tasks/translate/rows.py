@@ -20,7 +20,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note_once
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, BITS_PER_BYTE
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 ENCODED_AT_ONCE = 1 << 12
@@ -92,8 +92,8 @@ class TranslationPairs(DataModule):
     """Batches of at most ``batch_size`` x ``length`` tokens of the longer side; pairs longer than ``length`` are left
     out. Validation: the first pairs of as many tokens as asked for."""
 
-    metrics = ("nats", "correct", "bytes")
-    figures = (BITS_PER_BYTE, ACCURACY)
+    sums = ("nats", "correct", "bytes")
+    metrics = (BITS_PER_BYTE, ACCURACY)
 
     def __init__(self, data: Parallel, settings: Settings, ends: BosEos, smoothing: float) -> None:
         self.settings, self.ends, self.smoothing = settings, ends, smoothing
@@ -151,7 +151,7 @@ class TranslationLoss:
     def __init__(self, smoothing: float) -> None:
         self.smoothing = smoothing
 
-    def __call__(self, model: Any, batch: PairBatch, state: Any, progress: float) -> Outcome:
+    def __call__(self, model: Any, batch: PairBatch, state: Any, progress: float) -> ObjectiveOutput:
         state = model.begin(batch.source, batch.source_valid)
         inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
         asked = batch.labels != IGNORED

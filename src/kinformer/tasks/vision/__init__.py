@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring, Source, Task, TrainedRun, TrainingPlan
-from kinformer.tasks.vision.options import VisionGenerating, VisionMeasuring, VisionOptions
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
@@ -43,11 +44,11 @@ class Vision(Task):
     protocol = WholeModel
     input = INPUTS
     gives_input = True
-    figures = (ACCURACY, BITS_PER_LABEL)
+    metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     Options = VisionOptions
-    MeasuringOptions = VisionMeasuring
-    GeneratingOptions = VisionGenerating
+    EvaluationOptions = VisionEvaluationOptions
+    GenerationOptions = VisionGenerationOptions
     prompted = False
     temperature = 1.0
     default_data = "digits"
@@ -98,7 +99,9 @@ class Vision(Task):
             data.features = keep_features(model.input, changed=bool(options.augmentations or teacher))
         return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
 
-    def measure(self, subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, measuring: EvaluationSettings, own: VisionEvaluationOptions, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.vision.evaluate import evaluate
 
         if measuring.max_bytes is not None:

@@ -14,12 +14,13 @@ from torch.nn import functional
 from kinformer.core.model import device_of
 from kinformer.data import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
-from kinformer.runtime.progress import Progress, progressing
+from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.evaluate import LabelMeasurement
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
-from kinformer.tasks.task import Evaluation, LoadedRun, Measuring
-from kinformer.tasks.vision.options import VisionMeasuring
+from kinformer.tasks.task import LoadedRun
+from kinformer.tasks.vision.options import VisionEvaluationOptions
 from kinformer.tasks.vision.rows import tensors
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR
 
@@ -36,7 +37,7 @@ class ImageMeasurement(LabelMeasurement):
 
 
 def measure_images(
-    model: Any, images: Images, count: int, classes: int, progress: Progress | None = None
+    model: Any, images: Images, count: int, classes: int, progress: ProgressCallback | None = None
 ) -> ImageMeasurement:
     """Measure ``model`` (in eval mode) on the first ``count`` of ``images``."""
     device = device_of(model)
@@ -71,7 +72,9 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
     return float(np.abs(gaps).sum() / len(sure))
 
 
-def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, quiet: bool) -> Evaluation:
+def evaluate(
+    subject: LoadedRun, measuring: EvaluationSettings, own: VisionEvaluationOptions, quiet: bool
+) -> Evaluation:
     """A run on held-out images, class by class, beside the most frequent class."""
     run, model, changes, _ = subject
     found, same, images = _images(subject, measuring)
@@ -87,7 +90,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, qui
         f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
         table,
     )
-    figures = {
+    metrics = {
         ACCURACY.name: measured.accuracy,
         BITS_PER_LABEL.name: measured.bits,
         CALIBRATION_ERROR.name: measured.calibration_error,
@@ -95,13 +98,13 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, qui
     identity = identity_of_part(found, measuring.split, same)
     facts = {
         "run": str(run.folder), "member": run.member, "task": "vision", "set": list(changes), "data": identity,
-        **figures, "guessing": measured.guessing,
+        **metrics, "guessing": measured.guessing,
         "measured_images": count, "per_class": counts, "seconds": time.perf_counter() - begun,
     }  # fmt: skip
     return Evaluation(
         run=str(run.folder),
         member=run.member,
-        figures=figures,
+        metrics=metrics,
         units=(ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR),
         baselines={"guessing": measured.guessing},
         data=identity,
@@ -110,7 +113,7 @@ def evaluate(subject: LoadedRun, measuring: Measuring, own: VisionMeasuring, qui
     )
 
 
-def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+def _images(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[ImageData, bool, Images]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     found, same, part = labelled_part(subject, measuring)
     number = numbers_of(subject.run, found.name, found.classes)
@@ -118,7 +121,7 @@ def _images(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, 
     return found, same, replace(part, labels=number[np.asarray(part.labels)])
 
 
-def labelled_part(subject: LoadedRun, measuring: Measuring) -> tuple[ImageData, bool, Images]:
+def labelled_part(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[ImageData, bool, Images]:
     """The data, whether it is the run's own, and the part to measure on, whose images have labels and the model's
     channels."""
     run, model = subject.run, subject.model

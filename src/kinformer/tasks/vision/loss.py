@@ -11,7 +11,7 @@ from torch.nn import functional
 from kinformer.data import IGNORED
 from kinformer.tasks.vision.options import VisionOptions
 from kinformer.tasks.vision.rows import ImageBatch
-from kinformer.training.objective import Outcome
+from kinformer.training.objective import ObjectiveOutput
 
 
 class ImageClassification:
@@ -21,7 +21,7 @@ class ImageClassification:
     def __init__(self, smoothing: float = 0.0) -> None:
         self.smoothing = smoothing
 
-    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> Outcome:
+    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> ObjectiveOutput:
         logits = model(batch.images).float()
         heads = logits.unbind(1) if logits.dim() == 3 else (logits,)
         smoothing = self.smoothing if model.training else 0.0
@@ -49,7 +49,7 @@ class Distillation(ImageClassification):
         super().__init__(options.smoothing)
         self.teacher, self.options = teacher, options
 
-    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> Outcome:
+    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> ObjectiveOutput:
         if not model.training:
             return super().__call__(model, batch, state, progress)
         logits = model(batch.images).float()

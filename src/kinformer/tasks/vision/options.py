@@ -70,7 +70,7 @@ class VisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionMeasuring:
+class VisionEvaluationOptions:
     """Of image classification."""
 
     images: int | None = None
@@ -81,7 +81,7 @@ class VisionMeasuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionGenerating:
+class VisionGenerationOptions:
     """Of image classification."""
 
     image: str | None = None

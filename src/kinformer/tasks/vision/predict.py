@@ -21,7 +21,7 @@ from kinformer.tasks.shared.made import Made
 from kinformer.tasks.shared.text import spec_of
 from kinformer.tasks.task import LoadedRun, TrainedRun
 from kinformer.tasks.vision.evaluate import AT_ONCE
-from kinformer.tasks.vision.options import VisionGenerating
+from kinformer.tasks.vision.options import VisionGenerationOptions
 
 PLAIN = 1.0
 """The temperature that leaves probabilities as they are."""
@@ -35,7 +35,9 @@ class Picture(NamedTuple):
     label: str | None = None
 
 
-def classify(subject: LoadedRun, options: Any, own: VisionGenerating, write: Callable[[str], None] | None) -> Made:
+def classify(
+    subject: LoadedRun, options: Any, own: VisionGenerationOptions, write: Callable[[str], None] | None
+) -> Made:
     """The ``own.classes`` most probable classes of each image; a line for each is given to ``write`` as it is found."""
     run, model, _, _ = subject
     _check(options)

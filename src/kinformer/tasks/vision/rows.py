@@ -48,8 +48,8 @@ class ImageRows(DataModule):
     ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
     """
 
-    metrics = ("nats", "correct")
-    figures = (ACCURACY, BITS_PER_LABEL)
+    sums = ("nats", "correct")
+    metrics = (ACCURACY, BITS_PER_LABEL)
     features: KeptFeatures | None = None
 
     def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:

@@ -1,0 +1,67 @@
+"""What a head may declare beside its logits: a product with a table, a distribution of values, a search in a store."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from kinformer.core.input import Input
+
+
+class OutputProduct(nn.Module):
+    """A head whose logits are x W^T + b."""
+
+    def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
+        """W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""
+        raise NotImplementedError
+
+
+class Likelihood(nn.Module):
+    """A head that predicts ordered values by a distribution: its logits [batch, time, parameters] are the parameters.
+
+    ``draws``: how many uniform numbers it takes to draw one position.
+    """
+
+    draws: int
+
+    def nats(self, logits: Tensor, values: Tensor) -> Tensor:
+        """-ln p(values), float32 at least: [...] of ``logits`` [..., parameters] and ``values`` int64 [...], or
+        [..., channels] where a position holds several, which are then scored together."""
+        raise NotImplementedError
+
+    def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+        """Values int64 like those of :meth:`nats`, by ``uniform`` [..., draws] from [0, 1); ``temperature`` 1 draws as
+        the head predicts, 0 takes what is most probable, or near it."""
+        raise NotImplementedError
+
+
+class Neighbours(NamedTuple):
+    """The entries of a store nearest to each of n queries, nearest first; k is at most the number that was requested.
+
+    ``distances`` [n, k] float32, squared L2; ``tokens`` [n, k] int64, the token that followed; ``entries`` [n, k]
+    int64, numbers in the store. Where a query has fewer than k neighbours, the last ones are (infinity, 0, -1).
+    """
+
+    distances: Tensor
+    tokens: Tensor
+    entries: Tensor
+
+
+class Searcher(Protocol):
+    """A store of (key, next token) entries that a head searches.
+
+    A store outlives every sequence: it is a read-only attachment of a head, never part of a state. ``bytes_read``
+    counts the bytes that all searches so far have read from its files.
+    """
+
+    bytes_read: int
+
+    @property
+    def entries(self) -> int:
+        """How many entries a search may return."""
+        ...
+
+    def search(self, queries: Tensor, neighbours: int) -> Neighbours:
+        """The nearest entries of ``queries`` [n, dim], on their device."""
+        ...

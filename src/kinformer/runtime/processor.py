@@ -1,0 +1,22 @@
+"""Which processor this is: the flags that Linux reports, and the class that measured tables are keyed by."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def processor() -> str | None:
+    """What Linux says of the processor, its flags among it; None where nothing is said."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+@cache
+def processor_class() -> str:
+    """What tables of processors tell apart: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
+    flags = processor() or ""
+    return "AMX" if "amx_tile" in flags else "AVX-512 and bfloat16" if "avx512_bf16" in flags else "other"
