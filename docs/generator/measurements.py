@@ -1,69 +1,82 @@
-"""The page of benchmarks: every result file with its question, date and machine, and what is said of it."""
+"""A page for every result file: its text in ``benchmarks/pages``, a plot, date and machine; and the index of all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from generator.charts import save
 from generator.members import measured
-from generator.results import Result, questions, results
+from generator.plots import PLOTS
+from generator.results import Result, results
 from generator.text import contents, escaped, figure, page, table, write
 from kinformer.family.table import MEMBERS
+
+SHOWS = "## What it shows"
 
 
 def generate(docs: Path) -> None:
     """Write the pages into ``docs/results``; those of result files that are gone go, too."""
     folder, written = docs / "results", {"index.md"}
+    folder.mkdir(parents=True, exist_ok=True)
     for result in results():
-        if result.picture is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / result.picture.name).write_bytes(result.picture.read_bytes())
-            written.add(result.picture.name)
-        write(folder / f"{result.name}.md", page(*_result(result)))
-        written.add(f"{result.name}.md")
+        names = pictures(result, folder)
+        write(folder / f"{result.name}.md", result_page(result, names))
+        written.update([f"{result.name}.md", *names])
     write(folder / "index.md", overview())
     for path in folder.iterdir():
         if path.name not in written:
             path.unlink()
 
 
-def _result(result: Result) -> Iterator[str]:
-    yield f"(result-{result.name})=\n# {result.name}"
-    yield f"**{escaped(result.question)}**" if result.question else ""
-    rows = [
-        ("Measured on", result.date),
-        ("Machine", escaped(result.machine)),
-        ("Script", f"`benchmarks/{result.script}.py`"),
-        ("Result file", f"`benchmarks/results/{result.name}.json`, with shapes, versions and load"),
-    ]
-    named = [f"[{name}](../members/{name}.md)" for name in MEMBERS if result in measured(name)]
-    if named:
-        rows.append(("Members", ", ".join(named)))
-    yield table(("", ""), [(f"**{name}**", value) for name, value in rows])
-    yield from result.told
-    if result.picture is not None:
-        yield figure(result.picture.name, f"Figure of the benchmark {result.name}")
+def pictures(result: Result, folder: Path) -> list[str]:
+    """Put the result's pictures into ``folder``, or the plot of its data where it has none; returns their names."""
+    for picture in result.pictures:
+        (folder / picture.name).write_bytes(picture.read_bytes())
+    if result.pictures or result.name not in PLOTS:
+        return [picture.name for picture in result.pictures]
+    save(PLOTS[result.name](result.data), folder / f"{result.name}.png")
+    return [f"{result.name}.png"]
+
+
+def result_page(result: Result, names: list[str]) -> str:
+    """The page as Markdown, with the pictures called ``names``."""
+    before, shows, after = result.body.partition(SHOWS)
+    return page(
+        f"(result-{result.name})=\n# {result.question}",
+        f"**{result.verdict}**",
+        before.strip(),
+        *(figure(name, f"Figure of the benchmark {result.name}") for name in names),
+        f"{shows}{after}".strip(),
+        "## Machine",
+        table(("", ""), _facts(result)),
+    )
+
+
+def _facts(result: Result) -> Iterator[tuple[str, str]]:
+    yield "**Measured on**", result.date
+    yield "**Machine**", escaped(result.machine)
+    yield "**Script**", f"`benchmarks/{result.call}`"
+    yield "**Result file**", f"`benchmarks/results/{result.name}.json`, with shapes, versions and load"
+    names = [f"[{name}](../members/{name}.md)" for name in MEMBERS if result in measured(name)]
+    if names:
+        yield "**Members**", ", ".join(names)
 
 
 def overview() -> str:
-    """All result files, and the scripts without one."""
-    found = results()
+    """All result files in one table."""
     rows = [
-        (f"[{result.name}]({result.name}.md)", escaped(result.question), result.date, escaped(result.machine))
-        for result in found
+        (f"[{result.question}]({result.name}.md)", result.headline, result.date, escaped(result.machine))
+        for result in results()
     ]
-    written = {result.script for result in found}
-    rest = [(f"`{name}.py`", escaped(question)) for name, question in questions().items() if name not in written]
     return page(
         "# Benchmarks",
         "Every script of `benchmarks/` answers one question, checks that what it times is right before it times it, "
-        "and writes a result file with shapes, dtype, threads, processor and versions beside the figures. Losing "
-        "shapes are in them. How it is measured, and how the scripts are run, stands in "
-        "[benchmarks/README.md](../benchmarks.md).",
+        "and writes a result file with shapes, dtype, threads, processor and versions beside the metrics. Losing "
+        "shapes are included. [benchmarks/README.md](../benchmarks.md) says how the scripts measure and how to run "
+        "them.",
         "Comparisons by `kinformer compare`: [five members](../comparison/comparison.md) on the standard library, as "
         "it writes without arguments, and [ten](../comparison/war-and-peace/comparison.md) on War and Peace.",
-        table(("result", "question", "date", "machine"), rows),
-        "## Scripts without a committed result" if rest else "",
-        table(("script", "question"), rest) if rest else "",
-        contents(*(result.name for result in found)),
+        table(("question", "headline figure", "date", "machine"), rows),
+        contents(*(result.name for result in results())),
     )

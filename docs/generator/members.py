@@ -41,10 +41,10 @@ def write_member(folder: Path, member: Member) -> None:
     """One page with its pictures."""
     told = draw_patterns(folder, member.name)
     for result in measured(member.name):
-        if result.picture is not None:
-            target = folder / result.picture.name
+        for picture in result.pictures[:1]:
+            target = folder / picture.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(result.picture.read_bytes())
+            target.write_bytes(picture.read_bytes())
     write(folder / f"{member.name}.md", member_page(member, told))
 
 
@@ -192,11 +192,9 @@ def _measured(member: Member) -> Iterator[str]:
         return
     yield "## Measured"
     for result in found:
-        question = f"**{escaped(result.question)}**" if result.question else f"**{result.name}**"
-        yield f"{question} ([{result.name}](#result-{result.name}); {result.date}, {escaped(result.machine)})"
-        yield from result.told
-        if result.picture is not None:
-            yield figure(result.picture.name, f"Figure of the benchmark {result.name}")
+        yield f"**{result.question}** {result.verdict} ([details](#result-{result.name}); {result.date})"
+        for picture in result.pictures[:1]:
+            yield figure(picture.name, f"Figure of the benchmark {result.name}")
 
 
 def _training(member: Member, config: Any) -> Iterator[str]:

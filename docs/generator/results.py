@@ -1,4 +1,4 @@
-"""What was measured: the result files of ``benchmarks/`` with their question, date and machine, and who is in them."""
+"""Results: the files of ``benchmarks/results`` with date and machine, and their pages in ``benchmarks/pages``."""
 
 from __future__ import annotations
 
@@ -14,38 +14,56 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 class Result(NamedTuple):
-    """A result file: its name without ending, the script that wrote it, its question, when and where it was made, whom
-    it names, its figure, and what benchmarks/README.md says of it."""
+    """A result file and its page.
+
+    ``name``: the file's, without ending. ``call`` and ``headline``: from the table of ``benchmarks/README.md``, the
+    script with its options and the main metric. ``members``: those that the file names. ``pictures``: files beside it.
+    ``question``: the page's title. ``verdict``: its first paragraph. ``body``: the rest of it, as Markdown. ``data``:
+    the content of the file.
+    """
 
     name: str
-    script: str
-    question: str
+    call: str
+    headline: str
     date: str
     machine: str
     members: frozenset[str]
-    picture: Path | None
-    told: tuple[str, ...]
+    pictures: tuple[Path, ...]
+    question: str
+    verdict: str
+    body: str
+    data: dict[str, Any]
 
 
 @cache
 def results() -> list[Result]:
     """All of them, by name."""
-    return [_read(path) for path in sorted((BENCHMARKS / "results").glob("*.json"))]
+    paths = sorted((BENCHMARKS / "results").glob("*.json"))
+    names = [path.stem for path in paths]
+    return [_read(path, names) for path in paths]
 
 
-def _read(path: Path) -> Result:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    pictures = sorted(path.parent.glob(f"{path.stem}*.png"))
+def _read(path: Path, names: list[str]) -> Result:
+    data, row = json.loads(path.read_text(encoding="utf-8")), index()[path.stem]
+    title, verdict, body = (BENCHMARKS / "pages" / f"{path.stem}.md").read_text(encoding="utf-8").split("\n\n", 2)
     return Result(
         name=path.stem,
-        script=(script := data.get("benchmark", path.stem)),
-        question=questions().get(script, ""),
+        call=row.call,
+        headline=row.headline,
         date=data.get("date", ""),
         machine=_machine(data.get("machine", {})),
-        members=frozenset(_named(data)),
-        picture=pictures[0] if pictures else None,
-        told=tuple(text for text in _paragraphs() if f"{path.stem}." in text),
+        members=frozenset(_members_in(data)),
+        pictures=tuple(picture for picture in sorted(path.parent.glob("*.png")) if _owner(picture, names) == path.stem),
+        question=title.removeprefix("# "),
+        verdict=verdict,
+        body=body,
+        data=data,
     )
+
+
+def _owner(picture: Path, names: list[str]) -> str:
+    """The result that a picture is of: the longest name that the picture's begins with."""
+    return max((name for name in names if f"{picture.stem}_".startswith(f"{name}_")), key=len, default="")
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -54,29 +72,26 @@ def _machine(machine: dict[str, Any]) -> str:
     return ", ".join(filter(None, [machine.get("processor"), threads, f"torch {torch}" if torch else ""]))
 
 
-def _named(data: Any) -> set[str]:
+def _members_in(data: Any) -> set[str]:
     """The members that stand in the data as keys or as values."""
     if isinstance(data, dict):
-        return {key for key in data if key in MEMBERS}.union(*map(_named, data.values()))
+        return {key for key in data if key in MEMBERS}.union(*map(_members_in, data.values()))
     if isinstance(data, list):
-        return set().union(*map(_named, data))
+        return set().union(*map(_members_in, data))
     return {data} & MEMBERS.keys() if isinstance(data, str) else set()
 
 
-@cache
-def questions() -> dict[str, str]:
-    """Benchmark -> question, off the table of benchmarks/README.md."""
-    rows = re.findall(r"^\| `(\w+)\.py[^|]*\| ([^|]+) \|", _text(), re.MULTILINE)
-    return {name: question.strip() for name, question in reversed(rows)}
+class Row(NamedTuple):
+    """A row of the table in ``benchmarks/README.md``."""
+
+    question: str
+    call: str
+    headline: str
 
 
 @cache
-def _paragraphs() -> tuple[str, ...]:
-    """What benchmarks/README.md says, without tables, code and pictures."""
-    blocks = re.split(r"\n\s*\n", _text())
-    return tuple(block for block in blocks if not block.startswith(("|", "#", "    ", "![", "- ")))
-
-
-@cache
-def _text() -> str:
-    return (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+def index() -> dict[str, Row]:
+    """Result -> its row."""
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| `(\w+\.py[^`]*)` \| `(\w+)\.json` \| (.+?) \| \[", text, re.MULTILINE)
+    return {name: Row(question, call, headline) for question, call, name, headline in rows}

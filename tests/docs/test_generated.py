@@ -103,6 +103,44 @@ def test_results_are_told_with_date_and_machine():
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) for result in found.values())
 
 
+def test_every_result_has_a_row_in_the_index_and_a_page():
+    from generator.results import BENCHMARKS, index, results
+
+    assert index().keys() == {path.stem for path in (BENCHMARKS / "pages").glob("*.md")}
+    for result in results():
+        row = index()[result.name]
+        assert row.question == result.question and result.question.endswith("?")
+        assert (BENCHMARKS / row.call.split()[0]).is_file()
+        sections = re.findall(r"^## (.+)$", result.body, re.MULTILINE)
+        assert sections == ["Result", "What it shows", "What it does not show", "Command"], result.name
+        for target in re.findall(r"\]\(([^)]+)\)", result.body):
+            assert (BENCHMARKS / "pages" / target).is_file(), target
+
+
+def test_every_script_is_in_the_index():
+    from generator.results import BENCHMARKS
+
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {"common.py", "peers.py"}
+    assert scripts == set(re.findall(r"`(\w+\.py)", text)), scripts ^ set(re.findall(r"`(\w+\.py)", text))
+
+
+def test_plots_hold_the_numbers_of_their_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    from generator.charts import Bars, save
+    from generator.plots import PLOTS
+    from generator.results import results
+
+    data = {result.name: result.data for result in results()}
+    for name, plots_of in PLOTS.items():
+        for plot in plots_of(data[name]):
+            series = plot.groups if isinstance(plot, Bars) else plot.series
+            assert series and all(len(values) > 0 for values in series.values()), name
+    assert PLOTS["quality"](data["quality"])[0].groups[""]["local"] == pytest.approx(1.709, abs=5e-4)
+    save(PLOTS["speech"](data["speech"]), tmp_path / "speech.png")
+    assert (tmp_path / "speech.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_evidence_of_a_record_exists(name):
     member = MEMBERS[name]

@@ -59,6 +59,17 @@ def test_readme_is_short_and_its_links_lead_somewhere():
         assert target.startswith("http") or (DOCS.parent / target).exists(), target
 
 
+def test_readme_shows_what_its_first_lines_print(capsys):
+    text = PAGES[0].read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    exec(compile(python_of(PAGES[0])[0], "README.md[0]", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+def test_readme_counts_the_family():
+    assert re.findall(r"All (\d+) members", PAGES[0].read_text(encoding="utf-8")) == [str(len(FAMILY))]
+
+
 def test_every_how_to_is_in_the_index():
     listed = set(re.findall(r"^howto/(\w+)$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {page.stem for page in PAGES if page.parent.name == "howto"}

@@ -6,10 +6,9 @@ import torch
 import kinformer
 from kinformer.cli.main import main
 from kinformer.core.encoder import SequenceContext
-from kinformer.figures.image import HeatOver, WindowsOver
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import apart
-from kinformer.runs.drawing.image import looked_at, probabilities, rollout
+from kinformer.runs.drawing.image import HeatOver, WindowsOver, looked_at, probabilities, rollout
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runtime.errors import KinformerError
 
