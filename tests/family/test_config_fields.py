@@ -17,8 +17,8 @@ from kinformer.blocks.global_input import ExtraTokens
 from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk
-from kinformer.core.encoder import SequenceContext
+from kinformer.core.contract import Chunk, ReadsSource
+from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.head import Likelihood
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
@@ -286,7 +286,7 @@ def found(module, *run) -> tuple:
 
 
 def absorbed(mixer) -> list[Tensor]:
-    given = {"source": numbers(2, 5, DIM, seed=4)} if getattr(mixer, "reads_source", False) else {}
+    given = {"source": numbers(2, 5, DIM, seed=4)} if isinstance(mixer, ReadsSource) else {}
     state, outputs = mixer.initial_state(2, dtype=torch.float64, **given), []
     for x in numbers(2, TIME, DIM).split([15, TIME - 15], 1):
         y, state = mixer(Chunk(x), state)
@@ -295,7 +295,7 @@ def absorbed(mixer) -> list[Tensor]:
 
 
 def read(mixer) -> list[Tensor]:
-    if mixer.grid_only:
+    if isinstance(mixer, GridOnly):
         return [mixer(numbers(2, 30, DIM), SequenceContext(grid=(5, 6)))]
     if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
         return [mixer(numbers(2, TIME, DIM))]

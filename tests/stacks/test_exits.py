@@ -89,7 +89,7 @@ def test_skipping_changes_nothing(name, monkeypatch):
 
     (y, state, slopes), exits = exits_of(model, run)
     assert len(exits.unique()) > 1
-    monkeypatch.setattr(_Running, "asked", None)
+    monkeypatch.setattr(_Running, "output_mask", None)
     want, end, others = run()
     assert (y - want).abs().max() < 1e-12 and states.difference(state, end) < 1e-12
     assert max(float((a - b).abs().max()) for a, b in zip(slopes, others, strict=True)) < 1e-9

@@ -163,7 +163,7 @@ def test_skipping_changes_nothing(name, monkeypatch):
 
     (y, state, slopes), steps = steps_of(model, run)
     assert len(steps.unique()) > 1 and steps.max() > 2
-    monkeypatch.setattr(Universal, "_asked", lambda *_: None)
+    monkeypatch.setattr(Universal, "_output_mask", lambda *_: None)
     want, end, others = run()
     assert (y - want).abs().max() < 1e-12 and states.difference(state, end) < 1e-12
     assert max(float((a - b).abs().max()) for a, b in zip(slopes, others, strict=True)) < 1e-10

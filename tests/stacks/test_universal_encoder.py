@@ -93,7 +93,7 @@ def test_skipping_changes_nothing(name, monkeypatch):
 
     y, cost, slopes, noted = run()
     assert 1 < noted.mean < 4 and noted.tokens == 38
-    monkeypatch.setattr(Universal, "_asked", lambda *_: None)
+    monkeypatch.setattr(Universal, "_output_mask", lambda *_: None)
     want, price, others, _ = run()
     assert (y - want).abs().max() < 1e-12 and torch.allclose(cost, price)
     assert max(float((a - b).abs().max()) for a, b in zip(slopes, others, strict=True)) < 1e-10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import MLP
@@ -11,6 +12,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feeding, reading
 from kinformer.core.config import Config
+from kinformer.core.contract import PartialOutput
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
@@ -25,12 +27,8 @@ class EncoderLayerConfig(Config):
         raise NotImplementedError
 
 
-class EncoderLayer(Sublayers):
+class EncoderLayer(PartialOutput, Sublayers):
     """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
-
-    supports_output_mask = True
-    """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixer sees it. Not
-    with a feed-forward that looks at other tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
@@ -46,17 +44,17 @@ class EncoderLayer(Sublayers):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
-        self.supports_output_mask = not isinstance(self.feed_forward, EncoderMixer)
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
         return (reading(self.mixer, self.mixer_residual), feeding(self.feed_forward_residual, self.feed_forward))
 
-    def forward(self, x: Tensor, text: SequenceContext, asked: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         y = self.mixer(self.mixer_residual.enter(x), text)
-        if asked is None:
-            x = self.mixer_residual.leave(x, y)
-            return fed(self.feed_forward_residual, self.feed_forward, x, text.valid)
-        some = self.mixer_residual.leave(x[asked], y[asked])
+        if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token
+            mixed = self.mixer_residual.leave(x, y)
+            mixed = fed(self.feed_forward_residual, self.feed_forward, mixed, text.valid)
+            return mixed if output_mask is None else torch.where(output_mask[..., None], mixed, x)
+        some = self.mixer_residual.leave(x[output_mask], y[output_mask])
         some = fed(self.feed_forward_residual, self.feed_forward, some, None)
-        return x.to(some.dtype).index_put((asked,), some)
+        return x.to(some.dtype).index_put((output_mask,), some)

@@ -12,7 +12,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feeding, mixed, mixing
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
@@ -28,14 +28,11 @@ class LayerConfig(Config):
         raise NotImplementedError
 
 
-class DecoderLayer(Sublayers):
+class DecoderLayer(PartialOutput, Sublayers):
     """``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a residual.
 
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.
     """
-
-    supports_output_mask = True
-    """``forward`` also takes ``asked`` [batch, time] bool: elsewhere x is handed back, and only the mixers see it."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
@@ -71,10 +68,10 @@ class DecoderLayer(Sublayers):
         return initial_states(self.mixers, batch, **options)
 
     def forward(
-        self, chunk: Chunk, state: tuple[Any, ...], asked: Tensor | None = None
+        self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        if asked is not None:
-            return self._answered(chunk, state, asked)
+        if output_mask is not None:
+            return self._answered(chunk, state, output_mask)
         x, after = self._mixed(chunk, state)
         return self._fed(x, chunk.valid), after
 
@@ -82,20 +79,20 @@ class DecoderLayer(Sublayers):
         """The stream after the mixers and the feed-forward, unless that was one of them."""
         return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
 
-    def _answered(self, chunk: Chunk, state: tuple[Any, ...], asked: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """The same where ``asked``."""
+    def _answered(self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """The same where ``output_mask``."""
         if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
-            if is_empty_mask(asked):
+            if is_empty_mask(output_mask):
                 return chunk.x, after
-            x = x[asked]
+            x = x[output_mask]
         else:
-            y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, asked)  # type: ignore[arg-type]
-            if is_empty_mask(asked):
+            y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, output_mask)  # type: ignore[arg-type]
+            if is_empty_mask(output_mask):
                 return chunk.x, (own,)
-            x, after = self.mixer_residual.leave(chunk.x[asked], y[asked]), (own,)
+            x, after = self.mixer_residual.leave(chunk.x[output_mask], y[output_mask]), (own,)
         x = self._fed(x, None)
-        return chunk.x.to(x.dtype).index_put((asked,), x), after
+        return chunk.x.to(x.dtype).index_put((output_mask,), x), after
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kinformer.blocks.layer import DecoderLayer
@@ -44,11 +45,10 @@ class MacaronLayer(DecoderLayer):
         *mixers, _ = super().branches()
         return (first, *mixers, feeding(self.feed_forward_residual, self.feed_forward, HALF))
 
-    supports_output_mask = False
-
-    def forward(  # type: ignore[override]
-        self, chunk: Chunk, state: tuple[Any, ...]
+    def forward(
+        self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
         x, after = self._mixed(chunk._replace(x=x), state)
-        return fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF), after
+        x = fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF)
+        return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
@@ -25,15 +25,13 @@ _GATHERED = 1 << 22
 """Numbers that a backward gathers at a time."""
 
 
-class ProductKeys(nn.Module):
+class ProductKeys(ReadsPadding, nn.Module):
     """x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks what is real.
 
     ``norm``: of the queries. ``layer`` norms each half of each head's query by itself; ``batch`` is the published one,
     over the valid tokens of a training batch, so that rows then depend on each other. ``sparse``: the values' gradient
     holds the rows that were looked up, no others, and an optimiser of their own moves them.
     """
-
-    masked = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from kinformer.blocks.residual import Residual
-from kinformer.core.contract import CausalMixer, Chunk
+from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, RecomputesKV
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.core.parts import FeedForwardConfig
+from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
 
@@ -26,13 +26,17 @@ class Sublayers(nn.Module):
 
 
 def mixed(
-    mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, asked: Tensor | None = None
+    mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, output_mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
-    """What ``mixer`` makes of a chunk that ``norm`` stands before, at least where ``asked``, and its state after."""
-    if mixer.recomputes_kv:
+    """``mixer`` applied to a chunk behind ``norm``: outputs, at least those in ``output_mask``, and the state after."""
+    if isinstance(mixer, RecomputesKV):
         return mixer(chunk, state, norm)
     chunk = chunk._replace(x=norm(chunk.x))
-    return mixer(chunk, state, asked) if asked is not None and mixer.supports_output_mask else mixer(chunk, state)
+    return (
+        mixer(chunk, state, output_mask)
+        if output_mask is not None and isinstance(mixer, PartialOutput)
+        else mixer(chunk, state)
+    )
 
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
@@ -44,7 +48,7 @@ def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor |
     y = residual.enter(x)
     if isinstance(feed_forward, EncoderMixer):
         return feed_forward(y, SequenceContext(valid))
-    return feed_forward(y, valid) if getattr(feed_forward, "masked", False) else feed_forward(y)
+    return feed_forward(y, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(y)
 
 
 def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:

@@ -63,15 +63,6 @@ class CausalMixer(nn.Module):
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a sequence may have, None for any number."""
-    reads_source: bool = False
-    """``initial_state`` also takes ``source`` and ``source_valid``, the sequence that all queries look at."""
-    recomputes_kv: bool = False
-    """The state holds inputs of the layer, to be projected again. Then ``forward`` also takes ``norm``, what
-    the layer makes of its inputs before they are mixed: the chunk and the state hold inputs as they enter the layer,
-    and the norm is applied to both, so that it is always that of the present weights and learns from either."""
-    supports_output_mask: bool = False
-    """``forward`` also takes ``asked`` [batch, time] bool, where outputs are wanted; elsewhere they are zero and cost
-    little, while the state is the same."""
 
     @property
     def retained(self) -> int | None:
@@ -89,6 +80,27 @@ class CausalMixer(nn.Module):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         """Declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
         raise NotImplementedError
+
+
+class ReadsSource:
+    """Mixin of a mixer over a source: ``initial_state`` also takes ``source`` [batch, length, width] and
+    ``source_valid`` [batch, length] bool, the sequence that all queries attend to."""
+
+
+class RecomputesKV:
+    """Mixin of a mixer whose state holds inputs of the layer, from which it projects keys and values again.
+
+    ``forward(chunk, state, norm)`` also takes the layer's norm: chunk and state hold inputs as they enter the layer,
+    and the norm is applied to both, so that it is always that of the present weights and learns from either.
+    """
+
+
+class PartialOutput:
+    """Mixin of mixers and layers whose ``forward`` also takes ``output_mask`` [batch, time] bool (None: everywhere).
+
+    It selects the tokens whose outputs are needed; the state absorbs all tokens. Elsewhere a mixer's outputs are zero
+    and cost little, and a layer returns its input.
+    """
 
 
 AS_THEY_ARE = nn.Identity()
@@ -116,7 +128,7 @@ def initial_states(
     """The states of ``batch`` new sequences, one per mixer; those that read a source get it, [batch, length, width]."""
     given = {"source": source, "source_valid": source_valid}
     return tuple(
-        mixer.initial_state(batch, device=device, dtype=dtype, **given if mixer.reads_source else {})
+        mixer.initial_state(batch, device=device, dtype=dtype, **given if isinstance(mixer, ReadsSource) else {})
         for mixer in mixers
     )
 

@@ -48,6 +48,10 @@ class SequenceContext(NamedTuple):
         return None if self.valid is None else self.valid[:, self.num_global :]
 
 
+class GridOnly:
+    """Mixin of mixers and stacks over the grid of an image's patches, which must be all tokens."""
+
+
 class EncoderMixer(nn.Module):
     """What an encoder's layer mixes tokens with.
 
@@ -59,8 +63,6 @@ class EncoderMixer(nn.Module):
     """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
-    grid_only: bool = False
-    """It mixes over the grid of an image's patches, which must be all tokens."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""

@@ -208,12 +208,16 @@ def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
         )
 
 
+class ReadsPadding:
+    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because what it does or counts
+    depends on which tokens are real."""
+
+
 class FeedForwardConfig(Config):
     """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
-    A module with the attribute ``masked = True`` also takes ``valid`` [...] bool or None, as what it does or counts
-    depends on which tokens are real. One that looks at other tokens is a mixer: ``build`` gives an ``EncoderMixer``,
-    and ``build_causal``, for layers of decoders, a ``CausalMixer``.
+    A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
+    ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
     """
 
     slot = "feed_forward"

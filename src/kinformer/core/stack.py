@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kinformer.core import state as states
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk
+from kinformer.core.contract import Chunk, PartialOutput
 from kinformer.core.encoder import SequenceContext
 
 BeforeUse = Callable[[Tensor, int], Tensor]
@@ -109,11 +109,9 @@ class Stack(nn.Module):
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
     module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
     after which a token may leave for the head, the last included; empty where all tokens go through every use.
-    ``grid_only``: as of ``core.encoder.EncoderMixer``.
     """
 
     shardable: bool = True
-    grid_only: bool = False
     exits: tuple[int, ...] = ()
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
@@ -164,23 +162,23 @@ class Stack(nn.Module):
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
         return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
-    def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, asked: Tensor | None = None) -> Tensor:
-        """What an encoder's ``layer`` makes of x, at least where ``asked`` [batch, time] bool (None: everywhere)."""
-        given = (x, text, asked) if asked is not None and getattr(layer, "supports_output_mask", False) else (x, text)
+    def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        """An encoder's ``layer`` applied to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
+        given = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
 
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""
         return checkpoint(_owning, layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
 
-    def _used(self, number: int, chunk: Chunk, state: Any, asked: Tensor | None) -> tuple[Tensor, Any]:
-        """Use ``number`` of a layer, whose outputs are needed where ``asked`` [batch, time] bool (None: everywhere).
+    def _used(self, number: int, chunk: Chunk, state: Any, output_mask: Tensor | None) -> tuple[Tensor, Any]:
+        """Use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None: everywhere).
 
-        A layer that ``supports_output_mask`` computes no others, while its state absorbs all tokens.
+        A :class:`PartialOutput` computes no others, while its state absorbs all tokens.
         """
         layer = self.layers[self.order[number]]
-        if asked is not None and getattr(layer, "supports_output_mask", False):
-            return self._applied(layer, chunk, state, asked)
+        if output_mask is not None and isinstance(layer, PartialOutput):
+            return self._applied(layer, chunk, state, output_mask)
         return self._applied(layer, chunk, state)
 
     @property

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core import state as states
+from kinformer.core.contract import ReadsSource
 from kinformer.core.head import Likelihood
 from kinformer.core.stack import Stack, units_of
 from kinformer.training import cross_entropy
@@ -42,7 +43,7 @@ class _Ledger:
         for name, module in parts(model):
             module.register_forward_pre_hook(self._entering(name))
             module.register_forward_hook(self._leave)
-            if getattr(module, "reads_source", False):
+            if isinstance(module, ReadsSource):
                 own: Any = module
                 own.initial_state = self._within(name, own.initial_state)
 

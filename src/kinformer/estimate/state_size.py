@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.core.contract import CausalMixer
+from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.model import SourceModel, WholeModel
 from kinformer.core.state import nbytes
 
@@ -20,7 +20,7 @@ def state_bytes(model: Any, length: int) -> int:
     def declared(length: int, source: int) -> int:
         total = 0
         for mixer in mixers:
-            given: dict[str, Any] = {"source_length": source} if mixer.reads_source else {}
+            given: dict[str, Any] = {"source_length": source} if isinstance(mixer, ReadsSource) else {}
             total += mixer.state_bytes(length, **given)
         return total
 

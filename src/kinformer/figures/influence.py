@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import CausalMixer, Chunk
-from kinformer.core.encoder import EncoderMixer, SequenceContext
+from kinformer.core.encoder import EncoderMixer, GridOnly, SequenceContext
 from kinformer.figures.panels import CELLS, HeatPanel, grid
 
 PATCHES = 64
@@ -58,7 +58,7 @@ def influence_panel(
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
     """(tokens per cell, a power of two, cells) for what a query sees and half of that again; of an image 8 x 8."""
-    if getattr(mixer, "grid_only", False):
+    if isinstance(mixer, GridOnly):
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)
     if seen is None:
@@ -73,6 +73,6 @@ def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
 def _outputs(mixer: CausalMixer | EncoderMixer, x: Tensor) -> Tensor:
     if isinstance(mixer, EncoderMixer):
         rows = next(each for each in range(isqrt(x.shape[1]), 0, -1) if x.shape[1] % each == 0)
-        grid = (rows, x.shape[1] // rows) if mixer.grid_only else None
+        grid = (rows, x.shape[1] // rows) if isinstance(mixer, GridOnly) else None
         return mixer(x, SequenceContext(grid=grid))  # type: ignore[no-any-return]
     return mixer(Chunk(x), mixer.initial_state(len(x)))[0]  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, activation_dtype, select_valid
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, activation_dtype, select_valid
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
@@ -33,14 +33,12 @@ class CrossState(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
 
-class CrossAttention(CausalMixer):
+class CrossAttention(ReadsSource, CausalMixer):
     """x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
 
     ``source_dim`` is the width of the source, ``dim`` if not given. A reset begins a new sequence over the same source.
     A row whose source is all padding gets the output projection's bias.
     """
-
-    reads_source = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

@@ -24,6 +24,7 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
+    RecomputesKV,
     activation_dtype,
     advance,
     newest,
@@ -86,7 +87,7 @@ class _Extent(NamedTuple):
     later: int
 
 
-class SegmentMemory(CausalMixer):
+class SegmentMemory(RecomputesKV, CausalMixer):
     """Softmax attention over a token's own segment and the ``memory`` tokens before that; with ``same_length`` over the
     last ``memory`` tokens, its own counted.
 
@@ -95,7 +96,6 @@ class SegmentMemory(CausalMixer):
     """
 
     growth = "window"
-    recomputes_kv = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, gridded, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput
 from kinformer.runtime.errors import KinformerError
 
 
-class SeparableConvolution(EncoderMixer):
+class SeparableConvolution(GridOnly, EncoderMixer):
     """x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
     ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: how much wider than
     a token what is convolved is.
     """
-
-    grid_only = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):

@@ -21,6 +21,7 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
+    PartialOutput,
     activation_dtype,
     advance,
     newest,
@@ -77,7 +78,7 @@ class SpanState(NamedTuple):
 State = Slots | SpanState
 
 
-class SoftmaxAttention(CausalMixer):
+class SoftmaxAttention(PartialOutput, CausalMixer):
     """Multi-head attention over the chunk and the remembered past.
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
@@ -99,8 +100,6 @@ class SoftmaxAttention(CausalMixer):
 
         def build(self, dim: int) -> SoftmaxAttention:
             return SoftmaxAttention(self, dim)
-
-    supports_output_mask = True
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -162,55 +161,62 @@ class SoftmaxAttention(CausalMixer):
         aux = state_dtype(dtype).itemsize if isinstance(self.span, TokenSpan) else 0
         return slots * self.head_dim * dtype.itemsize + 8 + aux
 
-    def forward(self, chunk: Chunk, state: State, asked: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(self, chunk: Chunk, state: State, output_mask: Tensor | None = None) -> tuple[Tensor, State]:
         if not isinstance(state, SpanState):
-            return self._step(chunk, state, asked)
+            return self._step(chunk, state, output_mask)
         assert isinstance(self.span, TokenSpan)
         z = self.span.of(select_valid(chunk.x, chunk.valid))
-        y, after = self._step(chunk, state.attention, asked, z)
+        y, after = self._step(chunk, state.attention, output_mask, z)
         return y, SpanState(after, state.aux + self.span.cost(z, chunk.valid).to(state.aux.dtype))  # type: ignore[call-arg]
 
-    def _step(self, chunk: Chunk, state: Slots, asked: Tensor | None, z: Tensor | None = None) -> tuple[Tensor, Slots]:
+    def _step(
+        self, chunk: Chunk, state: Slots, output_mask: Tensor | None, z: Tensor | None = None
+    ) -> tuple[Tensor, Slots]:
         """``z`` [batch, heads, time]: the spans of the tokens, where each has its own."""
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
         if isinstance(attention, KeysValues):
-            y, attention, recent = self._absorb(chunk, attention, recent, asked, z)
+            y, attention, recent = self._absorb(chunk, attention, recent, output_mask, z)
         elif chunk.valid is None and chunk.reset is None:
-            y, attention, recent = self._extend(chunk, attention, recent, asked, z)
+            y, attention, recent = self._extend(chunk, attention, recent, output_mask, z)
         else:
             room = attention.room
-            y, value, recent = self._absorb(chunk, attention.release(), recent, asked, z)
+            y, value, recent = self._absorb(chunk, attention.release(), recent, output_mask, z)
             attention = value.reserve(room)
         return y, attention if recent is None else ContextState(attention, recent)  # type: ignore[call-arg]
 
     def _absorb(
-        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, asked: Tensor | None, z: Tensor | None
+        self, chunk: Chunk, state: KeysValues, recent: Tensor | None, output_mask: Tensor | None, z: Tensor | None
     ) -> tuple[Tensor, KeysValues, Tensor | None]:
         positions = positions_of(chunk, state.seen)
         seen = advance(state.seen, chunk, positions)
-        q, k, v, recent = self._project(chunk, positions, seen, recent, asked)
+        q, k, v, recent = self._project(chunk, positions, seen, recent, output_mask)
         past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], dim=2), torch.cat([state.v.to(v.dtype), v], dim=2)
-        y = self._attend((q, k, v), positions, not past and chunk.reset is None, asked, z)
+        y = self._attend((q, k, v), positions, not past and chunk.reset is None, output_mask, z)
         k, v = (newest(chunk, slots, seen, self.pattern.horizon) for slots in (k, v))
         return select_valid(y, chunk.valid), KeysValues(k, v, seen), recent  # type: ignore[call-arg]
 
     def _extend(
-        self, chunk: Chunk, state: ReservedKeysValues, recent: Tensor | None, asked: Tensor | None, z: Tensor | None
+        self,
+        chunk: Chunk,
+        state: ReservedKeysValues,
+        recent: Tensor | None,
+        output_mask: Tensor | None,
+        z: Tensor | None,
     ) -> tuple[Tensor, ReservedKeysValues, Tensor | None]:
         positions = state.positions(chunk)
-        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, asked)
+        q, k, v, recent = self._project(chunk, positions, positions[:, -1] + 1, recent, output_mask)
         k, v, state, full = state.append(k, v, self.pattern.horizon)
-        return self._attend((q, k, v), positions, full, asked, z), state, recent
+        return self._attend((q, k, v), positions, full, output_mask, z), state, recent
 
     def _project(
-        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, asked: Tensor | None
+        self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, output_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """q (None where nothing is asked), k and v of the chunk as they meet, and what of it a projection with a
         context needs later."""
         x = select_valid(chunk.x, chunk.valid)
-        if recent is None and asked is not None and is_empty_mask(asked):
+        if recent is None and output_mask is not None and is_empty_mask(output_mask):
             k, v = self.projection.keys_values(x)
             return None, self.position.rotate_keys(k, positions), self.position.values(v), None
         q, k, v = self.projection(x)
@@ -228,12 +234,12 @@ class SoftmaxAttention(CausalMixer):
         qkv: tuple[Tensor | None, Tensor, Tensor],
         positions: Tensor,
         whole: bool,
-        asked: Tensor | None,
+        output_mask: Tensor | None,
         z: Tensor | None,
     ) -> Tensor:
         """``whole``: every slot belongs to the sequence of every query of its row."""
         q, k, v = qkv
-        if q is None or (asked is not None and not asked.numel()):
+        if q is None or (output_mask is not None and not output_mask.numel()):
             return v.new_zeros(*positions.shape, self.dim)
         dropout = AttentionDropout.drawn(self.dropout, self.training)
         scoring = Scoring.of(self.score, self._relative(k.shape[2] - 1), dropout)
@@ -245,10 +251,10 @@ class SoftmaxAttention(CausalMixer):
         else:
             y = attention(q, k, v, visibility, scoring, impl=self.impl).out
         heads = merge_heads(y)
-        if asked is None:
+        if output_mask is None:
             return self.out(heads)
-        y = self.out(heads[asked])
-        return y.new_zeros(*positions.shape, self.dim).index_put((asked,), y)
+        y = self.out(heads[output_mask])
+        return y.new_zeros(*positions.shape, self.dim).index_put((output_mask,), y)
 
     def _relative(self, farthest: int) -> Relative | None:
         if self.span is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, gridded, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
@@ -24,7 +24,7 @@ from kinformer.runtime.errors import KinformerError
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
 
 
-class WindowAttention(EncoderMixer):
+class WindowAttention(GridOnly, EncoderMixer):
     """x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
     ``window``: patches on a side; a grid that is no multiple is continued with zeros, which are attended to as in the
@@ -32,7 +32,6 @@ class WindowAttention(EncoderMixer):
     have no bias and whose table of biases is a small network of the distances.
     """
 
-    grid_only = True
     even_costs = False
 
     @dataclass(frozen=True, kw_only=True)

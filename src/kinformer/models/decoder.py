@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core import state as states
-from kinformer.core.contract import Chunk, advance, left_align, positions_of, select_valid
+from kinformer.core.contract import Chunk, ReadsSource, advance, left_align, positions_of, select_valid
 from kinformer.core.model import CausalModel, Hidden
 from kinformer.core.stack import BeforeUse
 from kinformer.models.base import CommonConfig, CommonModel
@@ -175,7 +175,7 @@ class Decoder(CommonModel):
     @cached_property
     def _form(self) -> Any:
         """That of this model's states; None of one that reads a source, whose states have its length too."""
-        if any(getattr(module, "reads_source", False) for module in self.modules()):
+        if any(isinstance(module, ReadsSource) for module in self.modules()):
             return None
         return states.form(self.stack.initial_state(1, device=torch.device("meta")))
 

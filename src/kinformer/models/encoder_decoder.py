@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kinformer.blocks.norms import NormConfig
+from kinformer.core.contract import ReadsSource
 from kinformer.core.input import Input, InputConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import PositionConfig
@@ -76,7 +77,7 @@ class EncoderDecoder(Decoder):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        if not any(getattr(module, "reads_source", False) for module in self.stack.modules()):
+        if not any(isinstance(module, ReadsSource) for module in self.stack.modules()):
             raise KinformerError(
                 "no layer of the decoder looks at the source; give its layers cross-attention, as "
                 '--set \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'

@@ -15,7 +15,7 @@ from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import Alignment, left_align, select_valid
-from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, SequenceContext, global_positions
+from kinformer.core.encoder import NEEDS_PATCHES, EncoderMixer, GridOnly, SequenceContext, global_positions
 from kinformer.models.base import Trunk
 from kinformer.runtime.errors import KinformerError
 
@@ -60,9 +60,9 @@ class Reader(Trunk):
         for mixer in self.stack.modules():
             if isinstance(mixer, EncoderMixer):
                 mixer.check(self.config.global_tokens > 0, self.config.global_input is not None)
-                if mixer.grid_only and not patches_only:
+                if isinstance(mixer, GridOnly) and not patches_only:
                     raise KinformerError(f"the mixer {type(mixer).__name__} {NEEDS_PATCHES}")
-        if self.stack.grid_only and not patches_only:
+        if isinstance(self.stack, GridOnly) and not patches_only:
             raise KinformerError(f"the stack {self.config.stack.kind!r} {NEEDS_PATCHES}")
 
     def hidden(

@@ -26,10 +26,10 @@ def host_ints(x: Tensor, otherwise: int) -> list[int] | None:
     return x.tolist()
 
 
-def is_empty_mask(asked: Tensor) -> bool:
-    """Whether no token of the mask ``asked`` [batch, time] is asked for. One without positions, [batch, 0], says so
-    without a look at its entries."""
-    return not asked.numel() or not asked.any()
+def is_empty_mask(output_mask: Tensor) -> bool:
+    """Whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0], answers without a
+    look at its entries."""
+    return not output_mask.numel() or not output_mask.any()
 
 
 _known: ContextVar[bool] = ContextVar("known", default=False)

@@ -114,7 +114,7 @@ class Exits(Stack):
         x = earlier = chunk.x
         after, tapped = [], []
         for number in range(len(self.order)):
-            y, own = self._used(number, chunk._replace(x=before(x, number)), state[number], running.asked)
+            y, own = self._used(number, chunk._replace(x=before(x, number)), state[number], running.output_mask)
             x = running.merged(x, y)
             after.append(own)
             if number in taps:
@@ -182,8 +182,8 @@ class Left(nn.Module):
 class _Running:
     """Which tokens of a chunk still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
 
-    ``asked``: where layers are asked for outputs, None for everywhere. ``some``: whether any token runs, as far as the
-    host knows.
+    ``output_mask``: where layers must give outputs, None for everywhere. ``some``: whether any token runs, as far as
+    the host knows.
     """
 
     def __init__(self, chunk: Chunk, last: int) -> None:
@@ -197,7 +197,7 @@ class _Running:
         self._picked = None if valid is None or not self.known else valid
 
     @property
-    def asked(self) -> Tensor | None:
+    def output_mask(self) -> Tensor | None:
         return None if self.whole or not self.known else self.mask
 
     def merged(self, x: Tensor, y: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.encoder import SequenceContext
+from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.runtime.errors import KinformerError
 
 
-class Stages(Stack):
+class Stages(GridOnly, Stack):
     """``depths[i]`` layers of the width dim * 2^i in stage i, on a grid of patches halved as often.
 
     ``norm``: ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid of
@@ -70,7 +70,6 @@ class Stages(Stack):
             return Stages(self, layers, dim)
 
     config: Config
-    grid_only = True
 
     def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
         if any(hasattr(layer, "initial_state") for layer in layers):

@@ -96,8 +96,8 @@ class Universal(Stack):
             return super().absorb(chunk, state, before, taps)
         after: list[Any] = []
 
-        def use(number: int, x: Tensor, asked: Tensor | None) -> Tensor:
-            y, own = self._used(number, chunk._replace(x=x), state[number].layer, asked)
+        def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
+            y, own = self._used(number, chunk._replace(x=x), state[number].layer, output_mask)
             after.append(state[number]._replace(layer=own))
             return y
 
@@ -113,10 +113,10 @@ class Universal(Stack):
         if self.halting is None:
             return super().read(x, text, before, taps)
 
-        def use(number: int, x: Tensor, asked: Tensor | None) -> Tensor:
-            if asked is not None and not asked.any():
+        def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
+            if output_mask is not None and not output_mask.any():
                 return x
-            return self._read(self.layers[self.order[number]], x, text, asked)
+            return self._read(self.layers[self.order[number]], x, text, output_mask)
 
         x, tapped, costs = self._halted(x, text.valid, use, before, taps)
         self.pondered(torch.stack(costs).sum(0))
@@ -129,11 +129,11 @@ class Universal(Stack):
         tapped, costs = [], []
         progress = self.halting.begin(x, valid)
         for step in range(self.config.steps):
-            asked, read = self._asked(progress), x
+            output_mask, read = self._output_mask(progress), x
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                x = torch.where(self._kept(progress), use(number, entered, asked), x)
+                x = torch.where(self._kept(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)
             progress, cost = self.halting(progress, read, x)
@@ -145,7 +145,7 @@ class Universal(Stack):
         assert self.config.halting is not None
         return self.config.halting
 
-    def _asked(self, progress: HaltingState) -> Tensor | None:
+    def _output_mask(self, progress: HaltingState) -> Tensor | None:
         """Which tokens [batch, time] a step is to be computed for; None for all of them."""
         running = progress.running
         if self._halting.halted == "evolving" or torch.compiler.is_compiling() or not has_data(running):

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import AS_THEY_ARE, CausalMixer, Chunk, MixerConfig, activation_dtype, state_dtype
+from kinformer.core.contract import (
+    AS_THEY_ARE,
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    RecomputesKV,
+    activation_dtype,
+    state_dtype,
+)
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.mixers.compressive.alignment import RowGroup, by_position, last_slots
@@ -69,14 +77,13 @@ class _Call(NamedTuple):
     norm: nn.Module
 
 
-class Compressive(CausalMixer):
+class Compressive(RecomputesKV, CausalMixer):
     """Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
     """
 
     growth = "window"
-    recomputes_kv = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

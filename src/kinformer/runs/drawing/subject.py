@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kinformer.core.config import Config, field_types, from_dict, override
+from kinformer.core.contract import ReadsSource
 from kinformer.core.model_config import EmbeddingConfig
 from kinformer.core.parts import PatternConfig, PositionConfig
 from kinformer.core.pattern import Pattern
@@ -224,7 +225,7 @@ def _add(subject: Subject, side: _Side, name: str) -> None:
     for placed in _apart(_of_layer(mixers, options), model):
         width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
         mixer = placed.part.build(width) if model is None else _at(model, placed.path)
-        if not hasattr(placed.part, "pattern") and not getattr(mixer, "reads_source", False):  # it sees all of that
+        if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):  # it sees all of that
             subject.others.append((mixer, describe(placed.part), at(_place(placed)), width))
 
 
