@@ -16,27 +16,32 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
 
-PARTS = {"core", "kernels", "projections", "positions", "scores", "patterns", "features", "decays", "memory"}
-LEARNING = {"core", "data", "environments", "training", "generation", "evaluation"}
-BELOW_FAMILY = PARTS | LEARNING | {"mixers", "inputs", "stacks", "blocks", "heads", "models", "interop", "testing"}
-BELOW_RUNS = BELOW_FAMILY | {"family", "tasks"}
+GROUND = {"core", "runtime"}
+PARTS = {"projections", "positions", "scores", "patterns", "features", "decays"}
+MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models", "datastore"}
+LEARNING = {"data", "control", "training", "generation", "evaluation"}
+BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimate", "figures", "interop", "testing"}
+BELOW_RUNS = BELOW_TASKS | {"family", "tasks"}
 MAY_IMPORT = {
-    "core": set(),
-    **dict.fromkeys(("kernels", "projections", "positions", "scores", "patterns", "features", "decays"), {"core"}),
-    "data": {"core", "environments"},
-    **dict.fromkeys(("environments", "testing", "inputs", "stacks", "blocks", "heads", "interop"), {"core"}),
-    "memory": {"core", "kernels"},
-    "mixers": PARTS,
-    "models": {"core", "blocks", "stacks"},
-    "generation": {"core"},
-    "training": {"core", "data"},
-    "evaluation": LEARNING - {"evaluation"},
-    "tasks": LEARNING,
-    "family": BELOW_FAMILY,
+    "runtime": set(),
+    "core": {"runtime"},
+    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", "interop", "testing", *PARTS), GROUND),
+    "heads": GROUND | {"inputs"},
+    "mixers": GROUND | PARTS | {"kernels"},
+    "models": GROUND | {"blocks", "stacks"},
+    "datastore": GROUND | {"models"},
+    "generation": GROUND,
+    "training": GROUND | {"data"},
+    "control": GROUND | {"data", "generation"},
+    "evaluation": GROUND | {"data", "stacks", "training"},
+    "estimate": GROUND | {"training"},
+    "figures": GROUND | {"evaluation"},
+    "tasks": GROUND | LEARNING | {"figures", "stacks"},
+    "family": BELOW_TASKS,
     "runs": BELOW_RUNS,
-    "figures": BELOW_RUNS | {"runs"},
-    "compare": BELOW_RUNS | {"runs", "figures"},
-    "cli": BELOW_RUNS | {"runs", "figures", "compare"},
+    "calibration": BELOW_RUNS | {"runs"},
+    "compare": BELOW_RUNS | {"runs"},
+    "cli": BELOW_RUNS | {"runs", "calibration", "compare"},
 }
 """Folder to the other folders of the package that it may import."""
 

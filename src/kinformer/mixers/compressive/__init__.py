@@ -40,33 +40,13 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.mixers.compressive.alignment import RowGroup, by_position, last_slots
 from kinformer.mixers.compressive.compression import CompressionConfig, Convolution, Expansion
 from kinformer.mixers.compressive.reconstruction import attention_loss, content_loss, no_loss
+from kinformer.mixers.compressive.state import CompressiveState
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.segments import check_sizes
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
-
-
-class CompressiveState(NamedTuple):
-    """All slots right-aligned: ``hidden_states`` [batch, 1, past, dim] the last ``memory + segment - 1`` inputs,
-    ``usage`` [batch, 1, past, 1 or 0] the probability with which queries looked at them, ``compressed`` [batch, 1,
-    slots, dim]; ``k``, ``v`` and ``compressed_k``, ``compressed_v`` [batch, kv_heads, slots, head_dim] are their
-    projections without gradients (with gradients no slots). ``aux`` [batch] compression's costs, ``seen`` [batch]."""
-
-    hidden_states: Tensor
-    k: Tensor
-    v: Tensor
-    usage: Tensor
-    compressed: Tensor
-    compressed_k: Tensor
-    compressed_v: Tensor
-    aux: Tensor
-    seen: Tensor
-
-    slots = ("hidden_states", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
-    derived = ("k", "v", "compressed_k", "compressed_v")  # type: ignore[misc]
-    aux_name = "compression"  # type: ignore[misc]
 
 
 class _Call(NamedTuple):
@@ -300,8 +280,8 @@ class Compressive(RecomputesKV, CausalMixer):
         """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.kept), self._compressed_after(seen)
         leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
-        leaves |= {name: last_slots(getattr(state, name), compressed) for name in _COMPRESSED}
+        leaves |= {
+            name: last_slots(getattr(state, name), compressed)
+            for name in ("compressed", "compressed_k", "compressed_v")
+        }
         return state._replace(**leaves)
-
-
-_COMPRESSED = ("compressed", "compressed_k", "compressed_v")

@@ -278,10 +278,8 @@ def _encoding(placed: Placed, side: _Side) -> Encoding:
         return Encoding(position=position, name=describe(placed.part), place="at the tokens", depth=depth)
     owner = placed.owner
     head_dim = owner.head_dim or dim // owner.num_heads
-    if model is None:
-        position = placed.part.build_heads(dim, owner.num_heads, head_dim)
-    else:
-        position = _at(model, placed.path)
+    untrained = model is None
+    position = placed.part.build_heads(dim, owner.num_heads, head_dim) if untrained else _at(model, placed.path)
     return Encoding(position=position, name=describe(placed.part), place=_place(placed), head_dim=head_dim)
 
 
