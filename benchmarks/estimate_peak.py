@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, prepare, save
-from kinformer.estimate.estimate import estimate
-from kinformer.estimate.parts import without_data
-from kinformer.estimate.peak import interpreter_bytes, peak
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.parts import without_data
+from kinformer.estimation.peak import interpreter_bytes, peak
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of

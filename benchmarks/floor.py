@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from common import arguments, prepare, save, show
-from kinformer.compare.floor import measure_floor
-from kinformer.compare.machine import described, machine
+from kinformer.comparison.floor import measure_floor
+from kinformer.comparison.machine import described, machine
 from kinformer.training.precision import use_fast_products
 
 

@@ -29,7 +29,7 @@ import kinformer
 from common import arguments, in_process, memory, prepare, save, show, text_bytes
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
-from kinformer.estimate.checkpoint import Live
+from kinformer.estimation.checkpoint import Live
 from kinformer.stacks.reversal import LayerUse
 
 MEMBERS = ("linear-transformer", "gpt")

@@ -20,7 +20,7 @@ GROUND = {"core", "runtime"}
 PARTS = {"projections", "positions", "scores", "patterns", "features", "decays"}
 MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models", "datastore"}
 LEARNING = {"data", "control", "training", "generation", "evaluation"}
-BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimate", "figures", "interop", "testing"}
+BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures", "interop", "testing"}
 BELOW_RUNS = BELOW_TASKS | {"family", "tasks"}
 MAY_IMPORT = {
     "runtime": set(),
@@ -34,14 +34,14 @@ MAY_IMPORT = {
     "training": GROUND | {"data"},
     "control": GROUND | {"data", "generation"},
     "evaluation": GROUND | {"data", "stacks", "training"},
-    "estimate": GROUND | {"training"},
+    "estimation": GROUND | {"training"},
     "figures": GROUND | {"evaluation"},
     "tasks": GROUND | LEARNING | {"figures", "stacks"},
     "family": BELOW_TASKS,
     "runs": BELOW_RUNS,
     "calibration": BELOW_RUNS | {"runs"},
-    "compare": BELOW_RUNS | {"runs"},
-    "cli": BELOW_RUNS | {"runs", "calibration", "compare"},
+    "comparison": BELOW_RUNS | {"runs"},
+    "cli": BELOW_RUNS | {"runs", "calibration", "comparison"},
 }
 """Folder to the other folders of the package that it may import."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kinformer.compare.charts import Chart, Series, svg
-from kinformer.estimate.estimate import estimate
-from kinformer.estimate.state_size import state_bytes
+from kinformer.comparison.charts import Chart, Series, svg
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure
 from kinformer.family.record import Member
 from kinformer.runtime.errors import KinformerError

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import kinformer
 from kinformer.blocks.feed_forward import Boom
 from kinformer.core.contract import Chunk
-from kinformer.estimate.estimate import estimate
+from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.mixers.lstm import LSTM

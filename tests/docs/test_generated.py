@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kinformer.estimate.estimate import estimate
+from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.tasks.table import TASKS

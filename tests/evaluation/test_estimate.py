@@ -13,10 +13,10 @@ from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.pattern import Band
-from kinformer.estimate.estimate import OPTIMIZERS, estimate, optimizer_bytes
-from kinformer.estimate.length import at_length
-from kinformer.estimate.parts import loss_of, measure, measure_state, outputs
-from kinformer.estimate.rules import rules_of_thumb
+from kinformer.estimation.estimate import OPTIMIZERS, estimate, optimizer_bytes
+from kinformer.estimation.length import at_length
+from kinformer.estimation.parts import loss_of, measure, measure_state, outputs
+from kinformer.estimation.rules import rules_of_thumb
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.heads.classification import ClassificationHead

@@ -6,9 +6,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.cli.estimate import Options, run
-from kinformer.estimate.checkpoint import Live
-from kinformer.estimate.estimate import estimate
-from kinformer.estimate.parts import outputs
+from kinformer.estimation.checkpoint import Live
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
 
 WINDOW = '{"kind": "local", "window": 40}'

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.estimate import peak as estimate_peak
-from kinformer.estimate.checkpoint import Live
-from kinformer.estimate.estimate import estimate
-from kinformer.estimate.parts import outputs
-from kinformer.estimate.peak import peak
+from kinformer.estimation import peak as estimate_peak
+from kinformer.estimation.checkpoint import Live
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.parts import outputs
+from kinformer.estimation.peak import peak
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import chunked
 from kinformer.kernels.bucketed.scratch import COMPILED

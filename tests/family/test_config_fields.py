@@ -22,7 +22,7 @@ from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.head import Likelihood
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
-from kinformer.estimate.parts import outputs
+from kinformer.estimation.parts import outputs
 from kinformer.family.kinds import kinds
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.pooling import PooledHead

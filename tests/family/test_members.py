@@ -12,7 +12,7 @@ from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.model_config import ModelConfig
 from kinformer.decays.softplus import Softplus
-from kinformer.estimate.parts import outputs
+from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.estimate.parts import outputs
+from kinformer.estimation.parts import outputs
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 

@@ -10,7 +10,7 @@ import kinformer
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.model_config import ModelConfig
 from kinformer.core.stack import Stack, StackConfig
-from kinformer.estimate.estimate import estimate
+from kinformer.estimation.estimate import estimate
 from kinformer.family import kinds as table
 from kinformer.family.build import configure
 from kinformer.testing import MODEL_CHECKS, ModelSubject

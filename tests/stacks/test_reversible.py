@@ -11,8 +11,8 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.core import state as states
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
-from kinformer.estimate.checkpoint import Live
-from kinformer.estimate.estimate import estimate
+from kinformer.estimation.checkpoint import Live
+from kinformer.estimation.estimate import estimate
 from kinformer.family.build import configure
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.softmax import SoftmaxAttention

@@ -10,12 +10,12 @@ import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, asked
 from kinformer.cli.output import print_blocks, print_json
-from kinformer.compare.options import BenchOptions
+from kinformer.comparison.options import BenchOptions
 from kinformer.tasks.evaluation import TextTable
 from kinformer.training.metric import size
 
 if TYPE_CHECKING:
-    from kinformer.compare.bench import Bench
+    from kinformer.comparison.bench import Bench
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Options(BenchOptions, CommonOptions):
 
 def run(options: Options) -> int:
     """Time, and print; returns 1 where the gate refused a member."""
-    from kinformer.compare.bench import bench
+    from kinformer.comparison.bench import bench
 
     found = bench(options.members, asked(BenchOptions, options))
     if options.json:
@@ -42,8 +42,8 @@ def run(options: Options) -> int:
 
 
 def _text(found: Bench) -> Iterator[str | TextTable]:
-    from kinformer.compare.bench import PLAIN, TOLD
-    from kinformer.compare.machine import described
+    from kinformer.comparison.bench import PLAIN, TOLD
+    from kinformer.comparison.machine import described
 
     facts, floor = found.facts, found.floor
     yield (

@@ -13,7 +13,7 @@ import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
 from kinformer.cli.output import print_blocks, print_json
-from kinformer.compare.options import CompareOptions, default_budget
+from kinformer.comparison.options import CompareOptions, default_budget
 from kinformer.runtime.files import reading
 
 TASK_OPTIONS = "Options"
@@ -38,9 +38,9 @@ class Options(CompareOptions, CommonOptions):
 
 def run(options: Options) -> int:
     """Compare, write the report, and print it; returns 1 where a member is out."""
-    from kinformer.compare.compare import compare
-    from kinformer.compare.files import write
-    from kinformer.compare.record import as_json, merged, read
+    from kinformer.comparison.compare import compare
+    from kinformer.comparison.files import write
+    from kinformer.comparison.record import as_json, merged, read
 
     if options.merge:
         files = (*options.merge, *options.members)

@@ -11,8 +11,8 @@ from kinformer.cli.parsing import overrides
 from kinformer.training.metric import flops, size
 
 if TYPE_CHECKING:
-    from kinformer.estimate.estimate import Estimate
-    from kinformer.estimate.rules import RulesOfThumb
+    from kinformer.estimation.estimate import Estimate
+    from kinformer.estimation.rules import RulesOfThumb
 
 LENGTH = 1024
 RULE_BYTES = {"adamw": 8, "muon": 4, "adafactor": 0, "adagrad": 4, "sgd": 4}
@@ -42,9 +42,9 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the estimate; returns the exit status."""
-    from kinformer.estimate.estimate import estimate
-    from kinformer.estimate.peak import interpreter_bytes, peak
-    from kinformer.estimate.rules import rules_of_thumb
+    from kinformer.estimation.estimate import estimate
+    from kinformer.estimation.peak import interpreter_bytes, peak
+    from kinformer.estimation.rules import rules_of_thumb
     from kinformer.family.build import configure
     from kinformer.family.table import member
     from kinformer.runs.objective_cost import objective_cost

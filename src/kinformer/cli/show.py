@@ -47,7 +47,7 @@ def run(options: Options) -> int:
     import torch
 
     from kinformer.core.config import to_dict
-    from kinformer.estimate.state_size import state_bytes
+    from kinformer.estimation.state_size import state_bytes
     from kinformer.family.build import configure
     from kinformer.figures.formulas import formulas, symbols
     from kinformer.figures.text_picture import pictures

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kinformer.estimate.checkpoint import Live
-from kinformer.estimate.estimate import optimizer_bytes
-from kinformer.estimate.parts import without_data
+from kinformer.estimation.checkpoint import Live
+from kinformer.estimation.estimate import optimizer_bytes
+from kinformer.estimation.parts import without_data
 from kinformer.tasks.next_token.rows import NextTokenLoss, TokenBatch
 from kinformer.tasks.table import TASKS
 

@@ -8,12 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kinformer.compare import words
-from kinformer.compare.charts import marker, svg
-from kinformer.compare.curves import charts
-from kinformer.compare.record import Comparison, EntrantRecord
-from kinformer.compare.report import columns, conditions, ordered, title
-from kinformer.compare.statistics import welch
+from kinformer.comparison import words
+from kinformer.comparison.charts import marker, svg
+from kinformer.comparison.curves import charts
+from kinformer.comparison.record import Comparison, EntrantRecord
+from kinformer.comparison.report import columns, conditions, ordered, title
+from kinformer.comparison.statistics import welch
 from kinformer.figures.text_picture import SEEN
 
 ASSETS = Path(__file__).parent / "assets"

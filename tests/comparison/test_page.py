@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.compare.charts import Chart, Series, svg
-from kinformer.compare.page import ASSETS, page
-from tests.compare.browser import Browser
-from tests.compare.conftest import comparison, entrant
+from kinformer.comparison.charts import Chart, Series, svg
+from kinformer.comparison.page import ASSETS, page
+from tests.comparison.browser import Browser
+from tests.comparison.conftest import comparison, entrant
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_1^{2"
 

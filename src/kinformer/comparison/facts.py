@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kinformer.compare.entrants import Entrant
+from kinformer.comparison.entrants import Entrant
 from kinformer.core.config import to_dict
-from kinformer.estimate.state_size import state_bytes
+from kinformer.estimation.state_size import state_bytes
 from kinformer.family.table import member
 from kinformer.figures.formulas import Formula, formulas
 from kinformer.figures.text_picture import pictures

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kinformer.compare.record import as_json, merged, read, save
+from kinformer.comparison.record import as_json, merged, read, save
 from kinformer.runtime.errors import KinformerError
-from tests.compare.conftest import comparison, entrant
+from tests.comparison.conftest import comparison, entrant
 
 
 def test_it_is_read_as_it_was_written(tmp_path):

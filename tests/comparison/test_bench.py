@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.compare import bench as benching
-from kinformer.compare import floor, peers, works
-from kinformer.compare.floor import Floor, measure_floor
-from kinformer.compare.timing import in_fresh_process, in_turns
+from kinformer.comparison import bench as benching
+from kinformer.comparison import floor, peers, works
+from kinformer.comparison.floor import Floor, measure_floor
+from kinformer.comparison.timing import in_fresh_process, in_turns
 from kinformer.runtime.errors import KinformerError
 
 FLAGS = ("--recipe", "tiny", "--lengths", "16,48", "--rounds", 1, "--threads", 1, "--device", "cpu")

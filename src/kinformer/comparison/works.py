@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.compare import options
+from kinformer.comparison import options
 from kinformer.core.config import Config, override
 from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.family.kinds import kinds

@@ -7,8 +7,8 @@ from math import exp, log
 from statistics import stdev
 from typing import Any, NamedTuple
 
-from kinformer.compare.record import Comparison, EntrantRecord, mean_of
-from kinformer.compare.statistics import holm, welch
+from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
+from kinformer.comparison.statistics import holm, welch
 from kinformer.training.metric import SHARE, Metric, size
 
 SIGNIFICANT = 0.05

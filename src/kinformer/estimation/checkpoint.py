@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kinformer.estimate.parts import Costs, imitated, making, without_data
+from kinformer.estimation.parts import Costs, imitated, making, without_data
 from kinformer.runtime.workspace import scratch_bytes
 from kinformer.training.optimiser import sparse_tables
 
@@ -62,7 +62,7 @@ def measure_held(
 ) -> Costs:
     """Bytes ``held`` at most until the ``loss`` is known, and in the ``backward``, in which the state is let go of.
 
-    Arguments as of ``estimate_parts.measure``; ``inside``: with the operators' own temporaries. Weights
+    Arguments as of ``estimation.parts.measure``; ``inside``: with the operators' own temporaries. Weights
     and their gradients, which are there before, do not count.
     """
     make, judge = making(pieces)

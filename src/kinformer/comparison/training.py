@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kinformer.compare.cache import Cache, file_name, key_of
-from kinformer.compare.options import CompareOptions
-from kinformer.compare.plan import Contestant
+from kinformer.comparison.cache import Cache, file_name, key_of
+from kinformer.comparison.options import CompareOptions
+from kinformer.comparison.plan import Contestant
 from kinformer.runs.evaluate import evaluate
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import CONFIG

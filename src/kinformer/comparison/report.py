@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.compare import words
-from kinformer.compare.machine import described
-from kinformer.compare.record import Comparison, EntrantRecord, mean_of
+from kinformer.comparison import words
+from kinformer.comparison.machine import described
+from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.training.metric import size
 
 

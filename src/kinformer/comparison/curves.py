@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
 
-from kinformer.compare import words
-from kinformer.compare.charts import Chart, Series
-from kinformer.compare.record import Comparison, EntrantRecord, Point, mean_of
+from kinformer.comparison import words
+from kinformer.comparison.charts import Chart, Series
+from kinformer.comparison.record import Comparison, EntrantRecord, Point, mean_of
 from kinformer.training.metric import size
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kinformer.compare.entrants import TOLERANCE, entrants, parameters_of, sized
+from kinformer.comparison.entrants import TOLERANCE, entrants, parameters_of, sized
 from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from kinformer import __version__
-from kinformer.compare.badges import badges
-from kinformer.compare.cache import Cache, key_of
-from kinformer.compare.entrants import entrants
-from kinformer.compare.facts import facts, settings_of
-from kinformer.compare.machine import machine
-from kinformer.compare.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
-from kinformer.compare.plan import Clock, Contestant, contestants, guarded, still_in
-from kinformer.compare.record import Comparison, EntrantRecord, Point, SeedRun, Trial
-from kinformer.compare.speed import generation_speeds, length_speeds, memory_of, training_speeds
-from kinformer.compare.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
-from kinformer.estimate.estimate import estimate
+from kinformer.comparison.badges import badges
+from kinformer.comparison.cache import Cache, key_of
+from kinformer.comparison.entrants import entrants
+from kinformer.comparison.facts import facts, settings_of
+from kinformer.comparison.machine import machine
+from kinformer.comparison.options import DEFAULT_MEMBERS, DEFAULT_STEPS, CompareOptions
+from kinformer.comparison.plan import Clock, Contestant, contestants, guarded, still_in
+from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
+from kinformer.comparison.speed import generation_speeds, length_speeds, memory_of, training_speeds
+from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
+from kinformer.estimation.estimate import estimate
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kinformer.compare.words import at, crossover, differences, summary
-from tests.compare.conftest import comparison, entrant
+from kinformer.comparison.words import at, crossover, differences, summary
+from tests.comparison.conftest import comparison, entrant
 
 
 def test_the_best_is_named_and_the_others_by_significance():

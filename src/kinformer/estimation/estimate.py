@@ -1,9 +1,9 @@
 """What a model costs before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
-Nothing is computed: one layer of every distinct config is run on shapes only (``estimate_parts``), long lengths are
-continued from short ones (``estimate_length``), and like layers are multiplied. A training step is one forward, the
+Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are
+continued from short ones (``length``), and like layers are multiplied. A training step is one forward, the
 cross-entropy of every token and one backward; activations are what autograd saves for it. What a process holds beyond
-that is told by ``estimate_peak``.
+that is told by ``peak``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import units_of
-from kinformer.estimate.checkpoint import held_bytes, measure_held
-from kinformer.estimate.length import at_length, through
-from kinformer.estimate.parts import Costs, distinct, in_pieces, measure, measure_state
+from kinformer.estimation.checkpoint import held_bytes, measure_held
+from kinformer.estimation.length import at_length, through
+from kinformer.estimation.parts import Costs, distinct, in_pieces, measure, measure_state
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.training.optimiser import sparse_tables
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from kinformer.cli.main import main
-from kinformer.compare import compare as comparing
-from kinformer.compare import training
-from kinformer.compare.options import DEFAULT_MEMBERS, CompareOptions, default_budget
-from kinformer.compare.record import read
-from kinformer.compare.words import summary
+from kinformer.comparison import compare as comparing
+from kinformer.comparison import training
+from kinformer.comparison.options import DEFAULT_MEMBERS, CompareOptions, default_budget
+from kinformer.comparison.record import read
+from kinformer.comparison.words import summary
 from kinformer.runtime.errors import KinformerError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from kinformer.estimate.parts import Costs
+from kinformer.estimation.parts import Costs
 
 DIRECT = 2048
 """Up to this length costs are measured as they are."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from kinformer.compare.entrants import Entrant
-from kinformer.compare.works import reads_tokens
+from kinformer.comparison.entrants import Entrant
+from kinformer.comparison.works import reads_tokens
 from kinformer.core.config import override
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure

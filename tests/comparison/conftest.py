@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kinformer.cli.main import main
-from kinformer.compare import compare as comparing
-from kinformer.compare import speed
-from kinformer.compare.record import Comparison, EntrantRecord, Point, SeedRun, Trial
+from kinformer.comparison import compare as comparing
+from kinformer.comparison import speed
+from kinformer.comparison.record import Comparison, EntrantRecord, Point, SeedRun, Trial
 
 MEMORY = {"training": 1 << 20, "lengths": []}
 SIZES = {

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from kinformer.estimate.checkpoint import FLOAT, measure_held
-from kinformer.estimate.estimate import Estimate, horizon_of, is_even
-from kinformer.estimate.length import at_length
-from kinformer.estimate.parts import distinct, in_pieces, measure, without_data
+from kinformer.estimation.checkpoint import FLOAT, measure_held
+from kinformer.estimation.estimate import Estimate, horizon_of, is_even
+from kinformer.estimation.length import at_length
+from kinformer.estimation.parts import distinct, in_pieces, measure, without_data
 
 INTERPRETER = 440 << 20
 """Where it is not measured: PyTorch's CPU build with Triton beside it, on Linux."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kinformer.compare import words
-from kinformer.compare.record import Comparison, save
-from kinformer.compare.report import columns, markdown, ordered
+from kinformer.comparison import words
+from kinformer.comparison.record import Comparison, save
+from kinformer.comparison.report import columns, markdown, ordered
 from kinformer.runtime.files import write_atomic
 from kinformer.tasks.evaluation import TextTable
 
@@ -34,7 +34,7 @@ def write(comparison: Comparison, folder: Path) -> Written:
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         notes.append(f"no page: it needs {' and '.join(missing)}, which pip install 'kinformer[plot]' gets.")
     else:
-        from kinformer.compare.page import page
+        from kinformer.comparison.page import page
 
         _text_file(folder / HTML, page(comparison))
         paths.insert(0, folder / HTML)

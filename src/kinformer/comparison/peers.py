@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.compare.works import DECODED, Begin, Work, forward, step, tokens_for
+from kinformer.comparison.works import DECODED, Begin, Work, forward, step, tokens_for
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import few_rows

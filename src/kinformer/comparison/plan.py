@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from kinformer import __version__
-from kinformer.compare.cache import key_of
-from kinformer.compare.entrants import Entrant, parameters_of, sized
-from kinformer.compare.options import CompareOptions
+from kinformer.comparison.cache import key_of
+from kinformer.comparison.entrants import Entrant, parameters_of, sized
+from kinformer.comparison.options import CompareOptions
 from kinformer.core.config import override
 from kinformer.data import ByteTokenizer, FileTokenizer
 from kinformer.family.build import configure, storable

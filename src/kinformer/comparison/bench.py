@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from kinformer.compare import words, works
-from kinformer.compare.floor import Floor, measure_floor
-from kinformer.compare.machine import machine
-from kinformer.compare.options import BenchOptions
-from kinformer.compare.peers import PeerModel, PeerShape, installed, shape_of
-from kinformer.compare.timing import Peak, in_fresh_process, in_turns
+from kinformer.comparison import words, works
+from kinformer.comparison.floor import Floor, measure_floor
+from kinformer.comparison.machine import machine
+from kinformer.comparison.options import BenchOptions
+from kinformer.comparison.peers import PeerModel, PeerShape, installed, shape_of
+from kinformer.comparison.timing import Peak, in_fresh_process, in_turns
 from kinformer.core.config import field_types
-from kinformer.estimate.estimate import estimate
-from kinformer.estimate.state_size import state_bytes
+from kinformer.estimation.estimate import estimate
+from kinformer.estimation.state_size import state_bytes
 from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kinformer.compare import works
-from kinformer.compare.cache import Cache, key_of
-from kinformer.compare.options import CompareOptions
-from kinformer.compare.plan import Contestant, guarded, planned, still_in
-from kinformer.compare.timing import Peak, in_fresh_process, in_turns
+from kinformer.comparison import works
+from kinformer.comparison.cache import Cache, key_of
+from kinformer.comparison.options import CompareOptions
+from kinformer.comparison.plan import Contestant, guarded, planned, still_in
+from kinformer.comparison.timing import Peak, in_fresh_process, in_turns
 from kinformer.runs.options import TrainOptions
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer

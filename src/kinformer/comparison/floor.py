@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kinformer.compare.timing import timed
+from kinformer.comparison.timing import timed
 
 SIZES, ROWS, TRIES, CALLS = (512, 1024, 2048), 8192, 5, 10_000
 
