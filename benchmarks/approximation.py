@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.core.parts import FeatureMap
+from kinformer.core.feature_map import FeatureMap
 from kinformer.features.favor import Favor
 from kinformer.features.random_fourier import RandomFourier
 from kinformer.figures.style import BLUE, FAINT, GREEN, QUIET, RED, bare, figure

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common import RESULTS, arguments, prepare, save, show
-from kinformer.core.parts import FeatureMapConfig
+from kinformer.core.feature_map import FeatureMapConfig
 from kinformer.data.recall import AssociativeRetrieval, Retrieval
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu

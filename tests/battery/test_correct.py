@@ -61,7 +61,7 @@ def test_report_of_a_correct_mixer():
 
 
 def test_report_of_a_correct_model():
-    assert verify_model(Model, 11).passed == list(MODEL_CHECKS)
+    assert verify_model(Model, vocab_size=11).passed == list(MODEL_CHECKS)
 
 
 def test_a_skipped_check_hides_nothing_else():

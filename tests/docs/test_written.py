@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import sys
 from functools import cache
+from types import ModuleType
 
 import pytest
 
@@ -28,9 +30,10 @@ def test_python_runs(page, tmp_path, monkeypatch):
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
     monkeypatch.chdir(tmp_path)
-    scope = {"__name__": "__main__" if page.name not in OWN_PROCESSES else "shown"}
+    module = ModuleType("__main__" if page.name not in OWN_PROCESSES else "shown")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where the compiler finds a page's classes
     for number, block in enumerate(python_of(page)):
-        exec(compile(block, f"{page.name}[{number}]", "exec"), scope)
+        exec(compile(block, f"{page.name}[{number}]", "exec"), vars(module))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

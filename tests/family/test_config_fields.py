@@ -50,7 +50,6 @@ from kinformer.patterns.causal import Causal
 from kinformer.patterns.local import Local
 from kinformer.patterns.window import Window
 from kinformer.positions.none import NoPosition
-from kinformer.positions.slots import AtTokens
 from kinformer.projections.multi_head_global import MultiHeadGlobal
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.confidence import Saturation
@@ -376,7 +375,9 @@ def told(config: Config) -> tuple:
 
 
 def placed(config: Config) -> tuple:
-    if not isinstance(config, AtTokens):
+    try:
+        position = config.build_model(DIM, 2)
+    except KinformerError:  # it acts inside attention
         return seen(MIXER.replace(position=config, num_heads=2))
     positions = torch.arange(TIME).expand(2, -1)
 
@@ -384,7 +385,7 @@ def placed(config: Config) -> tuple:
         every = [position.embed(positions), *(position.layer_input(positions, layer) for layer in range(2))]
         return [torch.tensor(position.max_length or 0), *(each for each in every if each is not None)]
 
-    return found(config.build_model(DIM, 2), hooks)
+    return found(position, hooks)
 
 
 def left(config: Config) -> tuple:

@@ -440,3 +440,11 @@ def test_dropout_is_decided_by_the_seed(member):
 def test_a_decoder_refuses_a_pattern_that_looks_ahead():
     with pytest.raises(KinformerError, match="'full' lets a token see later ones"):
         configure("gpt", "tiny", set={"layers.*.mixer.pattern": Full.Config()}).build()
+
+
+def test_a_recipe_that_a_command_needs_and_a_member_lacks_is_said_with_what_to_add(monkeypatch):
+    record = dataclasses.replace(MEMBERS["gpt"], name="bare", recipes={"small": MEMBERS["gpt"].recipes["small"]})
+    monkeypatch.setitem(MEMBERS, "bare", record)
+    for name in ("tiny", "benchmark"):
+        with pytest.raises(KinformerError, match=rf"bare has no recipe '{name}' \(.*add it to the recipes of its"):
+            kinformer.build("bare", recipe=name)

@@ -2,13 +2,14 @@
 
 import copy
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.core.parts import Relative
+from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.distance_aware import DistanceAware
@@ -274,6 +275,58 @@ def test_a_model_refuses_what_acts_inside_attention(name):
 def test_a_mixer_refuses_what_is_added_to_tokens(position):
     with pytest.raises(KinformerError, match=f"'{position.kind}' is added to token embeddings"):
         kinformer.build("gpt", recipe="tiny", set={"layers.*.mixer.position": position})
+
+
+class Strange(Position):
+    """Somebody else's, by distance, whose config has nothing but ``build``."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PositionConfig):
+        kind = "strange"
+
+        def build(self, dim: int) -> Position:
+            return Strange()
+
+    def relative(self, lowest: int, highest: int) -> Relative:
+        return Relative(lowest, bias=torch.zeros(1, highest - lowest + 1))
+
+
+class StrangeHeads(Strange):
+    """The same, built for heads alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PositionConfig):
+        kind = "strange"
+
+        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
+            return StrangeHeads()
+
+
+class StrangeModel(Position):
+    """Somebody else's at the tokens, built for a model alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(PositionConfig):
+        kind = "strange"
+
+        def build_model(self, dim: int, depth: int) -> Position:
+            return StrangeModel()
+
+    def embed(self, positions):
+        return torch.zeros(*positions.shape, 1)
+
+
+@pytest.mark.parametrize("config", [Strange.Config(), StrangeHeads.Config()])
+def test_a_stranger_s_position_by_distance_is_refused_as_the_model_s(config):
+    with pytest.raises(KinformerError, match="'strange' acts inside attention, but was given to the model"):
+        kinformer.build("gpt", recipe="tiny", set={"position": config})
+    kinformer.build("gpt", recipe="tiny", set={"layers.*.mixer.position": config})
+
+
+def test_a_stranger_s_position_at_the_tokens_is_refused_in_a_mixer():
+    with pytest.raises(KinformerError, match="'strange' is added to token embeddings, but was given to a mixer"):
+        kinformer.build("gpt", recipe="tiny", set={"layers.*.mixer.position": StrangeModel.Config()})
+    kinformer.build("gpt", recipe="tiny", set={"position": StrangeModel.Config()})
 
 
 def test_wrong_sizes_are_refused():

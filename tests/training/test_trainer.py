@@ -50,6 +50,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_metric_that_an_objective_forgets_is_one_sentence(corpus: Corpus, tmp_path: Path) -> None:
+    tiny = trainer(corpus, tmp_path)
+
+    def without(name: str) -> Any:
+        def forgetful(*given: Any) -> Any:
+            loss, metrics, state = NextTokenLoss()(*given)
+            return loss, {each: value for each, value in metrics.items() if each != name}, state
+
+        return forgetful
+
+    for name, message in (
+        (
+            "predicted",
+            "the objective forgetful returned no metric 'predicted', the number of predictions that",
+        ),
+        ("nats", "the objective returned no metric 'nats', a sum of its data, but 'predicted'"),
+    ):
+        engine = ObjectiveModule(tiny.model, without(name), "fp32")
+        with pytest.raises(KinformerError, match=message):
+            Validation(tiny.data, CPU)(engine)
+
+
 @pytest.mark.parametrize("member", ["gpt", "linear-transformer", "fast-weights"])
 def test_learns(corpus: Corpus, tmp_path: Path, member: str) -> None:
     result = train(corpus, tmp_path, model={"member": member}, steps=80, batch_size=8, length=32, checkpoint_every=0)

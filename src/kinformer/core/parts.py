@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from kinformer.core.config import Config
+from kinformer.core.config import Config, describe
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.errors import KinformerError
 
@@ -50,6 +50,10 @@ class Position(nn.Module):
     max_length: int | None = None
     shared: bool = False
 
+    def overrides(self, *hooks: str) -> bool:
+        """Whether it has one of the ``hooks`` of its own."""
+        return any(getattr(type(self), hook) is not getattr(Position, hook) for hook in hooks)
+
     def embed(self, positions: Tensor) -> Tensor | None:
         """What is added to the token embeddings: [batch, time, dim] for ``positions`` [batch, time], or None."""
         return None
@@ -76,6 +80,10 @@ class Position(nn.Module):
         return None
 
 
+AT_TOKENS = ("embed", "layer_input")
+IN_ATTENTION = ("rotate", "rotate_keys", "values", "relative")
+
+
 class PositionConfig(Config):
     """Builds an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer.
 
@@ -86,14 +94,33 @@ class PositionConfig(Config):
     bounded_by_training: ClassVar[bool] = False
 
     def build(self, dim: int) -> Position:
-        """``dim`` is the width of what is encoded."""
-        raise NotImplementedError
+        """``dim`` is the width of what is encoded. One that only builds for a model, or for heads, is refused here."""
+        raise self._misplaced(at_tokens=type(self).build_heads is not PositionConfig.build_heads)
 
     def build_model(self, dim: int, depth: int) -> Position:
-        return self.build(dim)
+        """The model's position; one that acts inside attention alone would do nothing there and is refused."""
+        position = self.build(dim)
+        if position.overrides(*IN_ATTENTION) and not position.overrides(*AT_TOKENS):
+            raise self._misplaced(at_tokens=True)
+        return position
 
     def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
-        return self.build(head_dim)
+        """A mixer's position; one that acts at the tokens alone would do nothing there and is refused."""
+        position = self.build(head_dim)
+        if position.overrides(*AT_TOKENS) and not position.overrides(*IN_ATTENTION):
+            raise self._misplaced(at_tokens=False)
+        return position
+
+    def _misplaced(self, at_tokens: bool) -> KinformerError:
+        if at_tokens:
+            return KinformerError(
+                f"{describe(self)} acts inside attention, but was given to the model; set it as "
+                "layers.*.mixer.position, and the model's position to none."
+            )
+        return KinformerError(
+            f"{describe(self)} is added to token embeddings, but was given to a mixer; set it as the model's position, "
+            "and the mixer's to none or to one that acts on attention (rope, alibi, shaw, t5, xl)."
+        )
 
 
 class PatternConfig(Config):
@@ -227,43 +254,6 @@ class FeedForwardConfig(Config):
 
     def build_causal(self, dim: int) -> nn.Module:
         return self.build(dim)
-
-
-class FeatureMap(nn.Module):
-    """Queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the width.
-
-    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``scaled``: what
-    ``keys`` gives lacks a factor, whose logarithm comes with it, as it may be too large or too small for a number;
-    what ``queries`` gives may lack any factor, as only quotients are asked for.
-    """
-
-    signed: bool = False
-    scaled: bool = False
-
-    def size(self, head_dim: int) -> int:
-        return head_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features of queries and keys, where they are alike."""
-        raise NotImplementedError
-
-    def queries(self, q: Tensor) -> Tensor:
-        return self(q)
-
-    def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features, and the logarithm [batch, heads, time] of the factor that they lack (None: they lack none)."""
-        return self(k), None
-
-
-class FeatureMapConfig(Config):
-    slot = "feature_map"
-
-    def build(self, head_dim: int) -> FeatureMap:
-        raise NotImplementedError
-
-    def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
-        """For a mixer of ``num_heads`` heads, where they differ."""
-        return self.build(head_dim)
 
 
 class ResidualOutput(nn.Linear):

@@ -15,6 +15,8 @@ from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, PartialOutput
 from kinformer.core.encoder import SequenceContext
 
+Use = Callable[[nn.Module, Tensor, int], Tensor]
+"""(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""
 BeforeUse = Callable[[Tensor, int], Tensor]
 """(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
 ReadExit = Callable[[Tensor, int], Tensor]
@@ -135,6 +137,22 @@ class Stack(nn.Module):
         """One state per use; ``options`` as of ``CausalModel.initial_state``."""
         return tuple(self.layers[index].initial_state(batch, **options) for index in self.order)  # type: ignore[operator]
 
+    def through(
+        self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses in ``taps``.
+
+        Override this for another wiring of the layers: decoders and encoders both go through it. Every use in the order
+        of ``config.uses`` must happen exactly once, ``use(layer, before(x, number), number)``, and no token may be
+        mixed with another here.
+        """
+        tapped = []
+        for number, index in enumerate(self.order):
+            x = use(self.layers[index], before(x, number), number)
+            if number in taps:
+                tapped.append(x)
+        return x, tuple(tapped)
+
     def absorb(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
@@ -146,7 +164,7 @@ class Stack(nn.Module):
             after.append(own)
             return y
 
-        x, tapped = self._through(chunk.x, use, before, taps)
+        x, tapped = self.through(chunk.x, use, before, taps)
         return x, tuple(after), tapped
 
     def absorb_early_exits(
@@ -160,7 +178,7 @@ class Stack(nn.Module):
         self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
-        return self._through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
+        return self.through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
     def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         """An encoder's ``layer`` applied to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
@@ -184,16 +202,6 @@ class Stack(nn.Module):
     @property
     def _recomputes(self) -> bool:
         return self.config.checkpoint and self.training and torch.is_grad_enabled()
-
-    def _through(
-        self, x: Tensor, use: Callable[[nn.Module, Tensor, int], Tensor], before: BeforeUse, taps: Sequence[int]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        tapped = []
-        for number, index in enumerate(self.order):
-            x = use(self.layers[index], before(x, number), number)
-            if number in taps:
-                tapped.append(x)
-        return x, tuple(tapped)
 
 
 def _owning(layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:

@@ -13,12 +13,25 @@ from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.plugins import PARTS
 
+PURPOSES = {
+    "tiny": "a model of a few thousand parameters, for tests and checks",
+    "small": "a model for comparisons at one budget",
+    "benchmark": "the shape of timings: 4 layers, dim 256, 4 heads of 64, feed-forward 1024",
+}
+"""What the recipes are for that commands use by themselves."""
+
 
 def configure(
     name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
     record = member(name)
+    if recipe in PURPOSES and recipe not in record.recipes:
+        raise KinformerError(
+            f"{name} has no recipe {recipe!r} ({PURPOSES[recipe]}); add it to the recipes of its record, "
+            f'{{"{recipe}": a function of the vocabulary size that returns a model config}}, or choose '
+            f"{' or '.join(record.recipes)}."
+        )
     config = record.recipes[choose(recipe, record.recipes, f"recipe of {name}")](vocab_size)
     if vocab_size is not None and not hasattr(config.input, "vocab_size"):
         raise KinformerError(f"vocab_size is {vocab_size}, but {name} reads no ids; leave it out.")

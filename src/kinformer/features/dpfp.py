@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 from kinformer.runtime.errors import KinformerError
 
 

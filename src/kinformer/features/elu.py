@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 
 
 class Elu(FeatureMap):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 
 
 class Identity(FeatureMap):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kinformer.core.parts import FeatureMap
+from kinformer.core.feature_map import FeatureMap
 from kinformer.runtime.errors import KinformerError
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import state_dtype
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 from kinformer.core.learning import Resampled
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.features.directions import directions
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError

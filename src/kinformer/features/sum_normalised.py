@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.nested import Nested
 from kinformer.runtime.errors import KinformerError

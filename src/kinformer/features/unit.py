@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kinformer.core.parts import FeatureMap, FeatureMapConfig
+from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 from kinformer.features.identity import Identity
 from kinformer.features.nested import Nested
 

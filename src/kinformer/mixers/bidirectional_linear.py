@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
-from kinformer.core.parts import FeatureMapConfig, ResidualOutput, head_width, merge_heads
+from kinformer.core.feature_map import FeatureMapConfig
+from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.elu import Elu
 from kinformer.runtime.errors import KinformerError
 

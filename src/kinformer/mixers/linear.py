@@ -29,7 +29,8 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.parts import FeatureMapConfig, Position, PositionConfig, ResidualOutput, head_width, merge_heads
+from kinformer.core.feature_map import FeatureMapConfig
+from kinformer.core.parts import Position, PositionConfig, ResidualOutput, head_width, merge_heads
 from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
 from kinformer.kernels.delta import delta_rule

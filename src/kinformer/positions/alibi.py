@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 
 
 class Alibi(Position):
@@ -22,7 +21,7 @@ class Alibi(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "alibi"
 
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Alibi:

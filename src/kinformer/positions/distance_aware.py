@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import state_dtype
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 
 
 class DistanceAware(Position):
@@ -26,7 +25,7 @@ class DistanceAware(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "distance_aware"
         spread: float = 0.1
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.runtime.errors import KinformerError
 
 
@@ -31,7 +30,7 @@ class DistanceKeys(Position):
     """One table for all heads, and for all layers unless ``share_layers`` says otherwise."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "distance_keys"
         bounded_by_training = True
         max_distance: int = 1024

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position
-from kinformer.positions.slots import AtTokens
+from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
 
@@ -16,8 +15,9 @@ class Learned(Position):
     """A table [max_length, dim]; a position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(AtTokens):
+    class Config(PositionConfig):
         kind = "learned"
+        bounded_by_training = True
         max_length: int = 1024
         std: float = 0.02
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position
-from kinformer.positions.slots import AtTokens
+from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
 
@@ -19,8 +18,9 @@ class LearnedPerLayer(Position):
     """``tables``, one [max_length, dim] per layer; a position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(AtTokens):
+    class Config(PositionConfig):
         kind = "learned_per_layer"
+        bounded_by_training = True
         max_length: int = 512
         std: float = 0.02
 

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.config import check_unused
-from kinformer.core.parts import Position
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
 
@@ -37,7 +36,7 @@ class Rope(Position):
     """Angles in float64, rotation in the activations' dtype."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
         base: float = 10000.0

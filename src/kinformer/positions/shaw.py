@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.runtime.errors import KinformerError
 
 
@@ -22,7 +21,7 @@ class Shaw(Position):
     """Tables [2k + 1, head_dim] shared by the heads, row r + k for r = key position - query position."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "shaw"
         max_distance: int = 16  # the paper's k
         on_values: bool = True  # the second term, a^V

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kinformer.core.parts import Position
-from kinformer.positions.slots import AtTokens
+from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
 
@@ -24,8 +23,9 @@ class Sinusoidal(Position):
     """Sines and cosines, interleaved as in the paper unless set otherwise."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(AtTokens):
+    class Config(PositionConfig):
         kind = "sinusoidal"
+        bounded_by_training = True
         base: float = 10000.0
         scale: float = 1.0  # factor on the encoding; 0.02-sized embeddings want a smaller one than 1
         layout: Literal["interleaved", "split"] = "interleaved"

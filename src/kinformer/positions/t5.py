@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.runtime.errors import KinformerError
 
 
@@ -25,7 +24,7 @@ class T5(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "t5"
         num_buckets: int = 32
         max_distance: int = 128

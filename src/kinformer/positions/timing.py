@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position
-from kinformer.positions.slots import AtTokens
+from kinformer.core.parts import Position, PositionConfig
 from kinformer.runtime.errors import KinformerError
 
 SLOWEST = 10000.0
@@ -27,8 +26,9 @@ class Timing(Position):
     """``table`` [depth, dim], one row per use of a layer, where steps are learned."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(AtTokens):
+    class Config(PositionConfig):
         kind = "timing"
+        bounded_by_training = True
         step: Literal["sinusoidal", "learned"] = "sinusoidal"
 
         def build(self, dim: int) -> Timing:

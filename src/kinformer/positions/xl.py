@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.parts import Position, Relative
-from kinformer.positions.slots import InAttention
+from kinformer.core.parts import Position, PositionConfig, Relative
 from kinformer.runtime.autocast import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import arguments_trusted
@@ -38,7 +37,7 @@ class TransformerXL(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(InAttention):
+    class Config(PositionConfig):
         kind = "xl"
         bounded_by_training = True
         clamp: int | None = None

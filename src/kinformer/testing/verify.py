@@ -148,13 +148,14 @@ def verify_mixer(
 
 def verify_model(
     make: Callable[[], nn.Module],
-    vocab_size: int,
     *,
+    vocab_size: int = 256,
     batch: int = 3,
     time: int = 23,
     skip: Mapping[str, str] | None = None,
 ) -> Report:
-    """Hold a causal model, ``logits, state = model(tokens, state, valid=, reset=)``, against the laws at its edge."""
+    """Hold the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
+    the laws at its edge; ``vocab_size`` is how many ids it knows. See :func:`verify_mixer`."""
     return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
 
 

@@ -8,6 +8,7 @@ checkpoints; one that asks the model for hidden states says so by ``reads_hidden
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,11 +16,30 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import modules_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.training.batch import device_of
 from kinformer.training.precision import autocast
 
 ObjectiveOutput = tuple[Tensor, dict[str, Tensor], Any]
 """Loss, metrics and the model's state after the batch, None of a model that has none."""
+
+
+PREDICTED = "predicted"
+"""The metric that every objective returns: how many predictions its sums are over."""
+
+
+def require_metrics(metrics: Mapping[str, Any], names: Iterable[str], objective: Any = None) -> None:
+    """Raise a :class:`KinformerError` where ``metrics``, which ``objective`` returned, lack one of ``names``."""
+    for name in names:
+        if name in metrics:
+            continue
+        who = getattr(objective, "__name__", None) or type(objective).__name__
+        place = "the objective" if objective is None else f"the objective {who}"
+        meaning = "the number of predictions that its sums are over" if name == PREDICTED else "a sum of its data"
+        raise KinformerError(
+            f"{place} returned no metric {name!r}, {meaning}, but {', '.join(map(repr, metrics)) or 'none'}; add it to "
+            "the dictionary of metrics that it returns, as a detached tensor."
+        )
 
 
 class Objective(Protocol):
@@ -48,6 +68,7 @@ class ObjectiveModule(nn.Module):
     def forward(self, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
         with autocast(device_of(batch), self.precision), gather_aux_losses(self.told) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
+        require_metrics(metrics, (PREDICTED,), self.objective)
         for module in self.penalised if self.training else ():
             loss = loss + module.penalty()
         absorbed, state = ({}, None) if state is None else states.pop_aux(state)

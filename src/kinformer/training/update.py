@@ -16,6 +16,7 @@ from kinformer.training.batch import map_fields, rows_of, take_rows
 from kinformer.training.carried import Carried
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
+from kinformer.training.objective import PREDICTED, require_metrics
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.pace import seconds_per_step
 from kinformer.training.settings import Settings
@@ -95,7 +96,8 @@ class Updater:
             self.carried.put(part, state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
-        means = [metrics[name] / metrics["predicted"].clamp_min(1) for name in self.data.sums]
+        require_metrics(metrics, self.data.sums)
+        means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
 
     def _draw_anew(self, step: int) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
+from kinformer.training.objective import PREDICTED, require_metrics
 
 
 class Validation:
@@ -24,7 +25,7 @@ class Validation:
     def __call__(self, engine: nn.Module) -> dict[str, float]:
         """The means of the metrics over all predictions; ``engine`` is a wrapped ``Step``, left in training mode."""
         engine.eval()
-        names, device = ("predicted", *self.data.sums), self.group.device
+        names, device = (PREDICTED, *self.data.sums), self.group.device
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         state: Any = None
         with torch.no_grad():
@@ -32,6 +33,7 @@ class Validation:
                 _, metrics, after = engine(map_fields(batch, lambda field: field.to(device)), state, 1.0)
                 state = after if self.data.carries else None
                 del after  # it may be as large as the activations
+                require_metrics(metrics, names)
                 for index, name in enumerate(names):
                     sums[index] += metrics[name]
         engine.train()

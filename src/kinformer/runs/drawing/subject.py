@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -164,11 +165,9 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
 
 def _alone(config: PositionConfig | EmbeddingConfig) -> Encoding:
     """An encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64 features."""
-    from kinformer.positions.slots import AtTokens
-
     if isinstance(config, EmbeddingConfig):
         return _one_token(config.build(1, DIM), config)
-    if isinstance(config, AtTokens):
+    with suppress(KinformerError):  # it acts inside attention
         return Encoding(position=config.build_model(DIM, DEPTH), name=describe(config), place="", depth=DEPTH)
     position = config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM)
     return Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)

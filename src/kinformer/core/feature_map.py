@@ -1,0 +1,44 @@
+"""The narrow interface of a feature map: what replaces the exponential of softmax attention, so that it is a sum."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kinformer.core.config import Config
+
+
+class FeatureMap(nn.Module):
+    """Queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the width.
+
+    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``scaled``: what
+    ``keys`` gives lacks a factor, whose logarithm comes with it, as it may be too large or too small for a number;
+    what ``queries`` gives may lack any factor, as only quotients are asked for.
+    """
+
+    signed: bool = False
+    scaled: bool = False
+
+    def size(self, head_dim: int) -> int:
+        return head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features of queries and keys, where they are alike."""
+        raise NotImplementedError
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self(q)
+
+    def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features, and the logarithm [batch, heads, time] of the factor that they lack (None: they lack none)."""
+        return self(k), None
+
+
+class FeatureMapConfig(Config):
+    slot = "feature_map"
+
+    def build(self, head_dim: int) -> FeatureMap:
+        raise NotImplementedError
+
+    def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
+        """For a mixer of ``num_heads`` heads, where they differ."""
+        return self.build(head_dim)
