@@ -88,8 +88,8 @@ class Gated(Reordered):
             return self.of_x(x).sigmoid() * x + y
         if self.gate == "output":
             return x + (self.of_x(x) - self.bias).sigmoid() * y
-        kept = (self.of_x(x) + self.bias).sigmoid()
-        return kept * x + (1 - kept) * y
+        gate = (self.of_x(x) + self.bias).sigmoid()
+        return gate * x + (1 - gate) * y
 
     def _gru(self, x: Tensor, y: Tensor) -> Tensor:
         assert self.of_x is not None and self.of_y is not None and self.of_reset is not None

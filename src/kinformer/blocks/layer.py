@@ -87,10 +87,10 @@ class DecoderLayer(PartialOutput, Sublayers):
                 return chunk.x, after
             x = x[output_mask]
         else:
-            y, own = mixed(self.mixer, chunk, state[0], self.mixer_residual, output_mask)  # type: ignore[arg-type]
+            y, mixer_state = mixed(self.mixer, chunk, state[0], self.mixer_residual, output_mask)  # type: ignore[arg-type]
             if is_empty_mask(output_mask):
-                return chunk.x, (own,)
-            x, after = self.mixer_residual.leave(chunk.x[output_mask], y[output_mask]), (own,)
+                return chunk.x, (mixer_state,)
+            x, after = self.mixer_residual.leave(chunk.x[output_mask], y[output_mask]), (mixer_state,)
         x = self._fed(x, None)
         return chunk.x.to(x.dtype).index_put((output_mask,), x), after
 
@@ -102,16 +102,16 @@ class DecoderLayer(PartialOutput, Sublayers):
     @property
     def _residuals(self) -> tuple[Residual, ...]:
         """Those of the mixers."""
-        own = (self.mixer_residual, *self.further_residuals)
-        return (*own, self.feed_forward_residual) if self._transition else own  # type: ignore[return-value]
+        residuals = (self.mixer_residual, *self.further_residuals)
+        return (*residuals, self.feed_forward_residual) if self._transition else residuals  # type: ignore[return-value]
 
     def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """The stream after all mixers, and their states."""
         x, after = chunk.x, []
-        for mixer, residual, own in zip(self.mixers, self._residuals, state, strict=True):
-            y, own = mixed(mixer, chunk._replace(x=x), own, residual)
+        for mixer, residual, mixer_state in zip(self.mixers, self._residuals, state, strict=True):
+            y, mixer_state = mixed(mixer, chunk._replace(x=x), mixer_state, residual)
             x = residual.leave(x, y)
-            after.append(own)
+            after.append(mixer_state)
         return x, tuple(after)
 
 

@@ -216,9 +216,9 @@ def _parse_plain(kind: Any, value: Any, place: str) -> Any:
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
     """``config`` as it is, after the same checks of what it holds as data has."""
     if expected.slot and config.slot != expected.slot:
-        own = f"the slot {config.slot!r}" if config.slot else "no slot"
+        slot = f"the slot {config.slot!r}" if config.slot else "no slot"
         raise KinformerError(
-            f"{place}: {describe(config)} has {own}, but a config with the slot {expected.slot!r} belongs here; "
+            f"{place}: {describe(config)} has {slot}, but a config with the slot {expected.slot!r} belongs here; "
             "give one of those."
         )
     if not expected.slot and not isinstance(config, expected):
@@ -247,8 +247,8 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
     """The class of a kind, which must come from ``package`` ("name version") where data says so."""
     config = table.get(kind)
     if package is not None:
-        found = None if config is None else _package_of(config) or KINFORMER
-        require_package(str(package), f"the {slot} {kind!r}", found)
+        result = None if config is None else _package_of(config) or KINFORMER
+        require_package(str(package), f"the {slot} {kind!r}", result)
     if config is None:
         raise KinformerError(f"{kind!r} is not a known {slot}; {nearest(kind, table)}")
     return config

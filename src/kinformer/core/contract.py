@@ -126,9 +126,9 @@ def initial_states(
     source_valid: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The states of ``batch`` new sequences, one per mixer; those that read a source get it, [batch, length, width]."""
-    given = {"source": source, "source_valid": source_valid}
+    options = {"source": source, "source_valid": source_valid}
     return tuple(
-        mixer.initial_state(batch, device=device, dtype=dtype, **given if isinstance(mixer, ReadsSource) else {})
+        mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
         for mixer in mixers
     )
 

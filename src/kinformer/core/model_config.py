@@ -75,9 +75,9 @@ class HeadConfig(Config):
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:
     """Refuse an ``input`` whose table is no output matrix [vocab_size, dim] for the tied ``head``."""
     want, table = [vocab_size_of(input, head), dim], input.table
-    found = list(table.shape) if isinstance(table, Tensor) else None
-    if found != want:
-        has = f"is {found}" if found else "is none" if table is None else "is in clusters"
+    shape = list(table.shape) if isinstance(table, Tensor) else None
+    if shape != want:
+        has = f"is {shape}" if shape else "is none" if table is None else "is in clusters"
         raise KinformerError(
             f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {want} but "
             f"{has}; give the head a matrix of its own (tied = false), or the input another embedding."

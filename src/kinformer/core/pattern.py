@@ -245,14 +245,14 @@ def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, .
     by_stride: dict[int, Pattern] = {}
     for pattern, stride in terms:
         by_stride[stride] = by_stride[stride] | pattern if stride in by_stride else pattern
-    found: list[Term] = []
+    parts: list[Term] = []
     for stride in sorted(by_stride):
         pattern = by_stride[stride]
         if overlapping:
-            for before in found:
+            for before in parts:
                 pattern = pattern & ~before.pattern
-        found.append(Term(pattern, stride))
-    return tuple(found)
+        parts.append(Term(pattern, stride))
+    return tuple(parts)
 
 
 def _nearer(one: int | None, two: int | None) -> int | None:

@@ -78,9 +78,9 @@ class ReservedSlots(ReservedState):
         end = stop + time
         for buffer, leaf in zip(buffers, new, strict=True):
             buffer[:, :, stop:end] = leaf
-        kept = past + time if retained is None else min(retained, past + time)
+        length = past + time if retained is None else min(retained, past + time)
         state = type(self._state)(*buffers, self._state.seen + time)
-        after = type(self)(state, Slots(end - kept, end, max(slots.room - time, 0), slots.full), ticket)
+        after = type(self)(state, Slots(end - length, end, max(slots.room - time, 0), slots.full), ticket)
         return [buffer[:, :, stop - past : end] for buffer in buffers], after, slots.full
 
     @property

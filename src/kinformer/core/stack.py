@@ -160,8 +160,8 @@ class Stack(nn.Module):
         after: list[Any] = []
 
         def use(layer: nn.Module, x: Tensor, number: int) -> Tensor:
-            y, own = self._applied(layer, chunk._replace(x=x), state[number])
-            after.append(own)
+            y, new_state = self._applied(layer, chunk._replace(x=x), state[number])
+            after.append(new_state)
             return y
 
         x, tapped = self.through(chunk.x, use, before, taps)
@@ -182,8 +182,8 @@ class Stack(nn.Module):
 
     def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         """An encoder's ``layer`` applied to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
-        given = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
-        return checkpoint(layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
+        inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
+        return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""

@@ -149,15 +149,15 @@ def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
 def join_rows(states: list[Any]) -> Any:
     """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest)."""
     first = states[0]
-    if any(isinstance(each, ReservedState) for each in states):
+    if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
             "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
             "(kinformer.core.state), and reserve what comes of it."
         )
-    if any(type(each) is not type(first) for each in states):
+    if any(type(state) is not type(first) for state in states):
         raise KinformerError(
-            f"states of the types {', '.join(sorted({type(each).__name__ for each in states}))} cannot be joined; join "
-            "those of one model."
+            f"states of the types {', '.join(sorted({type(state).__name__ for state in states}))} cannot be joined; "
+            "join those of one model."
         )
     if isinstance(first, Tensor):
         return torch.cat(states)
@@ -188,8 +188,8 @@ def renewed(state: Any) -> Any:
     items = []
     for name, item in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
         if name in slots:
-            kept = 0 if name in derived else item.shape[2] if filled is None else filled
-            items.append(item[:, :, max(0, item.shape[2] - kept) :].clone())
+            retained = 0 if name in derived else item.shape[2] if filled is None else filled
+            items.append(item[:, :, max(0, item.shape[2] - retained) :].clone())
         else:
             items.append(renewed(item))
     return _rebuild(state, items)

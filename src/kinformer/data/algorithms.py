@@ -116,12 +116,12 @@ class AlgorithmData:
         """``count`` rows as ``split``, ``seed`` and ``part`` decide, of so many ``digits`` if given; all have the width
         of the longest that there can be."""
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
-        own = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
+        lengths = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)
         tokens = np.full((count, width), END, np.int64)
-        rows = AlgorithmRows(tokens, np.full_like(tokens, IGNORED), own.astype(np.int64), tokens != END)
-        for number in np.unique(own).tolist():
-            self._write(draw, rows, np.flatnonzero(own == number), number)
+        rows = AlgorithmRows(tokens, np.full_like(tokens, IGNORED), lengths.astype(np.int64), tokens != END)
+        for number in np.unique(lengths).tolist():
+            self._write(draw, rows, np.flatnonzero(lengths == number), number)
         return rows
 
     def _write(self, draw: np.random.Generator, rows: AlgorithmRows, which: np.ndarray, number: int) -> None:
@@ -137,5 +137,5 @@ class AlgorithmData:
         at = np.arange(whole.shape[1] - 1)
         rows.tokens[which, : len(at)] = whole[:, :-1]
         rows.valid[which, : len(at)] = at < ends[:, None]
-        asked = (at >= problem.shape[1] - 1) & (at < ends[:, None])
-        rows.labels[which, : len(at)] = np.where(asked, whole[:, 1:], IGNORED)
+        scored = (at >= problem.shape[1] - 1) & (at < ends[:, None])
+        rows.labels[which, : len(at)] = np.where(scored, whole[:, 1:], IGNORED)

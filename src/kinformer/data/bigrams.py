@@ -35,12 +35,12 @@ class Bigrams:
     def probabilities(self, tokens: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """P of each of ``tokens`` [n] alone, and given the one ``before`` it [n] (-1: not known); float64."""
         single = self.single[tokens]
-        known = np.flatnonzero((before >= 0) & (self.followed[before] > 0))
+        seen = np.flatnonzero((before >= 0) & (self.followed[before] > 0))
         double = single.copy()
-        if len(known):
-            first = before[known]
-            index = find_sorted(self.pairs, first * self.size + tokens[known])
+        if len(seen):
+            first = before[seen]
+            index = find_sorted(self.pairs, first * self.size + tokens[seen])
             count = np.where(index >= 0, self.times[index], 0)
             follow = self.followers[first]
-            double[known] = (count + follow * single[known]) / (self.followed[first] + follow)
+            double[seen] = (count + follow * single[seen]) / (self.followed[first] + follow)
         return single, double

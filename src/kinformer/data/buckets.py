@@ -37,8 +37,8 @@ class Rows(NamedTuple):
         size = -(-len(self.tokens) // world)
         index = np.arange(rank * size, (rank + 1) * size)
         within = np.minimum(index, len(self.tokens) - 1)
-        own = (index < len(self.tokens)).reshape(-1, *[1] * (self.labels.ndim - 1))
-        labels = np.where(own, self.labels[within], IGNORED)
+        present = (index < len(self.tokens)).reshape(-1, *[1] * (self.labels.ndim - 1))
+        labels = np.where(present, self.labels[within], IGNORED)
         valid, positions = (None if field is None else field[within] for field in (self.valid, self.positions))
         return Rows(self.tokens[within], valid, labels, positions)
 
@@ -103,8 +103,8 @@ class Order:
 
     def _sorted(self, number: int) -> np.ndarray:
         size = POOL * self.batch_size
-        found = in_epochs(number * size + np.arange(size), len(self.lengths), self.seed, _ORDER)
-        return found[np.argsort(self.lengths[found], kind="stable")]
+        order = in_epochs(number * size + np.arange(size), len(self.lengths), self.seed, _ORDER)
+        return order[np.argsort(self.lengths[order], kind="stable")]
 
 
 class Buckets(Order):

@@ -111,7 +111,7 @@ def _clip(table: Path, number: int, row: dict[str, str]) -> Clip:
 def _named(files: Sequence[SourceFile]) -> list[Clip]:
     """Those of a folder, by their names."""
     fields = [Path(file.name).stem.split("_") for file in files]
-    told = all(len(parts) > 2 for parts in fields)
+    has_speakers = all(len(parts) > 2 for parts in fields)
     clips = []
     for file, parts in zip(files, fields, strict=True):
         if not parts[0].strip():
@@ -121,7 +121,7 @@ def _named(files: Sequence[SourceFile]) -> list[Clip]:
             )
         first = file.name.split("/")[0]
         split = SPLITS.get(first, "") if "/" in file.name else ""
-        clips.append(Clip(file.name, file.path, parts[0].strip(), parts[1] if told else "", split))
+        clips.append(Clip(file.name, file.path, parts[0].strip(), parts[1] if has_speakers else "", split))
     return clips
 
 
@@ -146,8 +146,8 @@ def split_clips(clips: Sequence[Clip], held: Holdout, place: str) -> dict[str, l
             by_split[name] = by_split["test"]
         else:
             by_split[name], order = order[:count], order[count:]
-    kept = {clip.name for clip in order}
-    train = [clip for clip in rest if clip.name in kept]
+    retained = {clip.name for clip in order}
+    train = [clip for clip in rest if clip.name in retained]
     if not train:
         raise KinformerError(f"{place}: too few clips ({len(clips)}) to hold some out; give more data.")
     return {"train": train, "validation": by_split["validation"], "test": by_split["test"]}
@@ -166,8 +166,8 @@ def _chosen(clips: Sequence[Clip], held: Holdout, place: str) -> list[Clip]:
     if held.speaker is not None:
         speakers = sorted({clip.speaker for clip in clips if clip.speaker})
         if held.speaker not in speakers:
-            known = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
-            raise KinformerError(f"--held-out-speaker {held.speaker}: is not in {place}; {known}.")
+            speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
+            raise KinformerError(f"--held-out-speaker {held.speaker}: is not in {place}; {speakers_text}.")
         return [clip for clip in clips if clip.speaker == held.speaker]
     if held.pattern is not None:
         chosen = [clip for clip in clips if fnmatch(clip.name, held.pattern)]

@@ -111,8 +111,8 @@ def _find(spec: str) -> tuple[str, str, list[SourceFile]]:
         return STDLIB, f"{platform.python_implementation()} {platform.python_version()}", stdlib_files()
     path = Path(spec).expanduser()
     with reading(spec):
-        known = path.exists()
-    if not known:
+        exists = path.exists()
+    if not exists:
         raise KinformerError(f"{spec} does not exist; give a file, a folder or 'stdlib' as data.")
     if path.is_dir():
         files = folder_files(path)

@@ -49,12 +49,12 @@ class EvaluationStream:
         for offset in range(0, self.part, self.length):
             size = min(self.length, self.part - offset)
             starts = self.starts + offset
-            kept = np.clip(self.predictions - starts, 0, size)
+            scored = np.clip(self.predictions - starts, 0, size)
             tokens = np.zeros((len(starts), size + 1), np.int64)
-            for row, start, count in zip(tokens, starts.tolist(), kept.tolist(), strict=True):
+            for row, start, count in zip(tokens, starts.tolist(), scored.tolist(), strict=True):
                 if count:
                     row[: count + 1] = self.split.tokens(start, count + 1)
-            valid = np.arange(size) < kept[:, None]
+            valid = np.arange(size) < scored[:, None]
             reset = self.split.document_starts(starts, size) & valid if self.reset_documents else None
             yield Segment(tokens, valid, reset)
 

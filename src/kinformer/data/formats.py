@@ -52,9 +52,11 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
                     f"{path}, line {number}: is not JSON ({error}); --text-field reads JSON lines."
                 ) from None
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
-                known = [each for each, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+                text_fields = (
+                    [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+                )
                 raise KinformerError(
-                    f"{path}, line {number}: has no text in the field {name!r}; {nearest(name, known)}"
+                    f"{path}, line {number}: has no text in the field {name!r}; {nearest(name, text_fields)}"
                 )
             target.write(row[name].encode("utf-8", "surrogatepass") + b"\n")
 

@@ -60,9 +60,9 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
     check_ratio(path, expected, held if packed else expected)
     content = file.read(expected + 1) if packed or expected <= held else b""
     if len(content) != expected:
-        found = "more" if len(content) > expected else "fewer"
+        amount = "more" if len(content) > expected else "fewer"
         shown = " x ".join(map(str, shape))
-        raise KinformerError(f"{path}: has {found} bytes than the {shown} that its head announces; fetch it again.")
+        raise KinformerError(f"{path}: has {amount} bytes than the {shown} that its head announces; fetch it again.")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -131,4 +131,4 @@ def labels_beside(path: Path) -> Path | None:
     start = path.name.lower().rindex("image")
     rest = re.sub("(?i)idx[0-9]", "idx1", re.sub("(?i)^image", "label", path.name[start:])).removesuffix(".gz")
     names = (f"{path.name[:start]}{rest}", f"{path.name[:start]}{rest}.gz")
-    return next((each for name in names if (each := path.with_name(name)).is_file()), None)
+    return next((item for name in names if (item := path.with_name(name)).is_file()), None)

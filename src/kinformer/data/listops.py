@@ -75,12 +75,12 @@ def examples(number: int, seed: int, bounds: tuple[int, int] = BOUNDS) -> tuple[
     """
     trees: list[np.ndarray] = []
     values: list[int] = []
-    known: set[bytes] = set()
+    seen: set[bytes] = set()
     for tree, value in _stream(seed, *bounds):
         if len(trees) == number:
             break
-        if (text := tree.tobytes()) not in known:
-            known.add(text)
+        if (text := tree.tobytes()) not in seen:
+            seen.add(text)
             trees.append(tree)
             values.append(value)
     return trees, np.array(values, np.int64)
@@ -90,9 +90,9 @@ def _stream(seed: int, least: int, most: int) -> Iterator[tuple[np.ndarray, int]
     for part in count():
         levels = _grow(np.random.default_rng([seed, part]), most)
         sizes, values = _fold(levels)
-        kept = (sizes[0] > least) & (sizes[0] < most)
-        text, starts = _write(levels, sizes, kept)
-        for root, start in zip(np.flatnonzero(kept).tolist(), starts.tolist(), strict=True):
+        in_range = (sizes[0] > least) & (sizes[0] < most)
+        text, starts = _write(levels, sizes, in_range)
+        for root, start in zip(np.flatnonzero(in_range).tolist(), starts.tolist(), strict=True):
             yield text[start : start + sizes[0][root]], int(values[0][root])
 
 

@@ -82,10 +82,10 @@ class Masking:
         for row, text, draw, length in zip(positions, tokens, draws, lengths.tolist(), strict=True):
             count = min(self.most(length), length)
             if self.words is None:
-                found = np.argpartition(draw, count - 1)[:count] if count < len(draw) else np.arange(length)
+                chosen = np.argpartition(draw, count - 1)[:count] if count < len(draw) else np.arange(length)
             else:
-                found = _whole(self.words.joined(text[:length]), draw[:length], count)
-            row[: len(found)] = np.sort(found)
+                chosen = _whole(self.words.joined(text[:length]), draw[:length], count)
+            row[: len(chosen)] = np.sort(chosen)
         return positions
 
     def __call__(
@@ -116,14 +116,14 @@ def _whole(joined: np.ndarray, draw: np.ndarray, count: int) -> np.ndarray:
     starts = np.flatnonzero(~joined)
     sizes = np.diff(np.append(starts, len(joined)))
     order = np.argsort(draw[starts], kind="stable")
-    taken, found = 0, []
+    taken, groups = 0, []
     for start, size in zip(starts[order].tolist(), sizes[order].tolist(), strict=True):
         if taken + size <= count:
             taken += size
-            found.append(np.arange(start, start + size))
+            groups.append(np.arange(start, start + size))
         if taken == count:
             break
-    return np.concatenate(found) if found else starts[order[:1]]
+    return np.concatenate(groups) if groups else starts[order[:1]]
 
 
 def _kind(character: str) -> int:

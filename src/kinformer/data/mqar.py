@@ -76,11 +76,13 @@ class Recall:
         """``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part`` decide; other ``pairs`` if given."""
         self.check(length, pairs)
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
-        own = draw.choice(self.pairs if pairs is None else pairs, count)
+        pair_counts = draw.choice(self.pairs if pairs is None else pairs, count)
         tokens = draw.integers(self.symbols, size=(count, length)) if self.random_fillers else np.zeros((count, length))
-        rows = RecallRows(tokens.astype(np.int64), np.full((count, length), IGNORED, np.int64), own.astype(np.int64))
-        for number in np.unique(own).tolist():
-            self._write(draw, rows, np.flatnonzero(own == number)[:, None], number)
+        rows = RecallRows(
+            tokens.astype(np.int64), np.full((count, length), IGNORED, np.int64), pair_counts.astype(np.int64)
+        )
+        for number in np.unique(pair_counts).tolist():
+            self._write(draw, rows, np.flatnonzero(pair_counts == number)[:, None], number)
         return rows
 
     def _write(self, draw: np.random.Generator, rows: RecallRows, which: np.ndarray, number: int) -> None:

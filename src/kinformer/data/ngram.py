@@ -39,12 +39,12 @@ class _Order:
     def interpolate(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """P of each gram's last byte given the bytes before it, ``lower`` being P given one byte less."""
         index = find_sorted(self.contexts, grams >> np.uint64(8))
-        known = index >= 0
-        index, gram = index[known], find_sorted(self.grams, grams[known])
+        seen = index >= 0
+        index, gram = index[seen], find_sorted(self.grams, grams[seen])
         count = np.where(gram >= 0, self.counts[gram], 0)
         followers = self.followers[index].astype(np.float64)
         result = lower.copy()
-        result[known] = (count + followers * lower[known]) / (self.totals[index] + followers)
+        result[seen] = (count + followers * lower[seen]) / (self.totals[index] + followers)
         return result
 
 

@@ -43,9 +43,9 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
             order[1 if names[0] else 0] = 1 - order[0]
         return [first[side] for side in order], [(row[order[0]], row[order[1]]) for row in rows[1:]]
     if any(names):
-        given = next(name for name in names if name)
+        first_name = next(name for name in names if name)
         raise KinformerError(
-            f"{path}: its first line names no column {given!r}; leave --source and --target out, the columns are "
+            f"{path}: its first line names no column {first_name!r}; leave --source and --target out, the columns are "
             "source and target then, or name them in the first line."
         )
     return names, rows
@@ -53,9 +53,9 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 def _is_header(cells: Sequence[str], names: Names) -> bool:
     """Whether these are names of columns: the usual ones, those asked for, or two codes of languages."""
-    asked = [name.lower() for name in names if name]
-    if asked:
-        return all(name in cells for name in asked)
+    names_given = [name.lower() for name in names if name]
+    if names_given:
+        return all(name in cells for name in names_given)
     return set(cells) == set(_USUAL) or (cells[0] != cells[1] and all(_is_code(cell) for cell in cells))
 
 
@@ -75,13 +75,13 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
         row = row.get("translation", row) if isinstance(row, dict) else row
         chosen = chosen if all(chosen) else _fields(row, chosen)
         pair = [row.get(name) if isinstance(row, dict) else None for name in chosen]
-        if not all(isinstance(each, str) for each in pair):
+        if not all(isinstance(item, str) for item in pair):
             shown = " and ".join(str(name) for name in chosen if name) or "source and target"
             raise KinformerError(
                 f'{path}, line {number}: lacks the text of {shown}; write {{"source": "...", "target": "..."}}, or '
                 "name the fields with --source and --target."
             )
-        source, target = (" ".join(str(each).splitlines()) for each in pair)
+        source, target = (" ".join(str(item).splitlines()) for item in pair)
         rows.append((source, target))
     return chosen, rows
 

@@ -24,7 +24,7 @@ class Resampler:
 
     def __init__(self, rate: int, to: int) -> None:
         self.same = rate == to
-        self.old, self.new = (each // gcd(rate, to) for each in (rate, to))
+        self.old, self.new = (item // gcd(rate, to) for item in (rate, to))
         cut = PASSED * min(self.old, self.new) / self.old
         self.reach = ceil(CROSSINGS / cut)
         at = torch.arange(self.new, dtype=torch.float64)[:, None] * self.old / self.new

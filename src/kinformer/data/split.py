@@ -76,15 +76,15 @@ class Split:
         if length >= len(self):
             return self
         if self.marks is None or self.encoded_from is None:
-            kept, text, marks = length, None, None
+            size, text, marks = length, None, None
         else:
             last = max(1, int(np.searchsorted(self.marks[:, 0], length, side="right")) - 1)
             marks = self.marks[: last + 1]
-            kept, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
+            size, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
         return replace(
             self,
-            extents=self.extents.head(kept * self.dtype.itemsize),
-            documents=self.documents[: np.searchsorted(self.documents, kept)],
+            extents=self.extents.head(size * self.dtype.itemsize),
+            documents=self.documents[: np.searchsorted(self.documents, size)],
             encoded_from=text,
             marks=marks,
         )

@@ -42,9 +42,9 @@ class Texts:
 
     def taken(self, order: np.ndarray) -> Self:
         """The texts of the numbers ``order``, with the same bytes behind them."""
-        found = type(self)(self.names)
-        found.data, found.ends, found.labels, found.order = self.data, self.ends, self.labels, order
-        return found
+        texts = type(self)(self.names)
+        texts.data, texts.ends, texts.labels, texts.order = self.data, self.ends, self.labels, order
+        return texts
 
     def by_hash(self) -> np.ndarray:
         """The numbers of all texts, in the order of the first 8 bytes of their sha256."""

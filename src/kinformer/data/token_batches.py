@@ -37,8 +37,8 @@ class TokenBatches:
             ties = mix(self.seed, _TIES, epoch, np.arange(len(self.widths)))
             self._epoch = epoch, np.lexsort((ties, self.widths))
         batch = permute(np.array([number]), self.batches, mix(self.seed, _ORDER, epoch))[0]
-        found = self._epoch[1][self.starts[batch] : self.starts[batch + 1]]
-        return np.resize(found, -(-len(found) // self.multiple) * self.multiple)
+        result = self._epoch[1][self.starts[batch] : self.starts[batch + 1]]
+        return np.resize(result, -(-len(result) // self.multiple) * self.multiple)
 
 
 def _starts(widths: np.ndarray, tokens: int, multiple: int) -> np.ndarray:

@@ -57,13 +57,13 @@ def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
     """
     if split.marks is None or split.encoded_from is None or count >= split.bytes:
         return split.take(count)
-    kept, start = split.marks[split.marks[:, 1].searchsorted(count, side="right") - 1].tolist()
+    tokens, start = split.marks[split.marks[:, 1].searchsorted(count, side="right") - 1].tolist()
     rest = _whole_characters(split.text.extents.read(start, count))
-    if not rest or kept * split.dtype.itemsize > _HELD:
-        return split.take(kept)
+    if not rest or tokens * split.dtype.itemsize > _HELD:
+        return split.take(tokens)
     tail = tokenizer.encode(rest).astype(split.dtype)
-    ids = split.extents.read(0, kept * split.dtype.itemsize) + tail.tobytes()
-    end = [kept + len(tail), start + len(rest)]
+    ids = split.extents.read(0, tokens * split.dtype.itemsize) + tail.tobytes()
+    end = [tokens + len(tail), start + len(rest)]
     return replace(
         split,
         extents=Extents.of_bytes(ids),

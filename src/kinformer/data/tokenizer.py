@@ -182,8 +182,8 @@ class FileStream:
 
     def finish(self) -> str:
         """The text of the ids that were waiting."""
-        known = len(self._tokenizer.decode(self._told))
-        text = self._tokenizer.decode(self._told + self._waiting)[known:]
+        decoded = len(self._tokenizer.decode(self._told))
+        text = self._tokenizer.decode(self._told + self._waiting)[decoded:]
         if self._waiting:
             self._told, self._waiting = self._waiting, []
         return text

@@ -34,13 +34,13 @@ def sound_info(path: str | Path) -> SoundInfo:
     with reading(path):
         try:
             with wave.open(str(path), "rb") as file:
-                found = SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
+                result = SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
         except (wave.Error, EOFError) as error:
             info = _by_soundfile(path, error, "info")
-            found = SoundInfo(info.samplerate, info.frames, info.channels)
-    if found.samples < 1:
+            result = SoundInfo(info.samplerate, info.frames, info.channels)
+    if result.samples < 1:
         raise KinformerError(f"{path}: holds 0 samples; remove it or record it again.")
-    return found
+    return result
 
 
 def read_sound(path: str | Path) -> tuple[np.ndarray, int]:

@@ -33,19 +33,19 @@ class ExactSearch:
         check_queries(queries, self.store, neighbours)
         wide = queries.detach().float().cpu()
         parts = [self._search(rows, min(neighbours, self.entries)) for rows in wide.split(_ROWS)]
-        found = (torch.cat(leaves) for leaves in zip(*parts, strict=True))
-        return Neighbours(*(leaf.to(queries.device) for leaf in found))
+        merged = (torch.cat(leaves) for leaves in zip(*parts, strict=True))
+        return Neighbours(*(leaf.to(queries.device) for leaf in merged))
 
     def _search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        kept = min(neighbours + _SPARE, self.entries)
+        candidates = min(neighbours + _SPARE, self.entries)
         scores = queries.new_empty(len(queries), 0)
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, keys in self.store.blocks(_BLOCK, self.entries):
             block = torch.addmm(keys.square().sum(dim=1), queries, keys.T, alpha=-2)
-            best, rows = block.topk(min(kept, len(keys)), largest=False)
+            best, rows = block.topk(min(candidates, len(keys)), largest=False)
             scores, entries = torch.cat([scores, best], 1), torch.cat([entries, rows + start], 1)
-            if scores.shape[1] > kept:
-                scores, chosen = scores.topk(kept, largest=False)
+            if scores.shape[1] > candidates:
+                scores, chosen = scores.topk(candidates, largest=False)
                 entries = entries.gather(1, chosen)
             self.bytes_read += len(keys) * self.store.record.key_bytes
         return nearest(self.store, queries, entries, neighbours)

@@ -93,17 +93,17 @@ def build(
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)
-    found = _read(store.folder) if has_lists(store.folder) else None
-    if found is not None and store.entries > _MOST_GROWTH * found.trained_on:
-        found = None
-    count = count or (found.count if found else isqrt(store.entries))
+    result = _read(store.folder) if has_lists(store.folder) else None
+    if result is not None and store.entries > _MOST_GROWTH * result.trained_on:
+        result = None
+    count = count or (result.count if result else isqrt(store.entries))
     if count > store.entries:
         raise KinformerError(
             f"{count} lists are asked for, but {store.folder} holds {store.entries} entries; ask fewer."
         )
-    if found is not None and found.count == count and found.stamp == _stamp(store, found.entries):
+    if result is not None and result.count == count and result.stamp == _stamp(store, result.entries):
         trained = _index(folder / TRAINED)
-        seed, trained_on = found.seed, found.trained_on
+        seed, trained_on = result.seed, result.trained_on
     else:
         trained, trained_on = _trained(store, folder, count, seed), store.entries
     paths = _shards(store, folder, trained, progress)
@@ -194,14 +194,14 @@ class ListSearch:
         """The nearest entries of ``queries`` [n, dim] among those looked at."""
         check_queries(queries, self.store, neighbours)
         neighbours = min(neighbours, self.entries)
-        kept = _SPARE * neighbours
+        retained = _SPARE * neighbours
         _faiss().omp_set_num_threads(torch.get_num_threads())
         wide = queries.detach().float().cpu().contiguous()
-        found = [shard.search(wide.numpy(), kept) for shard in self._shards]
+        by_shard = [shard.search(wide.numpy(), retained) for shard in self._shards]
         distances, candidates = (
-            torch.from_numpy(np.concatenate(leaves, axis=1)) for leaves in zip(*found, strict=True)
+            torch.from_numpy(np.concatenate(leaves, axis=1)) for leaves in zip(*by_shard, strict=True)
         )
-        best = distances.masked_fill(candidates < 0, torch.inf).topk(kept, largest=False).indices
+        best = distances.masked_fill(candidates < 0, torch.inf).topk(retained, largest=False).indices
         candidates = candidates.gather(1, best)
         self.bytes_read += int((candidates >= 0).sum()) * self.store.record.key_bytes
         self.bytes_read += sum(shard.bytes_read for shard in self._shards)
@@ -232,10 +232,10 @@ class _Shard:
 
 def _range(name: str) -> tuple[int, int]:
     """First entry and end of the shard called ``name``."""
-    found = _SHARD_NAME.fullmatch(name)
-    if found is None:
+    match = _SHARD_NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"{name!r} is no name of a shard")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _index(path: Path, flags: int = 0) -> Any:

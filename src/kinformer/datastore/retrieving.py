@@ -89,8 +89,8 @@ class RetrievingDecoder(nn.Module):
         before = state or RetrievingState(None, None)
         hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
         with torch.no_grad():
-            _, found, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
-        return Hidden(hidden_states, RetrievingState(after, found), tapped)
+            _, retriever_output, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+        return Hidden(hidden_states, RetrievingState(after, retriever_output), tapped)
 
     def head_inputs(
         self,
@@ -104,13 +104,13 @@ class RetrievingDecoder(nn.Module):
         before = state or RetrievingState(None, None)
         hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
         with torch.no_grad():
-            _, keys, found = self.retriever(values, before.retriever, valid=valid, reset=reset)
-        return KeyedStates(hidden_states, keys), RetrievingState(after, found)
+            _, keys, result = self.retriever(values, before.retriever, valid=valid, reset=reset)
+        return KeyedStates(hidden_states, keys), RetrievingState(after, result)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """[batch, time, ...] -> [batch, time, vocab]."""
-        found = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
-        neighbours = following(found).view(*inputs.hidden_states.shape[:-1], -1)
+        result = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
+        neighbours = following(result).view(*inputs.hidden_states.shape[:-1], -1)
         return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
 
 

@@ -76,10 +76,10 @@ class Writer:
         return open(self.folder / name, "ab")
 
     def _cut(self, file: BinaryIO, size: int) -> None:
-        found = os.fstat(file.fileno()).st_size
-        if found < size:
+        result = os.fstat(file.fileno()).st_size
+        if result < size:
             raise KinformerError(
-                f"{file.name}: is truncated ({found:,} of {size:,} bytes); restore it from a copy, or rebuild it."
+                f"{file.name}: is truncated ({result:,} of {size:,} bytes); restore it from a copy, or rebuild it."
             )
         os.ftruncate(file.fileno(), size)
 
@@ -105,15 +105,17 @@ class Writer:
 
     def append(self, keys: Tensor, tokens: np.ndarray) -> None:
         """Add entries: ``keys`` [n, dim] and the tokens [n] that followed."""
-        kept = keys.detach().to("cpu", getattr(torch, self.record.dtype))
-        if not bool(kept.isfinite().all()):
+        keys_stored = keys.detach().to("cpu", getattr(torch, self.record.dtype))
+        if not bool(keys_stored.isfinite().all()):
             finite = bool(keys.isfinite().all())
             reason = "too large for float16; use float32" if finite else "not finite; the run diverged"
             raise KinformerError(f"{self.folder}: the model's keys are {reason}.")
-        for index, (file, array) in enumerate(((self._keys, kept.numpy()), (self._tokens, tokens.astype(TOKEN)))):
+        for index, (file, array) in enumerate(
+            ((self._keys, keys_stored.numpy()), (self._tokens, tokens.astype(TOKEN)))
+        ):
             file.write(array.data.cast("B"))
             self._crcs[index] = crc32(array, self._crcs[index])
-        self._pending += len(kept)
+        self._pending += len(keys_stored)
 
     @property
     def pending(self) -> int:

@@ -166,7 +166,7 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     """The costs of the model of distinct layers."""
     single = distinct(config)
     pieces = in_pieces(model, batch * length)
-    usual = [partial(each, pieces=pieces) for each in (measure, measure_held)]
+    usual = [partial(item, pieces=pieces) for item in (measure, measure_held)]
     measures = usual if config.stack.recomputes else usual[:1]
     costs: Costs = {}
     for one in measures:
@@ -177,12 +177,12 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
-            found = one(single, batch, length, autocast=True)
+            result = one(single, batch, length, autocast=True)
         else:
             samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
             fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
-            found = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
-        costs |= {key: amount for key, amount in found.items() if key[0] in ("saved", "held")}
+            result = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
+        costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "held")}
     return costs
 
 
@@ -231,20 +231,20 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
     """Bytes that layers beyond the first of each kind leave until the loss is known: states, and autocast's copies."""
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    whole, part = (_state(each, model, batch, length, dtype) for each in (config, single))
+    whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
     if precision == "fp32" or not config.stack.checkpoint:
         return whole - part
     with torch.device("meta"):
-        own = sum(parameter.numel() for parameter in single.build().parameters())
-    return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - own)
+        parameters = sum(parameter.numel() for parameter in single.build().parameters())
+    return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
 
 
 def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
     """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
     held -= sum(row.activation_bytes for row in rows)
-    own = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
+    recomputed = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"
-    return [*rows, PartCost(part=part, count=len(config.uses), **own)]
+    return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:

@@ -44,8 +44,8 @@ class _Ledger:
             module.register_forward_pre_hook(self._entering(name))
             module.register_forward_hook(self._leave)
             if isinstance(module, ReadsSource):
-                own: Any = module
-                own.initial_state = self._within(name, own.initial_state)
+                submodule: Any = module
+                submodule.initial_state = self._within(name, submodule.initial_state)
 
     def book(self) -> None:
         """Credit what was counted since the last booking to the part at work."""
@@ -85,9 +85,9 @@ class _Ledger:
 
         def inside(*args: Any, **options: Any) -> Any:
             self.enter(part)
-            found = function(*args, **options)
-            self._leave(None, (), found)
-            return found
+            output = function(*args, **options)
+            self._leave(None, (), output)
+            return output
 
         return inside
 
@@ -123,7 +123,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"layers.{index}", layer
         for name, child in layer.named_children():
             listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
-            yield from ((f"layers.{index}.{name}", each) for each in listed)
+            yield from ((f"layers.{index}.{name}", item) for item in listed)
     yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
     yield from (("merges", part) for part in getattr(model.stack, "merges", ()))
     if (halting := getattr(model.stack, "halting", None)) is not None:
@@ -166,8 +166,8 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     """Logits of ``tokens`` and the state after them, None where there is none; a source is read of as many tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
-    found = model(tokens)
-    return (found, None) if isinstance(found, Tensor) else found
+    output = model(tokens)
+    return (output, None) if isinstance(output, Tensor) else output
 
 
 def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:

@@ -50,16 +50,16 @@ def peak(
     """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
     same config and sizes, on a CPU; ``objective``: what the objective has beside the model, if anything;
     ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them."""
-    own = objective or {"weights": 0, "activations": 0}
+    objective_bytes = objective or {"weights": 0, "activations": 0}
     temporaries = _temporaries(config, length, batch)
-    moving = found.memory["train"]["activations"] + temporaries + own["activations"]
+    moving = found.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
     large = FLOAT * batch * length * config.dim >= LARGE
     return {
         "interpreter": interpreter,
         "training": found.train_bytes,
         "temporaries": temporaries,
         "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
-    } | ({"objective": sum(own.values())} if objective else {})
+    } | ({"objective": sum(objective_bytes.values())} if objective else {})
 
 
 @cache
@@ -79,7 +79,7 @@ def _temporaries(config: Any, length: int, batch: int) -> int:
     pieces = in_pieces(model, batch * length)
     held = partial(measure_held, single, batch, pieces=pieces, inside=True)
     measures = (partial(usual, single, batch, pieces=pieces), held)
-    known, most = (at_length(each, length, horizon_of(model), is_even(model)) for each in measures)
+    terms, most = (at_length(item, length, horizon_of(model), is_even(model)) for item in measures)
     if config.stack.recomputes:
-        return max(most.values()) - max(known.values())
-    return max(0, max(most.values()) - sum(amount for (kind, _), amount in known.items() if kind == "saved"))
+        return max(most.values()) - max(terms.values())
+    return max(0, max(most.values()) - sum(amount for (kind, _), amount in terms.items() if kind == "saved"))

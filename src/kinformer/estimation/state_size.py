@@ -20,8 +20,8 @@ def state_bytes(model: Any, length: int) -> int:
     def declared(length: int, source: int) -> int:
         total = 0
         for mixer in mixers:
-            given: dict[str, Any] = {"source_length": source} if isinstance(mixer, ReadsSource) else {}
-            total += mixer.state_bytes(length, **given)
+            options: dict[str, Any] = {"source_length": source} if isinstance(mixer, ReadsSource) else {}
+            total += mixer.state_bytes(length, **options)
         return total
 
     reads = model.config.protocol is SourceModel

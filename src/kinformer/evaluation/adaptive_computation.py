@@ -41,14 +41,14 @@ class Pondering:
 @contextmanager
 def noting_steps(model: nn.Module) -> Iterator[Pondering]:
     """Count the steps of all valid tokens that ``model`` reads meanwhile."""
-    found = Pondering(model)
+    recorder = Pondering(model)
 
     def hook(_: nn.Module, inputs: Any) -> None:
-        found.note(inputs[0])
+        recorder.note(inputs[0])
 
-    handles = [each.register_forward_pre_hook(hook) for each in found.deciding]
+    handles = [counter.register_forward_pre_hook(hook) for counter in recorder.deciding]
     try:
-        yield found
+        yield recorder
     finally:
         for handle in handles:
             handle.remove()

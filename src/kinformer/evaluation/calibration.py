@@ -59,8 +59,8 @@ def fixed_sequence(
     """Test ``thresholds`` in this order; the last of the list is the first that failed, unless none did."""
     tested: list[Tested] = []
     for threshold in thresholds:
-        found = risk(threshold)
-        tested.append(Tested(threshold, found, p_value(found, samples, delta, bound)))
+        measured = risk(threshold)
+        tested.append(Tested(threshold, measured, p_value(measured, samples, delta, bound)))
         if tested[-1].p > epsilon:
             break
     return tested
@@ -68,7 +68,7 @@ def fixed_sequence(
 
 def chosen(tested: Sequence[Tested], epsilon: float) -> Tested | None:
     """The last that passed, None where the very first failed."""
-    passed = [each for each in tested if each.p <= epsilon]
+    passed = [threshold for threshold in tested if threshold.p <= epsilon]
     return passed[-1] if passed else None
 
 

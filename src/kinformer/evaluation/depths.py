@@ -40,15 +40,15 @@ def noting_depths(model: Any) -> Iterator[Depths | None]:
     """The depths of all tokens that ``model``, a causal one, reads meanwhile; None where all go equally deep."""
     halting, exits = model.stack.halting, early_exit_stack(model)
     if halting is not None:
-        found = Depths(PONDER_STEPS)
-        hook = halting.register_forward_pre_hook(found.step)
+        depths = Depths(PONDER_STEPS)
+        hook = halting.register_forward_pre_hook(depths.step)
     elif exits is not None:
-        found, layers = Depths(LAYERS_PER_TOKEN), torch.tensor([use + 1 for use in exits.exits])
-        hook = exits.left.register_forward_hook(lambda _, given, __: found.left(layers, *given))
+        depths, layers = Depths(LAYERS_PER_TOKEN), torch.tensor([use + 1 for use in exits.exits])
+        hook = exits.left.register_forward_hook(lambda _, batch, __: depths.left(layers, *batch))
     else:
         yield None
         return
     try:
-        yield found
+        yield depths
     finally:
         hook.remove()

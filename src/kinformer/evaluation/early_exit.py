@@ -92,10 +92,10 @@ def early_exit_stack(model: nn.Module | CausalModel) -> Any:
 def noting_exits(model: nn.Module | CausalModel) -> Iterator[Exiting]:
     """Count by which exits all valid tokens leave that ``model`` reads meanwhile."""
     stack = early_exit_stack(model)
-    found = Exiting(stack)
-    hook = None if stack is None else stack.left.register_forward_hook(lambda _, given, __: found.note(*given))
+    early_exit = Exiting(stack)
+    hook = None if stack is None else stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch))
     try:
-        yield found
+        yield early_exit
     finally:
         if hook is not None:
             hook.remove()
@@ -104,11 +104,11 @@ def noting_exits(model: nn.Module | CausalModel) -> Iterator[Exiting]:
 @contextmanager
 def with_rule(stack: Any, rule: ExitRule | None) -> Iterator[None]:
     """Another rule meanwhile, or none: all tokens go through all layers."""
-    own, stack.rule = stack.rule, rule
+    previous, stack.rule = stack.rule, rule
     try:
         yield
     finally:
-        stack.rule = own
+        stack.rule = previous
 
 
 class Forced(ExitRule):
@@ -138,17 +138,17 @@ def saved(model: CausalModel, found: Exited, past: int, rows: int = 1) -> Exited
             state = model.head_inputs(tokens[:, :past])[1] if past else model.initial_state(rows)
         state = states.reserve(state, 1)
         for round, (index, rule) in product(range(ROUNDS), enumerate(rules)):
-            own = states.fork(state)
+            copy_of_state = states.fork(state)
             counting = FlopCounterMode(display=False, custom_mapping=PACKED) if round == 0 else nullcontext()
             begun = time.perf_counter()
             with with_rule(stack, rule), counting:
-                model.logits(model.head_inputs(tokens[:, past:], own)[0])
+                model.logits(model.head_inputs(tokens[:, past:], copy_of_state)[0])
             seconds[index][round] = time.perf_counter() - begun
             if isinstance(counting, FlopCounterMode):
                 flops[index] = counting.get_total_flops()
     fastest = [min(times[1:]) for times in seconds]
     spent, took = (
-        sum(tokens * each for tokens, each in zip(found.tokens, costs, strict=False)) / (sum(found.tokens) * costs[-1])
+        sum(tokens * cost for tokens, cost in zip(found.tokens, costs, strict=False)) / (sum(found.tokens) * costs[-1])
         for costs in (flops, fastest)
     )
     return replace(found, flops_saved=1 - spent, speedup=1 / took)

@@ -48,12 +48,12 @@ class Outlook:
         thresholds = generator.uniform(low, high, (draws, len(low)))
         measured = np.concatenate(list(self._measured(thresholds)))
         order = np.lexsort((measured[:, 0], measured[:, 1]))
-        best, kept = np.inf, []
+        best, retained = np.inf, []
         for index in order:
             if measured[index, 0] < best:
                 best = measured[index, 0]
-                kept.append(Draw(tuple(thresholds[index].tolist()), *measured[index].tolist()))
-        return kept
+                retained.append(Draw(tuple(thresholds[index].tolist()), *measured[index].tolist()))
+        return retained
 
     def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
         """Nats and layers [some draws, 2]."""
@@ -77,8 +77,8 @@ def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Ou
             recorder.targets = tokens[:, 1:].flatten()
             logits, _ = model(tokens[:, :-1])
             last.append(recorder.nats_of(logits.flatten(0, 1)))
-    nats = [*(np.concatenate(each) for each in recorder.nats), np.concatenate(last)]
-    confidence = np.stack([np.concatenate(each) for each in recorder.confidence])
+    nats = [*(np.concatenate(item) for item in recorder.nats), np.concatenate(last)]
+    confidence = np.stack([np.concatenate(item) for item in recorder.confidence])
     return Outlook(confidence, np.stack(nats), tuple(use + 1 for use in stack.exits))
 
 

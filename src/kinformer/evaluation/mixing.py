@@ -107,9 +107,9 @@ def sweep(
             for hidden, keys, wanted in zip(*parts, strict=True):
                 logits = model.decoder.logits(hidden[None])[0]
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                own = -nn.functional.cross_entropy(wide, wanted, reduction="none").double()
-                found = searcher.search(keys, max(grid.neighbours))
-                nats += _scores(own, found, wanted, grid).cpu()
+                model_scores = -nn.functional.cross_entropy(wide, wanted, reduction="none").double()
+                neighbours = searcher.search(keys, max(grid.neighbours))
+                nats += _scores(model_scores, neighbours, wanted, grid).cpu()
             done += int(counted.sum())
             require_finite(bool(nats.isfinite().all()), f" within the first {done} tokens of split {split.name!r}")
             if progress is not None:
@@ -120,8 +120,8 @@ def sweep(
 def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
     """Summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``own`` [n] is the model's ln p of them."""
     distances = found.distances.double()
-    known = distances[:, :1].isfinite()
-    rise = torch.where(known, distances - distances[:, :1], torch.inf)
+    finite = distances[:, :1].isfinite()
+    rise = torch.where(finite, distances - distances[:, :1], torch.inf)
     right = found.tokens == targets[:, None]
     counts = torch.tensor([min(count, rise.shape[1]) - 1 for count in grid.neighbours], device=rise.device)
     temperatures = torch.tensor(grid.temperatures, dtype=torch.float64, device=rise.device)
@@ -131,7 +131,7 @@ def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tens
         shares = (-rise / temperature).exp()
         within = shares.cumsum(1)[:, counts]
         hit = (shares * right).cumsum(1)[:, counts]
-        store = torch.where(known, hit / within, own.exp()[:, None])
+        store = torch.where(finite, hit / within, own.exp()[:, None])
         mixed = (weights * store + (1 - weights) * own.exp()[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
         exact = torch.where(weights == 0, own[:, None], mixed.log())
         total.append(-exact.sum(dim=1))
@@ -159,11 +159,11 @@ class Watched:
         return sum(len(queries) for queries, _ in self._kept)
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        found = self._searcher.search(queries, neighbours)
+        result = self._searcher.search(queries, neighbours)
         rows = slice(-self._asked % self._stride, None, self._stride)
-        self._kept.append((queries[rows].cpu(), found.entries[rows].cpu()))
+        self._kept.append((queries[rows].cpu(), result.entries[rows].cpu()))
         self._asked += len(queries)
-        return found
+        return result
 
     def recall(self, exact: Searcher) -> float:
         """The share of the true neighbours of the kept queries that were found."""

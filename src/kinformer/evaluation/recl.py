@@ -69,12 +69,12 @@ def recl(
     """
     check(contexts, hardest)
     assert losses.shape[1] == len(contexts)
-    found = []
+    points = []
     for gains in relative_gains(losses, hardest):
         fails = np.flatnonzero(~(gains >= threshold))
         step = int(fails[0]) if len(fails) else len(gains)
-        found.append(Recl(length=contexts[step], at_least=not len(fails), gains=tuple(gains.tolist())))
-    return tuple(found)
+        points.append(Recl(length=contexts[step], at_least=not len(fails), gains=tuple(gains.tolist())))
+    return tuple(points)
 
 
 def check(contexts: Sequence[int], hardest: float) -> None:

@@ -34,10 +34,10 @@ def count_errors(said: Sequence[Sequence[object]], heard: Sequence[Sequence[obje
     """
     number: dict[object, str] = {}
     texts = [
-        [" ".join(number.setdefault(each, str(len(number))) for each in one) for one in some] for some in (said, heard)
+        [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some] for some in (said, heard)
     ]
-    found = jiwer().process_words(*texts)
-    return Errors(found.substitutions, found.deletions, found.insertions, sum(map(len, said)))
+    words = jiwer().process_words(*texts)
+    return Errors(words.substitutions, words.deletions, words.insertions, sum(map(len, said)))
 
 
 def jiwer() -> Any:

@@ -42,15 +42,15 @@ class Usages:
 
     def read(self) -> tuple[Usage, ...]:
         """A table each, none where the model has none or nothing was looked up."""
-        found = []
+        usages = []
         for name, weights in self.weights.items():
             if not (total := float(weights.sum())):
                 continue
             shares = weights[weights > 0] / total
             kl = log(len(weights)) + float((shares * shares.log()).sum())
             part = name.removesuffix(".values").removeprefix("stack.")
-            found.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
-        return tuple(found)
+            usages.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
+        return tuple(usages)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def encoder_decoder(
     from kinformer.mixers.cross import CrossAttention
     from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
 
-    own = {field.name: getattr(base, field.name) for field in fields(base)}
+    settings = {field.name: getattr(base, field.name) for field in fields(base)}
     first: Any = base.layers[0]
     cross = CrossAttention.Config(num_heads=first.mixer.num_heads)
     layers = tuple(layer.replace(further_mixers=(cross,), dropout=dropout) for layer in base.layers)
@@ -106,7 +106,7 @@ def encoder_decoder(
     read_by: Any = base.input
     size = read_by.vocab_size
     return EncoderDecoder.Config(
-        **own
+        **settings
         | {"input": read_by.replace(bos_token=size - 2, eos_token=size - 1), "layers": layers, "dropout": dropout},
         encoder=SourceEncoder.Config(
             layers=(layer,) * (depth or len(layers)),

@@ -35,7 +35,7 @@ def _recipe(
         return encoder(
             shape,
             vocab or vocab_size,
-            mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=each) for each in patterns],
+            mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=pattern) for pattern in patterns],
             position=Learned.Config(max_length=max_length),
             global_input=ExtraTokens.Config(count=extra) if extra else None,
             types=types,

@@ -22,7 +22,7 @@ def _recipe(
         from kinformer.stacks.confidence import ExitClassifier, Saturation, SoftmaxResponse
         from kinformer.stacks.exits import Exits
 
-        rules = {each.kind: each for each in (SoftmaxResponse.Config, Saturation.Config, ExitClassifier.Config)}
+        rules = {item.kind: item for item in (SoftmaxResponse.Config, Saturation.Config, ExitClassifier.Config)}
         config = decoder(
             shape,
             vocab or vocab_size,

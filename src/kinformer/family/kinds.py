@@ -12,9 +12,9 @@ from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
 
 def kinds() -> dict[str, Registry[type[Config]]]:
     """Slot -> kind -> config class; those of other packages are imported when they are looked up."""
-    own = _own()
+    builtin = _own()
     added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
-    return {slot: _kinds_of(slot, own.get(slot, {})) for slot in dict.fromkeys([*own, *added])}
+    return {slot: _kinds_of(slot, builtin.get(slot, {})) for slot in dict.fromkeys([*builtin, *added])}
 
 
 def _kinds_of(slot: str, own: dict[str, type[Config]]) -> Registry[type[Config]]:

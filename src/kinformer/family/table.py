@@ -142,7 +142,7 @@ def member(name: str, package: str | None = None) -> Member:
     written down; if it is not found there any more, the error says so.
     """
     FAMILY.check_package(name, package)
-    spelt = name if name in FAMILY else next((each for each in FAMILY if each.lower() == name.lower()), name)
+    spelt = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), name)
     return FAMILY[choose(spelt, FAMILY, "member")]
 
 

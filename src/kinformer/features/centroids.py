@@ -56,10 +56,10 @@ class Centroids(OnlineLearner):
         return self.means[heads, index]
 
     def _gather(self, x: Tensor, similar: Tensor, valid: Tensor | None) -> None:
-        own = torch.zeros_like(similar).scatter_(-1, similar.argmax(-1, keepdim=True), 1)
+        membership = torch.zeros_like(similar).scatter_(-1, similar.argmax(-1, keepdim=True), 1)
         if valid is not None:
-            own = torch.where(valid[:, None, :, None], own, own.new_zeros(()))
-        sums = (own.mT @ x).sum(0)
+            membership = torch.where(valid[:, None, :, None], membership, membership.new_zeros(()))
+        sums = (membership.mT @ x).sum(0)
         self._sums = sums if self._sums is None else self._sums + sums
 
     @torch.no_grad()

@@ -75,8 +75,8 @@ def draw_small(panel: Panel, path: Path, inches: float = 1.2) -> None:
     with figure(inches, inches) as drawn:
         axes = drawn.add_axes((0.0, 0.0, 1.0, 1.0))
         _paint(axes, panel)
-        for each in (axes, *axes.child_axes):
-            each.set_axis_off()
+        for item in (axes, *axes.child_axes):
+            item.set_axis_off()
         for text in list(axes.texts):
             text.remove()
         save(drawn, path)
@@ -111,8 +111,8 @@ def _pattern(axes: Any, panel: PatternPanel) -> None:
     colours = np.where((key > query)[..., None] & panel.causal, _rgb(FUTURE), _rgb(PAST))
     strength = np.where(panel.shares > 0, FAINTEST + (1 - FAINTEST) * panel.shares, 0.0)[..., None]
     colours = colours + strength * (_rgb(SKY) - colours)
-    own = (query == key) & (panel.shares > 0)
-    colours[own] = _rgb(BLUE)
+    itself = (query == key) & (panel.shares > 0)
+    colours[itself] = _rgb(BLUE)
     _mosaic(axes, colours)
     ends = ["0", str(panel.length - 1)]
     axes.set_xticks([0.5, cells - 0.5], ends)

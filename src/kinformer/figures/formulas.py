@@ -41,15 +41,15 @@ class Formula(NamedTuple):
 
 def formulas(config: Config) -> list[Formula]:
     """Of every different part of a model's config, mixers first; formulas stand indented in a module's docstring."""
-    found: dict[tuple[str, str], Formula] = {}
+    formulas_by_name: dict[tuple[str, str], Formula] = {}
     for part in parts_in(config):
         key = (part.slot, part.kind)
-        if part.slot not in SLOTS or key in PLAIN or key in found:
+        if part.slot not in SLOTS or key in PLAIN or key in formulas_by_name:
             continue
         text = inspect.cleandoc(getattr(sys.modules.get(type(part).__module__), "__doc__", None) or "")
         if text:
-            found[key] = Formula(*key, _first_sentence(text), tuple(_indented(text)))
-    return sorted(found.values(), key=lambda formula: SLOTS.index(formula.slot))
+            formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_indented(text)))
+    return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
 
 
 def symbols(config: Any) -> list[tuple[str, str, Any]]:
@@ -65,10 +65,13 @@ def symbols(config: Any) -> list[tuple[str, str, Any]]:
         heads = getattr(mixer, "num_heads", None)
         if heads and getattr(mixer, "head_dim", None) is None:
             sizes.setdefault("head_dim", set()).add(config.dim // heads)
-    known = [(symbol, name, sizes[name]) for symbol, name in SYMBOLS if name in sizes]
+    present = [(symbol, name, sizes[name]) for symbol, name in SYMBOLS if name in sizes]
     return [
         ("N", "layers", len(config.uses)),
-        *((symbol, name, next(iter(values)) if len(values) == 1 else sorted(values)) for symbol, name, values in known),
+        *(
+            (symbol, name, next(iter(values)) if len(values) == 1 else sorted(values))
+            for symbol, name, values in present
+        ),
     ]
 
 

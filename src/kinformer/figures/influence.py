@@ -72,7 +72,7 @@ def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
 @torch.no_grad()
 def _outputs(mixer: CausalMixer | EncoderMixer, x: Tensor) -> Tensor:
     if isinstance(mixer, EncoderMixer):
-        rows = next(each for each in range(isqrt(x.shape[1]), 0, -1) if x.shape[1] % each == 0)
+        rows = next(index for index in range(isqrt(x.shape[1]), 0, -1) if x.shape[1] % index == 0)
         grid = (rows, x.shape[1] // rows) if isinstance(mixer, GridOnly) else None
         return mixer(x, SequenceContext(grid=grid))  # type: ignore[no-any-return]
     return mixer(Chunk(x), mixer.initial_state(len(x)))[0]  # type: ignore[no-any-return]

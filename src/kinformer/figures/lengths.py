@@ -37,11 +37,11 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
     """Both pictures side by side, as PNG or SVG by the ending of ``path``; what lies far above is cut off."""
     with figure(11.0, 4.7) as drawn:
         left, right = drawn.subplots(1, 2)
-        colours = [each.colour or SERIES[index % len(SERIES)] for index, each in enumerate(curves)]
-        _panel(left, curves, [each.lengths for each in curves], colours)
+        colours = [curve.colour or SERIES[index % len(SERIES)] for index, curve in enumerate(curves)]
+        _panel(left, curves, [curve.lengths for curve in curves], colours)
         left.set_xlabel("context length (tokens, non-overlapping windows)")
         left.set_ylabel("bits per byte")
-        _panel(right, curves, [each.positions for each in curves], colours)
+        _panel(right, curves, [curve.positions for curve in curves], colours)
         right.set_xlabel("position in the longest window (tokens before, up to)")
         drawn.tight_layout(w_pad=2.0)
         save(drawn, path)
@@ -56,7 +56,7 @@ def _panel(axes: Any, curves: Sequence[Curve], lines: Sequence[Points], colours:
     for one, points, colour in zip(curves, lines, colours, strict=True):
         style = {"color": colour, "linewidth": 1.6, "linestyle": STROKES[one.stroke]}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
-    trained = {each.trained for each in curves if each.trained}
+    trained = {curve.trained for curve in curves if curve.trained}
     for length in trained:
         axes.axvline(length, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     if len(trained) == 1:
@@ -68,7 +68,7 @@ def _panel(axes: Any, curves: Sequence[Curve], lines: Sequence[Points], colours:
     axes.set_xticks(shown, [str(tick) for tick in shown])
     axes.minorticks_off()
     if len(curves) > 1:
-        _label(axes, [each.name for each in curves], lines, colours)
+        _label(axes, [curve.name for curve in curves], lines, colours)
 
 
 def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, float]:

@@ -94,19 +94,19 @@ class Placed:
 def parts_of(config: Config, slot: str) -> list[Placed]:
     """The parts of a slot in a model's config, equal ones of equal owners together, in order of first layers; those
     of an encoder that reads the model's source are that one's."""
-    found: list[Placed] = []
+    panels: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
         if path[0] == "encoder":
             continue
         layers = (int(path[1]),) if path[0] == "layers" else None
-        for index, other in enumerate(found):
+        for index, other in enumerate(panels):
             if layers and other.layers and (other.part, other.owner) == (part, owner):
                 if layers[0] not in other.layers:
-                    found[index] = dataclasses.replace(other, layers=other.layers + layers)
+                    panels[index] = dataclasses.replace(other, layers=other.layers + layers)
                 break
         else:
-            found.append(Placed(part, owner, ".".join(path), layers))
-    return found
+            panels.append(Placed(part, owner, ".".join(path), layers))
+    return panels
 
 
 def _walk(node: Any, slot: str, path: tuple[str, ...], owner: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -126,11 +126,11 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
     pattern = config.build()
     if pattern.num_heads is None:
         return [(pattern, describe(config), ())]
-    own = getattr(config, "patterns", ())
+    patterns = getattr(config, "patterns", ())
     groups: list[tuple[Pattern, str, tuple[int, ...]]] = []
     for head in range(pattern.num_heads):
         one = pattern.at(head)
-        name = describe(own[head]) if config.kind == "per_head" else describe(config)
+        name = describe(patterns[head]) if config.kind == "per_head" else describe(config)
         for index, (other, described, heads) in enumerate(groups):
             if other == one:
                 groups[index] = (other, described, (*heads, head))
@@ -203,7 +203,7 @@ def field_panel(
     """What a query about three fifths down an image of ``shape`` sees; ``cell(positions)`` gives rows and columns."""
     height, width = shape
     positions = torch.arange(height * width)
-    rows, columns = (each.numpy() for each in cell(positions))
+    rows, columns = (item.numpy() for item in cell(positions))
     wanted = (round(0.6 * (height - 1)), width // 2)
     query = int(np.flatnonzero((rows == wanted[0]) & (columns == wanted[1]))[0])
     seen = pattern.allowed(torch.tensor(query), positions).numpy()
@@ -221,8 +221,8 @@ def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], Callab
     """
     if width is not None:
         return (width, width), lambda positions: (positions // width, positions % width)
-    found = (each.raster for each in _inside(pattern) if hasattr(each, "raster"))
-    return next((((raster.height, raster.width), raster.cell) for raster in found), None)
+    rasters = (item.raster for item in _inside(pattern) if hasattr(item, "raster"))
+    return next((((raster.height, raster.width), raster.cell) for raster in rasters), None)
 
 
 def _inside(pattern: Pattern) -> Iterator[Any]:
@@ -231,14 +231,14 @@ def _inside(pattern: Pattern) -> Iterator[Any]:
     if dataclasses.is_dataclass(pattern):
         for field in dataclasses.fields(pattern):
             value = getattr(pattern, field.name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if isinstance(each, Pattern):
-                    yield from _inside(each)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Pattern):
+                    yield from _inside(item)
 
 
 def describe(config: Config) -> str:
     """A part in words: ``local: window 8``, ``strided: stride 8 | local: window 4``; what is as always is left out."""
-    inner = [_inner(each) for each in getattr(config, "patterns", ())]
+    inner = [_inner(item) for item in getattr(config, "patterns", ())]
     name = config.kind.replace("_", " ")
     if config.kind in ("union", "intersection"):
         return (" | " if config.kind == "union" else " & ").join(inner)

@@ -35,13 +35,13 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 
 def pictures(model: nn.Module) -> list[dict[str, Any]]:
     """Each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    pictures_by_name: dict[tuple[str, ...], dict[str, Any]] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)
         rows = draw(pattern, cell)
         name = _name(pattern)
-        found.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
-    return list(found.values())
+        pictures_by_name.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
+    return list(pictures_by_name.values())
 
 
 def _patterns(model: nn.Module) -> Iterator[Pattern]:

@@ -79,7 +79,7 @@ def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[i
 
 def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int], device: torch.device) -> BeamResult:
     rows = len(most)
-    found: list[list[Hypothesis]] = [[] for _ in most]
+    hypotheses: list[list[Hypothesis]] = [[] for _ in most]
     begin = torch.full((rows, 1), search.bos, device=device)
     inputs, state = model.head_inputs(begin, state)
     running = _Running(torch.arange(rows), torch.empty(rows, 1, 0, dtype=torch.int64), torch.zeros(rows, 1))
@@ -87,15 +87,15 @@ def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int
     state, width = states.reserve(states.repeat_rows(state, search.beam, sources=False), max(most)), 1
     while True:
         logits, before = model.logits(inputs)[:, -1].float().cpu(), running.sentences
-        running, origin = _continued(running, logits, search, width, found, most)
+        running, origin = _continued(running, logits, search, width, hypotheses, most)
         if not len(running.sentences):
-            return BeamResult([max(each, key=lambda hypothesis: hypothesis.score) for each in found], size)
+            return BeamResult([max(item, key=lambda hypothesis: hypothesis.score) for item in hypotheses], size)
         some_end = len(running.sentences) < len(before)
         if width == search.beam and not torch.equal(origin, torch.arange(len(logits))):
             state = states.select_rows(state, origin, sources=False)
         elif width != search.beam and some_end:
-            kept = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
-            state = states.select_rows(state, kept, sources=False)
+            retained = (running.sentences[:, None] * search.beam + torch.arange(search.beam)).flatten()
+            state = states.select_rows(state, retained, sources=False)
         if some_end:
             state = states.select_sources(state, torch.searchsorted(before, running.sentences))
         width = search.beam
@@ -118,29 +118,29 @@ def _continued(
     ends = tokens == search.eos
     penalty = _penalty(running.length + 1, search)
     for row, rank in (ends[:, : search.beam] & scores[:, : search.beam].isfinite()).nonzero().tolist():
-        own = running.tokens[row, parents[row, rank]].tolist()
-        found[int(running.sentences[row])].append(Hypothesis(own, float(scores[row, rank]) / penalty))
+        local = running.tokens[row, parents[row, rank]].tolist()
+        found[int(running.sentences[row])].append(Hypothesis(local, float(scores[row, rank]) / penalty))
     chosen = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : search.beam]
-    parents, tokens, scores = (each.gather(1, chosen) for each in (parents, tokens, scores))
+    parents, tokens, scores = (item.gather(1, chosen) for item in (parents, tokens, scores))
     before = running.tokens.gather(1, parents[:, :, None].expand(-1, -1, running.length))
     after = _Running(running.sentences, torch.cat([before, tokens[:, :, None]], 2), scores)
-    kept = torch.tensor([not _done(after, row, search, found, most) for row in range(count)])
-    origin = (torch.arange(count)[:, None] * width + parents)[kept].flatten()
-    return after.taken(kept), origin
+    unfinished = torch.tensor([not _done(after, row, search, found, most) for row in range(count)])
+    origin = (torch.arange(count)[:, None] * width + parents)[unfinished].flatten()
+    return after.taken(unfinished), origin
 
 
 def _done(running: _Running, row: int, search: Search, found: list[list[Hypothesis]], most: Sequence[int]) -> bool:
     """Whether a sentence has its translation; at its greatest length the running ones count as they are."""
     sentence = int(running.sentences[row])
-    own, limit, best = found[sentence], most[sentence], float(running.scores[row, 0])
-    if running.length >= limit and len(own) < search.beam:
+    finished, limit, best = found[sentence], most[sentence], float(running.scores[row, 0])
+    if running.length >= limit and len(finished) < search.beam:
         penalty = _penalty(running.length, search)
         pairs = zip(running.tokens[row].tolist(), running.scores[row].tolist(), strict=True)
-        own += [Hypothesis(tokens, score / penalty) for tokens, score in pairs]
+        finished += [Hypothesis(tokens, score / penalty) for tokens, score in pairs]
         return True
-    if len(own) >= search.beam:
+    if len(finished) >= search.beam:
         return True
-    return bool(own) and max(each.score for each in own) >= best / _penalty(limit + 1, search)
+    return bool(finished) and max(item.score for item in finished) >= best / _penalty(limit + 1, search)
 
 
 def _penalty(length: int, search: Search) -> float:

@@ -110,5 +110,5 @@ def _least(model: nn.Module, rows: int) -> int:
     table = LEAST[processor_class()]
     if rows > 1:
         return table.more
-    total = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
+    total = sum(module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear))
     return table.cached if total < table.cache else table.streamed

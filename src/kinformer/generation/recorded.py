@@ -89,10 +89,10 @@ class RecordedStep:
             after.append((start if retained is None else max(start, stop + 1 - retained), stop + 1))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            found = self._runs[way](values, *views, *self._leaves, *self._weights)
-        own = len(found) - len(self._leaves)
-        self._leaves = list(found[own:])
-        return found[:own]
+            outputs = self._runs[way](values, *views, *self._leaves, *self._weights)
+        views_count = len(outputs) - len(self._leaves)
+        self._leaves = list(outputs[views_count:])
+        return outputs[:views_count]
 
     def release(self) -> Any:
         """The state, for steps in Python; this object is then done with."""
@@ -136,13 +136,13 @@ def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor,
         raise UnrecordableError("autocast is on, and may be off at the next step")
     weights = _inputs(parts)
     recorded = [_recorded(way, values, state, weights) for way in ways]
-    runs, kept, expected = zip(*recorded, strict=True)
-    if any(each != kept[0] for each in kept):
+    runs, recordings, expected = zip(*recorded, strict=True)
+    if any(item != recordings[0] for item in recordings):
         raise UnrecordableError("the ways keep unlike pasts")
     for way, outputs in enumerate(expected):
-        trial = RecordedStep(runs, weights, state, kept[0])
+        trial = RecordedStep(runs, weights, state, recordings[0])
         _compare([*trial.go(values, way), *trial._leaves], outputs)
-    return RecordedStep(runs, weights, state, kept[0])
+    return RecordedStep(runs, weights, state, recordings[0])
 
 
 def _recorded(
@@ -161,7 +161,7 @@ def _recorded(
     retained = [part.retained for part in _parts(opened)]
     run = _traced(way, values, opened, weights)
     if parts:
-        longest = [_longest(part, kept) for part, kept in zip(parts, retained, strict=True)]
+        longest = [_longest(part, recordings) for part, recordings in zip(parts, retained, strict=True)]
         if not _same(run, _traced(way, values, _opened(state, longest), weights)):
             ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
             raise UnrecordableError("what is done depends on the length", ahead // 2 + 1)
@@ -173,9 +173,9 @@ def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) ->
     views = [view for part in parts for view in part.buffers]
 
     def step(values: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        each, rest = iter(given[: len(views)]), iter(given[len(views) :])
+        item, rest = iter(given[: len(views)]), iter(given[len(views) :])
         state = _mapped(
-            opened, lambda part: part.open([next(each) for _ in part.buffers], next(rest)), lambda _: next(rest)
+            opened, lambda part: part.open([next(item) for _ in part.buffers], next(rest)), lambda _: next(rest)
         )
         outputs, after = way(values, state)
         return *outputs, *_leaves(after)
@@ -250,21 +250,21 @@ def _mapped(state: Any, part: Callable[[ReservedSlots], Any], leaf: Callable[[Te
 
 
 def _parts(state: Any) -> list[ReservedSlots]:
-    found: list[ReservedSlots] = []
-    _mapped(state, found.append, lambda _: None)
-    return found
+    parts: list[ReservedSlots] = []
+    _mapped(state, parts.append, lambda _: None)
+    return parts
 
 
 def _leaves(state: Any) -> list[Tensor]:
     """All tensors of a state but the buffers of reserved slots."""
-    found: list[Tensor] = []
-    _mapped(state, lambda part: found.append(part.seen), found.append)
-    return found
+    leaves: list[Tensor] = []
+    _mapped(state, lambda part: leaves.append(part.seen), leaves.append)
+    return leaves
 
 
 def _opened(state: Any, bounds: Sequence[tuple[int, int]]) -> Any:
-    each = iter(bounds)
-    return _mapped(state, lambda part: part.open(part.views(*next(each)), part.seen), lambda leaf: leaf)
+    item = iter(bounds)
+    return _mapped(state, lambda part: part.open(part.views(*next(item)), part.seen), lambda leaf: leaf)
 
 
 class _Watching(TorchDispatchMode):
@@ -274,8 +274,8 @@ class _Watching(TorchDispatchMode):
         if _TAGS & set(func.tags) and not _plain_index(func, args):
             raise UnrecordableError(f"the operator {func} depends on the data")
         with self:
-            found = func.decompose(*args, **(kwargs or {}))  # in inference mode nothing else takes them apart
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+            output = func.decompose(*args, **(kwargs or {}))  # in inference mode nothing else takes them apart
+        return func(*args, **(kwargs or {})) if output is NotImplemented else output
 
 
 def _plain_index(func: Any, args: Any) -> bool:

@@ -58,8 +58,11 @@ class RecordedExits:
 
     def with_state(self, state: Any) -> RecordedExits | None:
         """The same step from another state on; None where that has other sizes, for which it was not checked."""
-        found = [piece.with_state(own) for piece, own in zip(self._pieces, _split(self._stack, state), strict=True)]
-        return None if None in found else RecordedExits(self._stack, [piece for piece in found if piece is not None])
+        pieces = [
+            piece.with_state(piece_state)
+            for piece, piece_state in zip(self._pieces, _split(self._stack, state), strict=True)
+        ]
+        return None if None in pieces else RecordedExits(self._stack, [piece for piece in pieces if piece is not None])
 
 
 def record_exits(model: Any, tokens: Tensor, state: Any) -> RecordedExits:
@@ -67,14 +70,14 @@ def record_exits(model: Any, tokens: Tensor, state: Any) -> RecordedExits:
     stack = model.stack
     if len(tokens) > 1:
         raise UnrecordableError("tokens of unlike rows leave by unlike exits")
-    weight = next(each for each in model.parameters() if each.is_floating_point())
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     hidden = torch.randn(1, 1, model.config.dim, generator=torch.Generator().manual_seed(0)).to(weight)
     pieces = []
-    for number, own in enumerate(_split(stack, state)):
+    for number, piece_state in enumerate(_split(stack, state)):
         used = [stack.layers[stack.order[use]] for use in stack.leads(number)]
         parts = [*used, *(part for name, part in model.named_children() if name != "stack"), stack.rule]
         ways: list[Way] = [partial(model.until_exit, number), partial(model.past_exit, number)]
-        pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, own))
+        pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, piece_state))
     return RecordedExits(stack, pieces)
 
 

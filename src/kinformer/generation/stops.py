@@ -63,10 +63,10 @@ class StopText:
         if self.stopped:
             return ""
         text = self._waiting + text
-        found = [index for string in self.strings if (index := text.find(string)) >= 0]
-        if found:
+        starts = [index for string in self.strings if (index := text.find(string)) >= 0]
+        if starts:
             self.stopped, self._waiting = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         shown = len(text) - self._beginning(text)
         self._waiting = text[shown:]
         return text[:shown]

@@ -69,8 +69,8 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.clusters = config.clusters(dim, vocab_size)
         widths = self.clusters.widths
-        own = 0 if config.plain(dim) else 1 if config.tied else len(widths)
-        self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:own])
+        local = 0 if config.plain(dim) else 1 if config.tied else len(widths)
+        self.projections = nn.ParameterList(torch.randn(dim, width) * PROJECTION_STD for width in widths[:local])
         shapes = () if config.tied else zip(self.clusters.sizes, widths, strict=True)
         self.tables = nn.ParameterList(torch.randn(size, width) * STD for size, width in shapes)
         self.columns = nn.Parameter(torch.randn(len(config.cutoffs), widths[0]) * STD)
@@ -80,24 +80,24 @@ class AdaptiveSoftmax(nn.Module):
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         tables, projections = self._weights(input.table)
         biases = self.bias.split(list(self.clusters.sizes))
-        found = []
+        parts = []
         for index, (table, projection, bias) in enumerate(zip(tables, projections, biases, strict=True)):
             x = hidden_states if projection is None else hidden_states @ projection.to(hidden_states.dtype)
             if index == 0:
                 table, bias = torch.cat([table, self.columns]), torch.cat([bias, self.column_bias])
-            found.append(log_softmax(linear(x, table, bias), dim=-1))
-        first, *rest = found
+            parts.append(log_softmax(linear(x, table, bias), dim=-1))
+        first, *rest = parts
         tails = [tail + first[..., -index, None] for index, tail in enumerate(rest, start=1)]
         return torch.cat([first[..., : self.clusters.sizes[0]], *tails], dim=-1)
 
     def _weights(self, embedding: Tensor | Tables) -> tuple[list[Tensor], list[Tensor | None]]:
         """Of every cluster the table [size, width] and the projection [dim, width]."""
-        own: list[Tensor | None] = list(self.projections)
+        local: list[Tensor | None] = list(self.projections)
         if len(self.tables):
-            return list(self.tables), own or [None] * len(self.tables)
+            return list(self.tables), local or [None] * len(self.tables)
         if isinstance(embedding, Tensor):
             return list(embedding.split(list(self.clusters.sizes))), [None] * len(self.clusters.sizes)
-        return list(embedding.tables), [*own, *embedding.projections[len(own) :]]
+        return list(embedding.tables), [*local, *embedding.projections[len(local) :]]
 
 
 def _fit(embedding: Tables, clusters: Clusters, dim: int) -> bool:
@@ -105,6 +105,6 @@ def _fit(embedding: Tables, clusters: Clusters, dim: int) -> bool:
     shapes = [tuple(table.shape) for table in embedding.tables]
     widths = [None if projection is None else tuple(projection.shape) for projection in embedding.projections]
     return shapes == list(zip(clusters.sizes, clusters.widths, strict=True)) and all(
-        found == (dim, width) or (found is None and width == dim)
-        for found, width in zip(widths, clusters.widths, strict=True)
+        cluster == (dim, width) or (cluster is None and width == dim)
+        for cluster, width in zip(widths, clusters.widths, strict=True)
     )

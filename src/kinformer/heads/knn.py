@@ -43,11 +43,11 @@ class KnnMixture(nn.Module):
     def forward(self, logits: Tensor, queries: Tensor) -> Tensor:
         if self.searcher is None or self.weight == 0:
             return logits
-        found = self.searcher.search(queries, self.neighbours)
+        neighbours = self.searcher.search(queries, self.neighbours)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        near = knn_log_probs(found, logits.shape[-1], self.temperature).to(wide.dtype)
+        near = knn_log_probs(neighbours, logits.shape[-1], self.temperature).to(wide.dtype)
         mixed = mix(wide.log_softmax(dim=-1), near, self.weight)
-        return torch.where(found.distances[:, :1].isfinite(), mixed, wide)
+        return torch.where(neighbours.distances[:, :1].isfinite(), mixed, wide)
 
 
 def knn_log_probs(found: Neighbours, vocab_size: int, temperature: float = 1.0) -> Tensor:

@@ -57,11 +57,11 @@ class SpalmHead(nn.Module):
 
     def fuse(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor) -> Tensor:
         """z [batch, time, dim]."""
-        known = neighbours >= 0
-        some = known.any(dim=-1, keepdim=True)
+        valid_names = neighbours >= 0
+        some = valid_names.any(dim=-1, keepdim=True)
         following = rows_of(neighbours.clamp_min(0), embedding)
         scores = (following @ hidden[..., None])[..., 0]
-        shares = scores.masked_fill(some & ~known, -torch.inf).softmax(dim=-1)
+        shares = scores.masked_fill(some & ~valid_names, -torch.inf).softmax(dim=-1)
         memory = (shares[..., None, :] @ following)[..., 0, :]
         gate = self.gate(hidden).sigmoid()
         return torch.where(some, (1 - gate) * memory + gate * hidden, hidden)

@@ -49,17 +49,19 @@ class AdaptiveEmbedding(nn.Module):
     @property
     def weight(self) -> Tables:
         """What a tied adaptive head reads."""
-        own = list(self.projections) or [None]
-        last = len(own) - 1
+        local = list(self.projections) or [None]
+        last = len(local) - 1
         tables = tuple(table.weight for table in self.tables)
-        return Tables(tables, tuple(own[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
+        return Tables(tables, tuple(local[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        found: Tensor | None = None
+        vectors_so_far: Tensor | None = None
         for low, high, table, projection in zip(*self.clusters.limits, *self.weight, strict=True):
             inside = (tokens >= low) & (tokens < high)
             vectors = embedding((tokens - low).where(inside, 0), table)
             vectors = vectors if projection is None else linear(vectors, projection)
-            found = vectors if found is None else torch.where(inside[..., None], vectors, found)
-        assert found is not None
-        return found
+            vectors_so_far = (
+                vectors if vectors_so_far is None else torch.where(inside[..., None], vectors, vectors_so_far)
+            )
+        assert vectors_so_far is not None
+        return vectors_so_far

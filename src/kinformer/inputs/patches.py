@@ -136,7 +136,7 @@ class Patches(Input):
             raise KinformerError(
                 f"a length of {time} leaves no patch beside the {self.config.before} tokens before them; give more."
             )
-        rows = next(each for each in range(isqrt(count), 0, -1) if count % each == 0)
+        rows = next(index for index in range(isqrt(count), 0, -1) if count % index == 0)
         if count == prod(self.config.grid):
             rows = self.config.grid[0]
         return torch.zeros(batch, self.config.channels, rows * patch, count // rows * patch, device=device)

@@ -34,8 +34,8 @@ def width_of(state_dim: int, action_dim: int) -> int:
 def pack(kind: Tensor, timestep: Tensor, values: Tensor, width: int) -> Tensor:
     """``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time, n] as positions [batch, time, width]."""
     missing = values.new_zeros(*kind.shape, width - FIRST - values.shape[-1])
-    own = torch.stack([kind, timestep], dim=-1).to(values.dtype)
-    return torch.cat([own, values, missing], dim=-1)
+    local = torch.stack([kind, timestep], dim=-1).to(values.dtype)
+    return torch.cat([local, values, missing], dim=-1)
 
 
 class Steps(Input):
@@ -72,7 +72,7 @@ class Steps(Input):
                         f"{name} has {len(getattr(self, name))} numbers, but a state has {self.state_dim} features; "
                         "give one for each, or none."
                     )
-            if not all(each > 0 for each in self.state_std):
+            if not all(deviation > 0 for deviation in self.state_std):
                 raise KinformerError(f"state_std must be above 0, but holds {min(self.state_std):g}.")
 
         def build(self, dim: int) -> Steps:
@@ -98,10 +98,10 @@ class Steps(Input):
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         kind, timestep = values[..., KIND], values[..., TIMESTEP]
         _check_ranges(kind, timestep)
-        own = values[..., FIRST:]
-        returns = self._product(self.returns, own[..., :1] / self.config.return_scale)
-        states = self._product(self.states, self._normalised(own[..., : self.config.state_dim]))
-        actions = self._product(self.actions, own[..., : self.config.action_dim])
+        local = values[..., FIRST:]
+        returns = self._product(self.returns, local[..., :1] / self.config.return_scale)
+        states = self._product(self.states, self._normalised(local[..., : self.config.state_dim]))
+        actions = self._product(self.actions, local[..., : self.config.action_dim])
         kind = kind[..., None]
         x = torch.where(kind == RETURN, returns, torch.where(kind == STATE, states, actions))
         x = x + self.timesteps(timestep.long().clamp(0, self.config.timesteps - 1))

@@ -49,17 +49,17 @@ class Tiles(Input):
         frozen: bool = True
 
         def __post_init__(self) -> None:
-            own: Any = self.encoder
-            if not getattr(own.input, "whole", False) or own.head.kind != "pooled":
+            local: Any = self.encoder
+            if not getattr(local.input, "whole", False) or local.head.kind != "pooled":
                 raise KinformerError(
                     "encoder must make one vector of an image, by the input patches or tiles and the head pooled, but "
-                    f"has the input {own.input.kind!r} and the head {own.head.kind!r}."
+                    f"has the input {local.input.kind!r} and the head {local.head.kind!r}."
                 )
-            if own.input.size[0] != own.input.size[1]:
-                raise KinformerError(f"encoder.input.size must be that of a square tile, but is {own.input.size}.")
-            if own.width == self.channels:
+            if local.input.size[0] != local.input.size[1]:
+                raise KinformerError(f"encoder.input.size must be that of a square tile, but is {local.input.size}.")
+            if local.width == self.channels:
                 raise KinformerError(
-                    f"the encoder's width is {own.width}, as many as channels, so that features would be taken for "
+                    f"the encoder's width is {local.width}, as many as channels, so that features would be taken for "
                     "images; choose another."
                 )
             if len(self.size) != 2 or min(self.size) < 1:
@@ -69,20 +69,20 @@ class Tiles(Input):
         @property
         def patch(self) -> int:
             """Pixels of a side of a tile."""
-            own: Any = self.encoder.input
-            return own.size[0]
+            local: Any = self.encoder.input
+            return local.size[0]
 
         @property
         def channels(self) -> int:
             """Of the images."""
-            own: Any = self.encoder.input
-            return own.channels
+            local: Any = self.encoder.input
+            return local.channels
 
         @property
         def mean(self) -> tuple[float, ...]:
             """What the lowest encoder takes away from pixels, channel by channel."""
-            own: Any = self.encoder.input
-            return own.mean
+            local: Any = self.encoder.input
+            return local.mean
 
         @property
         def patches(self) -> Patches.Config:

@@ -29,19 +29,19 @@ HEADS = {
 
 def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The model config, as data, of DeiT's ``config.json``."""
-    found = [HEADS[name] for name in config.get("architectures") or () if name in HEADS]
-    if not found:
+    heads = [HEADS[name] for name in config.get("architectures") or () if name in HEADS]
+    if not heads:
         raise KinformerError(
             f"{place}: architectures is {config.get('architectures')!r}, but only {' and '.join(HEADS)} can be "
             "imported."
         )
-    head = {"kind": found[0], "classes": len(images.classes(config, place))}
+    head = {"kind": heads[0], "classes": len(images.classes(config, place))}
     return vit.encoder(config, place, head, distillation_token=True)
 
 
 def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """The weights under our names; an unknown one is an error."""
-    found = images.plain(tensors, "deit")
-    if "embeddings.distillation_token" not in found:
+    plain = images.plain(tensors, "deit")
+    if "embeddings.distillation_token" not in plain:
         raise KinformerError(f"{folder}: lacks the distillation token; restore it from a copy.")
-    return vit.converted(found, NAMES, folder, "DeiT")
+    return vit.converted(plain, NAMES, folder, "DeiT")

@@ -63,10 +63,10 @@ class Family:
 
     def plain(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
         """The weights among the tensors by their plain names, the position table from the first token's row on."""
-        found = {plain(name): tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
-        if POSITIONS in found:
-            found[POSITIONS] = found[POSITIONS][self._skipped(self.settings(config, place), place) :]
-        return found
+        plain_tensors = {plain(name): tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
+        if POSITIONS in plain_tensors:
+            plain_tensors[POSITIONS] = plain_tensors[POSITIONS][self._skipped(self.settings(config, place), place) :]
+        return plain_tensors
 
     def _skipped(self, full: Mapping[str, Any], place: Path) -> int:
         """How many rows of the position table stand before that of the first token."""
@@ -121,8 +121,8 @@ class Family:
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
             chosen = {"kind": kind, "classes": _classes(full, place), "dropout": _head_dropout(full, place)}
-            own = {"activation": activation} if kind in self.activated else {}
-            return {"head": chosen | own, "global_tokens": int(self.first_is_global and kind == "classification")}
+            local = {"activation": activation} if kind in self.activated else {}
+            return {"head": chosen | local, "global_tokens": int(self.first_is_global and kind == "classification")}
         like_layers = "masked_language" in self.activated
         if like_layers and activation == "relu":
             raise KinformerError(f"{place}: hidden_act is 'relu', which the head for masked tokens cannot have here.")
@@ -140,5 +140,5 @@ def _classes(full: Mapping[str, Any], place: Path) -> int:
 
 
 def _head_dropout(full: Mapping[str, Any], place: Path) -> float:
-    own = full.get("classifier_dropout") is not None
-    return number(full, place, "classifier_dropout" if own else "hidden_dropout_prob")
+    local = full.get("classifier_dropout") is not None
+    return number(full, place, "classifier_dropout" if local else "hidden_dropout_prob")

@@ -65,10 +65,10 @@ def plain(name: str) -> str:
 
 def _head_names(kind: str, names: Collection[str]) -> dict[str, str]:
     """Their names of the head's parts to ours; where a classifier has a product of its own, the pooler is not it."""
-    own = HEAD_NAMES[kind]
+    local = HEAD_NAMES[kind]
     if kind == "classification" and "classifier.dense.weight" in names:
-        return {name: ours for name, ours in own.items() if name != "pooler.dense"}
-    return own
+        return {name: ours for name, ours in local.items() if name != "pooler.dense"}
+    return local
 
 
 def has_language_head(names: Collection[str]) -> bool:
@@ -99,7 +99,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
             parts.setdefault(place, {})[inner.removeprefix("attention.self.")] = tensor
         elif not LEFT_OUT.fullmatch(name):
             raise KinformerError(f"{folder}: holds {name!r}, which no such encoder with the head {kind!r} has.")
-    weights |= {place: _fused(found, place, folder) for place, found in parts.items()}
+    weights |= {place: _fused(part, place, folder) for place, part in parts.items()}
     return _with_head(weights, model, tensors, folder)
 
 
@@ -153,13 +153,13 @@ def _new_head(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def notes(names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
     """What a user should know of what was left out of the checkpoint with the plain ``names``, or added to it."""
-    kind, found = model["head"]["kind"], []
+    kind, notes_ = model["head"]["kind"], []
     used = _head_names(kind, names)
     out = sorted(name for name in names if LEFT_OUT.fullmatch(name) and name.rpartition(".")[0] not in used)
     if out:
-        found.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
+        notes_.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
     if kind == "masked_language" and not has_language_head(names):
-        found.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
+        notes_.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
     if kind == "masked_language" and model["input"].get("mask_token") is None:
-        found.append("no file of its tokenizer has the mask's id; to train it give --set input.mask_token=ID")
-    return tuple(found)
+        notes_.append("no file of its tokenizer has the mask's id; to train it give --set input.mask_token=ID")
+    return tuple(notes_)

@@ -58,10 +58,10 @@ def fused(parts: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, 
     import torch
 
     joined = {}
-    for place, found in parts.items():
-        if missing := [name for name in FUSED if name not in found]:
+    for place, part in parts.items():
+        if missing := [name for name in FUSED if name not in part]:
             raise KinformerError(f"{folder}: lacks the {missing[0]} of {place}; restore it from a copy.")
-        joined[place] = torch.cat([found[name] for name in FUSED])
+        joined[place] = torch.cat([part[name] for name in FUSED])
     return joined
 
 
@@ -75,7 +75,7 @@ def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:
     values = value if isinstance(value, list) else [value, value]
     if len(values) != 2:
         raise KinformerError(f"{place}: {name} is {value!r}, but must be one whole number, or rows and columns.")
-    return [whole({name: each}, place, name) for each in values]
+    return [whole({name: item}, place, name) for item in values]
 
 
 def _normalisation(path: Path, channels: int) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def _normalisation(path: Path, channels: int) -> dict[str, Any]:
         raise KinformerError(f"{path}: pixels are not brought to 0 to 1 there, which is all that can be imported.")
     if not config.get("do_normalize", True):
         return {}
-    found = {}
+    settings = {}
     for name in ("mean", "std"):
         values = config.get(f"image_{name}")
         if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
             raise KinformerError(f"{path}: image_{name} is {values!r}, but must be {channels} numbers.")
-        found[name] = [float(value) for value in values]
-    return found
+        settings[name] = [float(value) for value in values]
+    return settings

@@ -121,26 +121,26 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     for name, tensor in plain.items():
         if name in _TABLES or name.endswith("embed_positions.weight"):
             continue
-        found = re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        stem = "" if found is None else f"{'encoder.' if found[1] == 'encoder' else ''}stack.layers.{int(found[2])}"
-        known = SELF | FED | (CROSS if found is not None and found[1] == "decoder" else {})
-        part = "" if found is None else found[3]
+        match = re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        stem = "" if match is None else f"{'encoder.' if match[1] == 'encoder' else ''}stack.layers.{int(match[2])}"
+        names = SELF | FED | (CROSS if match is not None and match[1] == "decoder" else {})
+        part = "" if match is None else match[3]
         owner, _, product = part.partition(".")
-        if found is not None and part in known:
-            weights[f"{stem}.{known[part]}.{found[4]}"] = tensor
-        elif found is not None and owner in JOINED and product[:1] in JOINED[owner][0] and product[1:] == "_proj":
-            parts.setdefault(f"{stem}.{JOINED[owner][1]}.{found[4]}", {})[product[0]] = tensor
+        if match is not None and part in names:
+            weights[f"{stem}.{names[part]}.{match[4]}"] = tensor
+        elif match is not None and owner in JOINED and product[:1] in JOINED[owner][0] and product[1:] == "_proj":
+            parts.setdefault(f"{stem}.{JOINED[owner][1]}.{match[4]}", {})[product[0]] = tensor
         else:
             raise KinformerError(
                 f"{folder}: holds {name!r}, which a Marian model for translation has not; import one without further "
                 "heads."
             )
     order = {ours: letters for letters, ours in JOINED.values()}
-    for name, own in parts.items():
-        letters = next(each for ours, each in order.items() if ours in name)
-        if missing := [letter for letter in letters if letter not in own]:
+    for name, local in parts.items():
+        letters = next(value for ours, value in order.items() if ours in name)
+        if missing := [letter for letter in letters if letter not in local]:
             raise KinformerError(f"{folder}: lacks the product {missing[0]!r} of {name}; restore it from a copy.")
-        weights[name] = torch.cat([own[letter] for letter in letters])
+        weights[name] = torch.cat([local[letter] for letter in letters])
     return weights
 
 
@@ -154,19 +154,19 @@ def _tables(plain: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path)
     """The tables of ids, of which one or two are different, and the head's bias."""
     import torch
 
-    own = model["encoder"]["input"] is not None
+    separate = model["encoder"]["input"] is not None
     sides = {"encoder": ("shared.weight", "encoder.embed_tokens.weight")}
     sides["decoder"] = ("decoder.embed_tokens.weight", "lm_head.weight")
-    groups = sides if own else {"decoder": sides["encoder"] + sides["decoder"]}
+    groups = sides if separate else {"decoder": sides["encoder"] + sides["decoder"]}
     weights = {}
     for side, names in groups.items():
-        found = {name: plain[name] for name in names if name in plain}
-        if not found:
+        tables = {name: plain[name] for name in names if name in plain}
+        if not tables:
             raise KinformerError(f"{folder}: lacks {names[0]}; restore it from a copy.")
-        first, *others = found.values()
-        if not all(torch.equal(first, each) for each in others):
+        first, *others = tables.values()
+        if not all(torch.equal(first, other) for other in others):
             raise KinformerError(
-                f"{folder}: {' and '.join(found)} differ, but config.json says that they are one table; only tied "
+                f"{folder}: {' and '.join(tables)} differ, but config.json says that they are one table; only tied "
                 "tables can be imported."
             )
         weights[("encoder." if side == "encoder" else "") + "input.embedding.weight"] = first

@@ -23,16 +23,16 @@ def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[st
     """
     ids = _ids(folder / "tokenizer.json")
     named = {**_table(folder / "tokenizer_config.json"), **_table(folder / "special_tokens_map.json")}
-    found = {}
+    tokens = {}
     for role, (names, usual) in ROLES.items():
         texts = [_text(named[name]) for name in names if named.get(name) is not None] or list(usual)
-        known = [ids[text] for text in texts if text in ids]
+        present = [ids[text] for text in texts if text in ids]
         setting = config.get(settings.get(role, ""))
-        if known:
-            found[role] = known[0]
+        if present:
+            tokens[role] = present[0]
         elif isinstance(setting, int) and 0 <= setting < config["vocab_size"]:
-            found[role] = setting
-    return found
+            tokens[role] = setting
+    return tokens
 
 
 def _ids(path: Path) -> dict[str, int]:

@@ -139,4 +139,4 @@ def _whole_numbers(full: Mapping[str, Any], place: Path, name: str) -> list[int]
     values = full[name]
     if not isinstance(values, list) or not values:
         raise KinformerError(f"{place}: {name} is {values!r}, but must be a list of whole numbers.")
-    return [whole({name: each}, place, name) for each in values]
+    return [whole({name: value}, place, name) for value in values]

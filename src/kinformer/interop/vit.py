@@ -115,8 +115,8 @@ def converted(tensors: Mapping[str, Tensor], names: Mapping[str, str], folder: P
         elif inner in LAYER_NAMES:
             weights[f"{place}{LAYER_NAMES[inner]}.{last}"] = tensor
         elif inner.removeprefix("attention.attention.") in images.FUSED:
-            found = parts.setdefault(f"{place}mixer.projection.qkv.{last}", {})
-            found[inner.removeprefix("attention.attention.")] = tensor
+            qkv = parts.setdefault(f"{place}mixer.projection.qkv.{last}", {})
+            qkv[inner.removeprefix("attention.attention.")] = tensor
         elif not LEFT_OUT.fullmatch(name) and last not in ("cls_token", "distillation_token"):
             raise images.unknown(folder, name, kind)
     return weights | {"input.tokens": _joined(tokens)} | images.fused(parts, folder)

@@ -112,16 +112,16 @@ class BidirectionalAttention(EncoderMixer):
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), self.position.values(v)
         groups = self._groups(text, time - num_global)
-        long = [each[:, :, num_global:] for each in (q, k, v)]
-        found = self._by_pattern(long, text, groups)
+        long = [tensor[:, :, num_global:] for tensor in (q, k, v)]
+        output = self._by_pattern(long, text, groups)
         padding = None if text.valid is None else ~text.valid
         if num_global:
             k_global, v_global = k[:, :, :num_global], v[:, :, :num_global]
             visibility = Visibility(key_padding_mask=None if padding is None else padding[:, :num_global])
-            found = merge(found, self._attend(long[0], k_global, v_global, visibility, lse=True))
+            output = merge(output, self._attend(long[0], k_global, v_global, visibility, lse=True))
         if text.global_positions is not None:
-            found = merge(found, self._columns(long, text.global_positions, groups))
-        y = found.out
+            output = merge(output, self._columns(long, text.global_positions, groups))
+        y = output.out
         if num_global:
             every = Visibility(key_padding_mask=padding)
             y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
@@ -149,8 +149,10 @@ class BidirectionalAttention(EncoderMixer):
         for pattern, rows in groups.items():
             # No further than these texts are long, in steps, so that a plan serves batches of any length.
             end = min(time, -(-int((~padding[rows]).sum(1).max()) // _STEP) * _STEP)
-            own = padding[rows, :end]
-            part = self._local([x[rows, :, :end] for x in qkv], pattern, own if bool(own.any()) else None, lse)
+            queries_valid = padding[rows, :end]
+            part = self._local(
+                [x[rows, :, :end] for x in qkv], pattern, queries_valid if bool(queries_valid.any()) else None, lse
+            )
             sums = None if part.lse is None else functional.pad(part.lse, (0, time - end), value=-torch.inf)
             parts.append(Attended(functional.pad(part.out, (0, 0, 0, time - end)), sums))
         order = torch.tensor([row for rows in groups.values() for row in rows], device=padding.device).argsort()
@@ -195,7 +197,7 @@ class BidirectionalAttention(EncoderMixer):
         self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Tensor, Tensor], visibility: Visibility, lse: bool
     ) -> Attended:
         """Attention of queries and keys at ``positions`` [batch, n] of the long input, few of either."""
-        length = max(each.shape[1] for each in positions)
+        length = max(position.shape[1] for position in positions)
         relative = self.position.relative(1 - length, length - 1)
         if relative is not None:
             visibility = visibility._replace(positions=positions[0], key_positions=positions[1])
@@ -209,16 +211,18 @@ class BidirectionalAttention(EncoderMixer):
         q, k, v = qkv
         slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
         own_positions = text.global_positions.clamp_min(0)
-        padding, own = None if text.valid is None else ~text.valid, self.projection.global_projection()
+        padding, global_projection = None if text.valid is None else ~text.valid, self.projection.global_projection()
         keys: Tensor | Projected = k
         values: Tensor | Projected = v
-        if own is None:
+        if global_projection is None:
             queries = _picked(q, slots)
         else:
-            queries = own.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
+            queries = global_projection.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             queries = self.score.queries(self.position.rotate(queries, queries, own_positions)[0])
-            keys, values = (Projected(x, each.weight, each.bias) for each in (own.key, own.value))
+            keys, values = (
+                Projected(x, item.weight, item.bias) for item in (global_projection.key, global_projection.value)
+            )
             if not isinstance(self.position, NoPosition):
                 keys = self.position.rotate_keys(keys.made(q.shape[1]), positions)
                 values = self.position.values(values.made(q.shape[1]))
@@ -239,10 +243,10 @@ class BidirectionalAttention(EncoderMixer):
         )
         every = torch.arange(k.shape[2] - num_global, device=k.device).expand(len(k), -1)
         k_long, v_long = k[:, :, num_global:], v[:, :, num_global:]
-        found = self._between(q, k_long, v_long, (positions, every), of_long, lse=num_global > 0)
+        output = self._between(q, k_long, v_long, (positions, every), of_long, lse=num_global > 0)
         if num_global:
-            found = merge(found, self._attend(q, k[:, :, :num_global], v[:, :, :num_global], of_global, lse=True))
-        return found.out
+            output = merge(output, self._attend(q, k[:, :, :num_global], v[:, :, :num_global], of_global, lse=True))
+        return output.out
 
 
 @uncompiled("the pattern of a length is made by the host, between two graphs")

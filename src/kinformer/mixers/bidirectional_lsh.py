@@ -64,7 +64,7 @@ class BidirectionalLSH(EncoderMixer):
         if rest := -time % self.chunk_size:
             if valid is None:
                 valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-            q, v = (functional.pad(each, (0, 0, 0, rest)) for each in (q, v))
+            q, v = (functional.pad(tensor, (0, 0, 0, rest)) for tensor in (q, v))
             valid = functional.pad(valid, (0, rest))
         y = sorted_attention(q, normalised(q), v, self.hashes(q), self.chunk_size, valid=valid)
         return select_valid(self.out(merge_heads(y[:, :, :time].to(x.dtype))), text.valid)

@@ -63,10 +63,10 @@ class BidirectionalRouting(EncoderMixer):
         q, v = qkv[0], qkv[-1]
         unit = functional.normalize(q, dim=-1)
         k = unit if self.config.shared else qkv[1]
-        found = [self._similar(unit, text.valid)]
+        similarities = [self._similar(unit, text.valid)]
         if not self.config.shared:
-            found.append(self._similar(functional.normalize(k, dim=-1), text.valid))
-        similar = found[0], None if self.config.shared else found[1]
+            similarities.append(self._similar(functional.normalize(k, dim=-1), text.valid))
+        similar = similarities[0], None if self.config.shared else similarities[1]
         y = balanced_attention(q, k, v, similar, self.config.window, valid=text.valid)
         return select_valid(self.out(merge_heads(y)), text.valid)
 

@@ -131,9 +131,11 @@ class EtcAttention(EncoderMixer):
         g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
         visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
         if self.config.hard_g2l:
-            own = q.new_zeros(batch, count, time, dtype=torch.bool) if turned is None else turned
-            visibility = visibility._replace(attn_mask=torch.cat([own.new_ones(batch, count, count), own], -1)[:, None])
-        k, v = (torch.cat(each, 2) for each in zip(pieces.g2g, pieces.g2l, strict=True))
+            blocked = q.new_zeros(batch, count, time, dtype=torch.bool) if turned is None else turned
+            visibility = visibility._replace(
+                attn_mask=torch.cat([blocked.new_ones(batch, count, count), blocked], -1)[:, None]
+            )
+        k, v = (torch.cat(item, 2) for item in zip(pieces.g2g, pieces.g2l, strict=True))
         return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), g2l], -1)).out
 
     def _global_ids(self, count: int, device: torch.device) -> Tensor:

@@ -133,19 +133,19 @@ class Linformer(EncoderMixer):
             short = (weight[:, 0, :, : x.shape[1]].flatten(0, 1) @ x).unflatten(1, (len(weight), -1))
             return self._heads(self.key(short[:, 0])), self._heads(self.value(short[:, -1]))
         k, v = (
-            self._compressed(functional.linear(x, product.weight), each, product.bias)
-            for product, each in ((self.key, weight[0]), (self.value, weight[-1]))
+            self._compressed(functional.linear(x, product.weight), item, product.bias)
+            for product, item in ((self.key, weight[0]), (self.value, weight[-1]))
         )
         return k, v
 
     def _compressed(self, projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Keys or values of each head's own compression, or convolved: [batch, heads, summaries, head_dim]."""
         if self.config.method == "learned":
-            found = torch.einsum("hrn,bhnd->bhrd", weight[..., : projected.shape[1]], self._heads(projected))
+            summary = torch.einsum("hrn,bhnd->bhrd", weight[..., : projected.shape[1]], self._heads(projected))
         else:
             windows = _windows(projected, self.width).unflatten(2, (self.num_heads, -1)).mT.flatten(3)
-            found = torch.einsum("hof,bwhf->bhwo", weight.expand(self.num_heads, -1, -1), windows)
-        return found if bias is None else found + bias.view(self.num_heads, 1, -1)
+            summary = torch.einsum("hof,bwhf->bhwo", weight.expand(self.num_heads, -1, -1), windows)
+        return summary if bias is None else summary + bias.view(self.num_heads, 1, -1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

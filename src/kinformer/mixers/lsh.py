@@ -79,7 +79,7 @@ class LSHAttention(CausalMixer):
         q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
         k = normalised(q)
         keys, values, membership, state = absorb(self.sizes, chunk, state, k, v, self.hashes(q))
-        found = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
-        assert found.lse is not None
-        y = torch.where((found.lse == -torch.inf).unsqueeze(-1), v, found.out.to(v.dtype))
+        output = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
+        assert output.lse is not None
+        y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
         return select_valid(self.out(merge_heads(y)), chunk.valid), state

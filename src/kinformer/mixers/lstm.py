@@ -61,6 +61,6 @@ class LSTM(CausalMixer):
         parts = (rnn.weight_ih_l0, rnn.weight_hh_l0, rnn.bias_ih_l0, rnn.bias_hh_l0)
         with no_autocast(chunk.x.device):
             weights = Weights(*(part.to(accumulator) for part in parts))  # type: ignore[arg-type]
-            x, h, c = (each.to(accumulator) for each in (select_valid(chunk.x, chunk.valid), *state))
+            x, h, c = (item.to(accumulator) for item in (select_valid(chunk.x, chunk.valid), *state))
             y, *after = lstm(x, h, c, weights, valid=chunk.valid, reset=real_resets(chunk), impl=self.impl)
         return y.to(chunk.x.dtype), LSTMState(*(new.to(old.dtype) for new, old in zip(after, state, strict=True)))

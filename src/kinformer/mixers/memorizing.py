@@ -174,10 +174,10 @@ class Memorizing(CausalMixer):
             return y, after._replace(recent=ReservedKeysValues.of(after.recent, room))
         positions = recent.positions(chunk)
         q, k, v = self._project(chunk.x)
-        k, v, kept, full = recent.append(k, v, self.kept)
+        k, v, recent_state, full = recent.append(k, v, self.kept)
         y = self._local(q, k, v, positions, whole=full)
         external, evicted = self._external(chunk, q, k, v, positions[:, 0], state)
-        return self._mix(y, external), MemorizingState(kept, *evicted)  # type: ignore[call-arg]
+        return self._mix(y, external), MemorizingState(recent_state, *evicted)  # type: ignore[call-arg]
 
     def _absorb(self, chunk: Chunk, state: MemorizingState, recent: KeysValues) -> tuple[Tensor, MemorizingState]:
         positions = positions_of(chunk, recent.seen)
@@ -196,7 +196,7 @@ class Memorizing(CausalMixer):
         """Normalised queries and keys, and values [batch, heads, time, head_dim]."""
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        q, k = (each * (each.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+        q, k = (tensor * (tensor.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
         return q.to(v.dtype), k.to(v.dtype), v
 
     def _scaled(self, q: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class Memorizing(CausalMixer):
 
         k, v: of the recent past and of the chunk; ``before`` [batch] counts the tokens that each row's sequence had.
         """
-        old = Evicted(*(each.detach() for each in state[1:]))
+        old = Evicted(*(item.detach() for item in state[1:]))
         if not self.config.memory_size:
             return None, old
         seen = host_ints(before, 0)
@@ -232,11 +232,11 @@ class Memorizing(CausalMixer):
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):
             fresh = (k[rows].detach(), v[rows].detach())
-            evicted = Evicted(*(each[rows] for each in old))
+            evicted = Evicted(*(item[rows] for item in old))
             store = Store(self.rules, search, evicted, seen[rows.start], fresh, chunk.x.shape[1])
             outputs.append(store.absorb(q[rows], self._scaled(q[rows]), runs))
             after.append(store.evicted)
-        return join(outputs), Evicted(*(join(list(each)) for each in zip(*after, strict=True)))
+        return join(outputs), Evicted(*(join(list(item)) for item in zip(*after, strict=True)))
 
     def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Subsequence]]]:
         """Rows that go through the chunk alike (all of them, or one by one), and the sequences in it."""

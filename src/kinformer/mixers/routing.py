@@ -127,9 +127,9 @@ class RoutingAttention(CausalMixer):
             self.sizes, chunk, state.routed, key, v, similar.argmax(-1).unsqueeze(2)
         )
         scale, impl = self.head_dim**-0.5, self.config.impl
-        found = bucketed_attention(q, keys, values, membership, scale=scale, impl=impl)
-        assert found.lse is not None
-        y = torch.where((found.lse == -torch.inf).unsqueeze(-1), v, found.out.to(v.dtype))
+        output = bucketed_attention(q, keys, values, membership, scale=scale, impl=impl)
+        assert output.lse is not None
+        y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
         k, v = state.k, state.v
         if self.local:
             local, k, v = self._window(chunk, state, near, routed.seen)

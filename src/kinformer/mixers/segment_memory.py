@@ -265,8 +265,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         """The slots of a state: those of segments that are over are cut from the graph."""
         if not hidden_states.requires_grad:
             return hidden_states
-        own = host_ints(seen, hidden_states.shape[2])
-        most = self.segment - 1 if own is None else max(count % self.segment for count in own)
+        counts = host_ints(seen, hidden_states.shape[2])
+        most = self.segment - 1 if counts is None else max(count % self.segment for count in counts)
         return _cut(hidden_states, seen % self.segment, min(most, hidden_states.shape[2]))
 
 

@@ -90,7 +90,7 @@ class CausalTransition(_Weights, CausalMixer):
     ) -> ConvolutionState:
         like = self.up.weight
         options: dict[str, Any] = {"device": device or like.device, "dtype": state_dtype(dtype or like.dtype)}
-        return ConvolutionState(*(torch.zeros(batch, 1, *each, **options) for each in self._sizes))
+        return ConvolutionState(*(torch.zeros(batch, 1, *size, **options) for size in self._sizes))
 
     @property
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

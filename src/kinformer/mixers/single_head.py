@@ -115,8 +115,8 @@ class SingleHead(CausalMixer):
         if past:
             slots = torch.cat([state.memory.to(slots.dtype), slots], dim=2)
         y = self._attend(h, slots, positions, whole=not past and chunk.reset is None)
-        kept = newest(chunk, slots, seen, self.retained)
-        return select_valid(y, chunk.valid), SingleHeadState(kept, seen)  # type: ignore[call-arg]
+        memory = newest(chunk, slots, seen, self.retained)
+        return select_valid(y, chunk.valid), SingleHeadState(memory, seen)  # type: ignore[call-arg]
 
     def _norms(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What queries are made of, and what is remembered [batch, 1, time, dim]."""

@@ -86,10 +86,10 @@ class SinkhornAttention(EncoderMixer):
             valid = pad(x.new_ones(x.shape[:2], dtype=torch.bool) if valid is None else valid, (0, short))
             x = pad(x, (0, 0, 0, short))
         present = None if valid is None else valid.unflatten(1, (-1, block))
-        q, k, v = (each.unflatten(2, (-1, block)) for each in self.projection(x))
+        q, k, v = (item.unflatten(2, (-1, block)) for item in self.projection(x))
         if present is not None:
-            zero, kept = k.new_zeros(()), present[:, None, ..., None]
-            k, v = torch.where(kept, k, zero), torch.where(kept, v, zero)
+            zero, masks = k.new_zeros(()), present[:, None, ..., None]
+            k, v = torch.where(masks, k, zero), torch.where(masks, v, zero)
         weights = self.sorting(x.unflatten(1, (-1, block)).sum(2), None if present is None else present[..., 0])
         weights = weights[:, :, : self.config.cut or None]
         y = (self._cut if self.config.cut else self._blocks)(q, k, v, *_sorted(weights, k, v, present), present)
@@ -103,7 +103,7 @@ class SinkhornAttention(EncoderMixer):
         if present is not None:  # the first block lacks the slots that no block has
             hidden = ~torch.cat([present[:, :1].expand_as(present), present], 2).flatten(0, 1)
         k, v = torch.cat([sorted_k, k], 3), torch.cat([sorted_v, v], 3)
-        rows, keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        rows, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
         return merge_heads(self._attend(rows, keys, values, hidden)).unflatten(0, (-1, q.shape[2])).flatten(1, 2)
 
     def _cut(
@@ -159,8 +159,8 @@ def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tu
     if present is not None:
         some = weights @ present[:, None].to(weights.dtype)
         scaled = weights.sum(-1, keepdim=True) / some.clamp_min(torch.finfo(weights.dtype).tiny)
-    weights, found = weights.to(k.dtype), []
-    for each in (k, v):
-        mixed = (weights @ each.flatten(3)).unflatten(3, each.shape[3:])
-        found.append(mixed if present is None else mixed * scaled.to(k.dtype).unsqueeze(-1))
-    return found[0], found[1]
+    weights, parts = weights.to(k.dtype), []
+    for tensor in (k, v):
+        mixed = (weights @ tensor.flatten(3)).unflatten(3, tensor.shape[3:])
+        parts.append(mixed if present is None else mixed * scaled.to(k.dtype).unsqueeze(-1))
+    return parts[0], parts[1]

@@ -111,20 +111,20 @@ class Update(nn.Module):
 
         With five keys a query, products one by one are faster than tiles, of which a twentieth would be used.
         """
-        own, before, after = shifts
+        shift, before, after = shifts
         z = self.norm(h)
-        (k, v), (k_e, v_e), (k_s, v_s) = (self.ring.keys_values(each) for each in (z, e, s))
-        k, v, q = own(k), own(v), self.ring.heads(self.ring.query(z)) * self.scale
-        scores = torch.stack([(q * each).sum(-1) for each in (before(k), k, after(k), k_e, k_s)], -1)
+        (k, v), (k_e, v_e), (k_s, v_s) = (self.ring.keys_values(tensor) for tensor in (z, e, s))
+        k, v, q = shift(k), shift(v), self.ring.heads(self.ring.query(z)) * self.scale
+        scores = torch.stack([(q * item).sum(-1) for item in (before(k), k, after(k), k_e, k_s)], -1)
         weights = scores.softmax(-1, dtype=state_dtype(scores.dtype)).to(v.dtype).unsqueeze(-1).unbind(-2)
         seen = (before(v), v, after(v), v_e, v_s)
-        y = sum(weight * each for weight, each in zip(weights[1:], seen[1:], strict=True)) + weights[0] * seen[0]
+        y = sum(weight * item for weight, item in zip(weights[1:], seen[1:], strict=True)) + weights[0] * seen[0]
         return leaky_relu(self.ring.out(y.flatten(2)))
 
     def moved(self, s: Tensor, h: Tensor, valid: Tensor | None) -> Tensor:
         """The relay s [batch, 1, dim] after it looked at itself and at all tokens."""
         assert self.relay is not None
-        k, v = (each.transpose(1, 2) for each in self.relay.keys_values(torch.cat([s, h], 1)))
+        k, v = (keys_value.transpose(1, 2) for keys_value in self.relay.keys_values(torch.cat([s, h], 1)))
         hidden = None if valid is None else pad(~valid, (1, 0), value=False)
         q = self.relay.heads(self.relay.query(s)).transpose(1, 2)
         y = attention(q, k, v, Visibility(key_padding_mask=hidden), Scoring(self.scale), impl=self.impl).out

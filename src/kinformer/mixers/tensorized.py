@@ -122,7 +122,7 @@ class TensorizedAttention(CausalMixer):
             block = Block(queries[:, first - past : last - past], keys[:, :last], v[:, :last], first, number)
             outputs.append(block.outputs(weight, total))
             total = block.sums(weight, total)
-        k, v = (newest(chunk, each[:, None], seen, None) for each in (k, v))
+        k, v = (newest(chunk, tensor[:, None], seen, None) for tensor in (k, v))
         after = TensorizedState(k, v, total, seen)  # type: ignore[call-arg]
         return select_valid(torch.cat(outputs, 1), chunk.valid), after
 
@@ -200,10 +200,10 @@ class Block(NamedTuple):
         """M of all slots of the last one's sequence."""
         keys, v, first = self.keys, self.v, self.first
         if self.number is not None:
-            own = self._own[:, -1:]
-            same = (self.number[:, : v.shape[1]] == own)[..., None]
-            keys, v = (torch.where(same, each, each.new_zeros(())) for each in (keys, v))
-            total = torch.where((own == self._before)[..., None], total, total.new_zeros(()))
+            last = self._own[:, -1:]
+            same = (self.number[:, : v.shape[1]] == last)[..., None]
+            keys, v = (torch.where(same, item, item.new_zeros(())) for item in (keys, v))
+            total = torch.where((last == self._before)[..., None], total, total.new_zeros(()))
         v = v.repeat(1, 1, keys.shape[-1] // v.shape[-1])
         products = torch.cat([keys[:, first:, None] * v[:, None], v[:, first:, None] * keys[:, None, :first]], 2)
         products = products.flatten(1, 2)

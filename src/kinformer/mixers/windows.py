@@ -80,7 +80,7 @@ class WindowAttention(GridOnly, EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         grid = gridded(x, text, "windows")
         side, shift = self.sizes(grid)
-        padded = tuple(-(-each // side) * side for each in grid)
+        padded = tuple(-(-item // side) * side for item in grid)
         x = x.unflatten(1, grid)
         if padded != grid:
             x = functional.pad(x, (0, 0, 0, padded[1] - grid[1], 0, padded[0] - grid[0]))

@@ -61,7 +61,9 @@ class Trunk(nn.Module):
         layers = [layer.build(width) for layer, width in zip(config.layers, widths, strict=True)]
         self.stack = config.stack.build_model(layers, dim)
         self.norm = config.norm.build(config.stack.width(dim)) if config.norm else nn.Identity()
-        mixers = (each.max_length for each in self.stack.modules() if isinstance(each, CausalMixer | EncoderMixer))
+        mixers = (
+            module.max_length for module in self.stack.modules() if isinstance(module, CausalMixer | EncoderMixer)
+        )
         self._max_length = min((n for n in (self.position.max_length, *mixers) if n is not None), default=None)
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
@@ -90,18 +92,18 @@ class Trunk(nn.Module):
 
     def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
         """Refuse ``values`` that are no input of this model, and what comes with them in another shape or type."""
-        for name, each in {"values": values, **masks, **integers}.items():
-            if not isinstance(each, Tensor) and (each is not None or name == "values"):
-                raise KinformerError(f"{name} must be a tensor, but is of the type {type(each).__name__}.")
+        for name, value in {"values": values, **masks, **integers}.items():
+            if not isinstance(value, Tensor) and (value is not None or name == "values"):
+                raise KinformerError(f"{name} must be a tensor, but is of the type {type(value).__name__}.")
         self.input.check(values)
         shape = (len(values), self.input.length(values))
         if shape[0] < 1:
             raise KinformerError("there must be one row or more, but the batch has 0; leave the call out.")
-        for given, dtype in ((masks, torch.bool), (integers, torch.int64)):
-            for name, each in given.items():
-                if each is not None and (tuple(each.shape) != shape or each.dtype != dtype):
+        for checks, dtype in ((masks, torch.bool), (integers, torch.int64)):
+            for name, value in checks.items():
+                if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
                     raise KinformerError(
-                        f"{name} is {each.dtype} {list(each.shape)}, but must be {dtype} [batch, time] = "
+                        f"{name} is {value.dtype} {list(value.shape)}, but must be {dtype} [batch, time] = "
                         f"{list(shape)}; give one for every position."
                     )
 

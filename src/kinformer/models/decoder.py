@@ -109,14 +109,14 @@ class Decoder(CommonModel):
         if torch.compiler.is_compiling() or not has_data(by):
             every = torch.stack([self._head_of(exit)(x, self.input) for exit in range(len(self.stack.exits))], dim=-2)
             return every.take_along_dim(by[..., None, None], dim=-2)[..., 0, :]
-        found: list[int] = torch.unique(by).tolist()
-        if len(found) == 1:
-            return self._head_of(found[0])(x, self.input)
+        heads: list[int] = torch.unique(by).tolist()
+        if len(heads) == 1:
+            return self._head_of(heads[0])(x, self.input)
         logits = None
-        for number in found:
-            own = self._head_of(number)(x[by == number][None], self.input)[0]
-            logits = own.new_empty(*by.shape, own.shape[-1]) if logits is None else logits
-            logits = logits.index_put((by == number,), own)
+        for number in heads:
+            head_logits = self._head_of(number)(x[by == number][None], self.input)[0]
+            logits = head_logits.new_empty(*by.shape, head_logits.shape[-1]) if logits is None else logits
+            logits = logits.index_put((by == number,), head_logits)
         assert logits is not None
         return logits
 
@@ -232,10 +232,10 @@ class Decoder(CommonModel):
     def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
         """``chunk`` with its positions, what is added before each use of a layer, and ``seen`` after it."""
         positions = positions_of(chunk, seen)
-        own = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
+        token_positions = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
 
         def before(x: Tensor, use: int) -> Tensor:
-            added = self.position.layer_input(own, use)
+            added = self.position.layer_input(token_positions, use)
             return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
         return chunk._replace(positions=positions), before, advance(seen, chunk, positions)

@@ -84,7 +84,7 @@ class Reader(Trunk):
         if order is not None:
             values = order.align(values)
             kinds, types, sentences = (
-                None if each is None else order.align(each) for each in (kinds, types, sentences)
+                None if item is None else order.align(item) for item in (kinds, types, sentences)
             )
         positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
         positions = positions if valid is None else positions.masked_fill(~valid, 0)
@@ -97,7 +97,7 @@ class Reader(Trunk):
             return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
 
         x, tapped = self.stack.read(x, text, before, taps)
-        outputs = [_restored(each[:, count:], order) for each in (self.norm(x), *tapped)]
+        outputs = [_restored(item[:, count:], order) for item in (self.norm(x), *tapped)]
         global_input = x[:, :count] if count else None
         standing = text.valid[:, :count] if count and text.valid is not None else None
         return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
@@ -125,12 +125,12 @@ class Reader(Trunk):
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
         text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
         if self.global_input is not None:
-            given = sentences is not None
-            sentences = sentences if given else self.global_input.sentences(batch, time, values.device)
+            has_sentences = sentences is not None
+            sentences = sentences if has_sentences else self.global_input.sentences(batch, time, values.device)
             sentences = sentences if sentences is None or valid is None else sentences.masked_fill(~valid, -1)
-            count = self.global_input.count(sentences if given else None, time)
+            count = self.global_input.count(sentences if has_sentences else None, time)
             x = torch.cat([self.global_input.embed(batch, count).to(x.dtype), x], dim=1)
-            text = _with_global_input(text, sentences, count, positions, given)
+            text = _with_global_input(text, sentences, count, positions, has_sentences)
         return self._entered(self.embedding_norm(x), text.valid), text
 
 
@@ -141,13 +141,13 @@ def _with_global_input(
     batch, time = positions.shape
     valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
     if sentences is None:
-        own = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
-        joined = None if text.valid is None else torch.cat([own, valid], 1)
+        sentence_valid = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
+        joined = None if text.valid is None else torch.cat([sentence_valid, valid], 1)
         return SequenceContext(joined, text.global_positions, None, count)
     numbers = torch.arange(count, device=positions.device).expand(batch, -1)
-    own = numbers <= sentences.amax(1, keepdim=True)
-    all_valid = text.valid is None and not (given and not bool(own.all()))
-    joined = None if all_valid else torch.cat([own, valid], 1)
+    sentence_valid = numbers <= sentences.amax(1, keepdim=True)
+    all_valid = text.valid is None and not (given and not bool(sentence_valid.all()))
+    joined = None if all_valid else torch.cat([sentence_valid, valid], 1)
     return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
 
 

@@ -125,18 +125,18 @@ class NearAndDrawn(ChosenBlocks):
 
     def choices(self, blocks: Numbers) -> Sequence[Numbers]:
         inside = (blocks >= 0) & (blocks < self.blocks)
-        found: list[Numbers] = []
+        result: list[Numbers] = []
         for step in (-1, 0, 1):
             one = blocks + step
-            found.append((one + 1) * (inside & (one >= 0) & (one < self.blocks)) - 1)
+            result.append((one + 1) * (inside & (one >= 0) & (one < self.blocks)) - 1)
         rows = blocks.clip(0, self.blocks - 1)
         if isinstance(rows, Tensor):
             table = torch.tensor(self.drawn, dtype=torch.int64, device=rows.device)[rows]
         else:
             table = np.array(self.drawn, np.int64)[rows]
         for number in range(table.shape[-1]):
-            found.append((table[..., number] + 1) * inside - 1)
-        return found
+            result.append((table[..., number] + 1) * inside - 1)
+        return result
 
 
 @dataclass(frozen=True)

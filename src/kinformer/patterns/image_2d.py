@@ -98,8 +98,8 @@ class Image2D(Pattern):
         in_flange = (x >= left - self.flange_width) & (x < left + self.block_width + self.flange_width)
         above = (y >= top - self.flange_height) & (y < top) & in_flange
         beside = (corner_y == top) & in_flange & (x < left)
-        own = (corner_y == top) & (corner_x == left) & (k <= q)
-        return (above | beside | own) & (q // size == k // size)
+        same_block = (corner_y == top) & (corner_x == left) & (k <= q)
+        return (above | beside | same_block) & (q // size == k // size)
 
     def cover(self, boxes: Boxes) -> Cover:
         return by_query_block(boxes, self.raster.area, self._cover_of_block)
@@ -115,9 +115,9 @@ class Image2D(Pattern):
         above = _Rectangle(top - self.flange_height, top - 1, wide, far)
         beside = _Rectangle(top, bottom, wide, left - 1)
         keys = self._around((low - image).clip(0, size - 1), (high - image).clip(0, size - 1))
-        own = boxes.q_low // self.raster.area * self.raster.area
-        some = (low <= high) & (keys.meets(above) | keys.meets(beside) | (high >= own))
-        every = keys.within(above) | keys.within(beside) | ((low >= own) & (high <= boxes.q_low))
+        first_query = boxes.q_low // self.raster.area * self.raster.area
+        some = (low <= high) & (keys.meets(above) | keys.meets(beside) | (high >= first_query))
+        every = keys.within(above) | keys.within(beside) | ((low >= first_query) & (high <= boxes.q_low))
         every &= some & (low == boxes.k_low) & (high == boxes.k_high)
         return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
 

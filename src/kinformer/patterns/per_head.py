@@ -78,5 +78,5 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 
 def _farthest(bounds: list[int | None]) -> int | None:
-    known = [bound for bound in bounds if bound is not None]
-    return max(known) if len(known) == len(bounds) else None
+    bounds_known = [bound for bound in bounds if bound is not None]
+    return max(bounds_known) if len(bounds_known) == len(bounds) else None

@@ -33,9 +33,9 @@ def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> 
             low = low + (-((low - start) // step)).clip(0) * step
         else:
             low = high = low + number * step
-        found = rule(Boxes(low, high, k_low[still], k_high[still], step))
-        least[still] = np.minimum(least[still], found)
-        most[still] = np.maximum(most[still], found)
+        intervals = rule(Boxes(low, high, k_low[still], k_high[still], step))
+        least[still] = np.minimum(least[still], intervals)
+        most[still] = np.maximum(most[still], intervals)
     return np.where((least == most) & (count <= MOST_BLOCKS), least, SOME).astype(np.int8)
 
 

@@ -44,8 +44,8 @@ def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Ta
                 pool = np.arange(1, end)
             else:
                 pool = np.concatenate([np.arange(1, min(row - 1, end)), np.arange(row + 2, end)])
-            found = state.permutation(pool)[:random]
-            drawn[head, row, : len(found)] = found
+            result = state.permutation(pool)[:random]
+            drawn[head, row, : len(result)] = result
     drawn.flags.writeable = False
     return drawn
 

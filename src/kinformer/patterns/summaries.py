@@ -54,9 +54,9 @@ class Summaries(Pattern):
         if step % self.segment == 0:
             offset = boxes.k_low % self.segment
             return np.where((offset >= self.low) & (offset < self.high), ALL, NONE).astype(np.int8)
-        found = self._below(boxes.k_high + 1) - self._below(boxes.k_low)
-        every = found == boxes.k_high - boxes.k_low + 1
-        return np.where(every, ALL, np.where(found > 0, SOME, NONE)).astype(np.int8)
+        count = self._below(boxes.k_high + 1) - self._below(boxes.k_low)
+        every = count == boxes.k_high - boxes.k_low + 1
+        return np.where(every, ALL, np.where(count > 0, SOME, NONE)).astype(np.int8)
 
     def _below(self, end: Ints) -> Ints:
         """How many summary keys lie before ``end``."""

@@ -38,10 +38,10 @@ class ByPiece(MultiHead):
     def __init__(self, dim: int, num_heads: int, head_dim: int, sharing: Sharing, bias: bool) -> None:
         config = MultiHead.Config(bias=bias)
         super().__init__(config, dim, num_heads, head_dim)
-        own = sharing == "pieces"
+        separate = sharing == "pieces"
         self.of_global = None if sharing == "all" else config.build(dim, num_heads, head_dim)
-        self.l2g = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if own else None
-        self.g2l = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if own else None
+        self.l2g = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if separate else None
+        self.g2l = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if separate else None
 
     def pieces(self, x: Tensor, num_global: int) -> Pieces:
         """Of x [batch, num_global + time, dim]."""

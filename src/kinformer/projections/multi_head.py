@@ -38,6 +38,6 @@ class MultiHead(Projection):
         batch, time, _ = x.shape
         first = self.qkv.out_features // 3
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        found = functional.linear(x, self.qkv.weight[first:], bias)
-        k, v = found.view(batch, time, 2, *self.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        projected = functional.linear(x, self.qkv.weight[first:], bias)
+        k, v = projected.view(batch, time, 2, *self.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         return k, v

@@ -36,8 +36,10 @@ class CausalConvolution(nn.Module):
             mixed = shifted_sum(tokens, self.weight, None)
         else:
             sequence = functional.pad(reset.long().cumsum(1), (self.context, 0))
-            own = sequence[:, self.context :]
-            mixed = shifted_sum(tokens, self.weight, lambda back: own == sequence[:, self.context - back :][:, :time])
+            output = sequence[:, self.context :]
+            mixed = shifted_sum(
+                tokens, self.weight, lambda back: output == sequence[:, self.context - back :][:, :time]
+            )
             tokens = torch.where((sequence == sequence[:, -1:])[:, None, :, None], tokens, tokens.new_zeros(()))
         if valid is not None:
             tokens = right_align(tokens, valid.sum(dim=1), time)

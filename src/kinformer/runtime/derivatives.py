@@ -34,11 +34,13 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
             if not torch.is_grad_enabled():
                 return backward(ctx, saved, *gradients)
             with torch.no_grad():
-                found = backward(ctx, saved, *gradients)
-            known = [index for index, each in enumerate(found) if each is not None]
-            causes = [each for each in (*saved, *gradients) if each is not None]
-            outputs = iter(_Gradients.apply((name, remedy), len(known), *(found[index] for index in known), *causes))
-            return tuple(None if each is None else next(outputs) for each in found)
+                grads = backward(ctx, saved, *gradients)
+            with_values = [index for index, item in enumerate(grads) if item is not None]
+            causes = [tensor for tensor in (*saved, *gradients) if tensor is not None]
+            outputs = iter(
+                _Gradients.apply((name, remedy), len(with_values), *(grads[index] for index in with_values), *causes)
+            )
+            return tuple(None if item is None else next(outputs) for item in grads)
 
         return connected
 
@@ -64,7 +66,7 @@ def check_reverse(name: str, *tensors: Tensor | None, remedy: str = REMEDY) -> N
     """Refuse tensors with tangents, which the function called ``name`` would drop."""
     if torch.compiler.is_compiling():
         return
-    if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise KinformerError(
             f"{name} has no forward-mode derivative, but an input has a tangent; {remedy}, or differentiate in reverse."
         )

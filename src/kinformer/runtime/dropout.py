@@ -25,5 +25,5 @@ class Dropout(nn.Dropout):
         if not ours:
             return super().forward(x)
         words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // _EACH),), device=x.device)
-        kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
-        return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))
+        retained = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
+        return x * retained.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

@@ -34,16 +34,16 @@ def require_ranges(given: Mapping[str, Any]) -> None:
             continue
         if not math.isfinite(value):
             raise KinformerError(f"{name} must be a finite number, but is {value}.")
-        inside, told = _RANGES.get(name, (None, ""))
+        inside, range_text = _RANGES.get(name, (None, ""))
         if inside is not None and not inside(value):
-            raise KinformerError(f"{name} must be {told}, but is {value:g}.")
+            raise KinformerError(f"{name} must be {range_text}, but is {value:g}.")
 
 
 def require_types(options: Any, declared: type) -> None:
     """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type."""
     for name, kind in _plain_types(declared).items():
         value = getattr(options, name)
-        if not any(_is_one(value, each) for each in kind):
+        if not any(_is_one(value, item) for item in kind):
             raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_told, kind))}.")
 
 
@@ -51,19 +51,19 @@ def require_types(options: Any, declared: type) -> None:
 def _plain_types(declared: type) -> dict[str, tuple[Any, ...]]:
     """What each field may be, of those that hold plain values."""
     hints = typing.get_type_hints(declared)
-    known = {}
+    plain = {}
     for field in fields(declared):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         kinds = typing.get_args(hint) if union else (hint,)
         if all(kind in (*_NAMES, type(None)) or typing.get_origin(kind) is Literal for kind in kinds):
-            known[field.name] = kinds
-    return known
+            plain[field.name] = kinds
+    return plain
 
 
 def _is_one(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is Literal:
-        return any(value == each and type(value) is type(each) for each in typing.get_args(kind))
+        return any(value == item and type(value) is type(item) for item in typing.get_args(kind))
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

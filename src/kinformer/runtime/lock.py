@@ -28,8 +28,8 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             if is_here(folder, os.fstat(handle)):
                 with suppress(OSError):
-                    for each in made:
-                        each.rmdir()
+                    for item in made:
+                        item.rmdir()
     finally:
         os.close(handle)
 
@@ -45,7 +45,7 @@ def is_here(folder: Path, status: os.stat_result) -> bool:
 def _make(folder: Path) -> list[Path]:
     """The folders that were not there and are now, innermost first."""
     try:
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        missing = [item for item in (folder, *folder.parents) if not item.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise KinformerError(f"{folder}: is a file; give a folder.") from None

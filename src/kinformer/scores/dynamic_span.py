@@ -57,8 +57,8 @@ class DynamicSpan(TokenSpan):
 
     def of(self, x: Tensor) -> Tensor:
         dtype = state_dtype(x.dtype)
-        asked = x.to(dtype) @ self.weight.to(dtype).mT + self.bias.to(dtype)
-        return self.config.max_span * asked.sigmoid().transpose(1, 2)
+        spans = x.to(dtype) @ self.weight.to(dtype).mT + self.bias.to(dtype)
+        return self.config.max_span * spans.sigmoid().transpose(1, 2)
 
     def reach(self, z: float) -> int:
         return window(self.config, z)

@@ -114,9 +114,9 @@ class Exits(Stack):
         x = earlier = chunk.x
         after, tapped = [], []
         for number in range(len(self.order)):
-            y, own = self._used(number, chunk._replace(x=before(x, number)), state[number], running.output_mask)
+            y, new_state = self._used(number, chunk._replace(x=before(x, number)), state[number], running.output_mask)
             x = running.merged(x, y)
-            after.append(own)
+            after.append(new_state)
             if number in taps:
                 tapped.append(x)
             if number in self.exits[:-1]:
@@ -142,9 +142,9 @@ class Exits(Stack):
         there, [batch, time] int64; and the states after.
         """
         x, after = chunk.x, []
-        for use, own in zip(self.leads(number), state, strict=True):
-            x, own = self._used(use, chunk._replace(x=before(x, use)), own, None)
-            after.append(own)
+        for use, layer_state in zip(self.leads(number), state, strict=True):
+            x, layer_state = self._used(use, chunk._replace(x=before(x, use)), layer_state, None)
+            after.append(layer_state)
         logits = read(x, number)
         leaves = torch.full(x.shape[:2], len(self.exits) - 1, device=x.device)
         if self.asks(number):
@@ -158,7 +158,7 @@ class Exits(Stack):
         """The states of the same uses after a chunk whose tokens have left before."""
         nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
         pairs = zip(self.leads(number), state, strict=True)
-        return tuple(self._used(use, chunk._replace(x=before(chunk.x, use)), own, nothing)[1] for use, own in pairs)
+        return tuple(self._used(use, chunk._replace(x=before(chunk.x, use)), pair, nothing)[1] for use, pair in pairs)
 
     def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
         """Let go of those that leave by exit ``number``; ``read`` None: they were drawn."""
@@ -190,8 +190,8 @@ class _Running:
         x, valid = chunk.x, chunk.valid
         self.mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         self.leaves_by = torch.full(x.shape[:2], last, dtype=torch.int64, device=x.device)
-        found = chunk.positions
-        self.positions = torch.zeros_like(self.leaves_by) if found is None else found
+        positions = chunk.positions
+        self.positions = torch.zeros_like(self.leaves_by) if positions is None else positions
         self.known = has_data(x) and not torch.compiler.is_compiling()
         self.whole, self.some = True, True
         self._picked = None if valid is None or not self.known else valid

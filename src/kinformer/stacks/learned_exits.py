@@ -114,8 +114,8 @@ class Geometric(ThresholdRule):
         return torch.cat([functional.logsigmoid(logits) + before, stays[..., -1:]], dim=-1)
 
     def _logits(self, x: Tensor, number: int) -> Tensor:
-        found = self.linear(x)[..., number if self.config.per_exit else 0]
-        return found.to(state_dtype(found.dtype))
+        logits = self.linear(x)[..., number if self.config.per_exit else 0]
+        return logits.to(state_dtype(logits.dtype))
 
 
 def oracle_loss(config: OracleConfig, log_q: Tensor, seen: AllExits, progress: float) -> Tensor:

@@ -41,12 +41,12 @@ class LayerUse:
 
     def forward(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         """The streams and the mixers' states after the layer."""
-        given, after = iter(state), []
+        inputs, after = iter(state), []
         for branch in self.branches:
-            added, own = self._added(branch, b, next(given) if branch.mixes else ())
+            added, new_state = self._added(branch, b, next(inputs) if branch.mixes else ())
             a, b = b, a + added
             if branch.mixes:
-                after.append(own)
+                after.append(new_state)
         return a, b, tuple(after)
 
     def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -56,16 +56,16 @@ class LayerUse:
         graph would keep is let go of at once.
         """
         self.autocast, self.drawn = _autocast(a.device), []
-        given, after = iter(state), []
+        inputs, after = iter(state), []
         with self.autocast(), saved_tensors_hooks(lambda _: _NOTHING, _never):
             for branch in self.branches:
                 self.drawn.append(_generators(b) if self.random else nullcontext)
-                own = states.detach(next(given)) if branch.mixes else ()
+                branch_state = states.detach(next(inputs)) if branch.mixes else ()
                 with torch.enable_grad():
-                    added, own = self._added(branch, b.detach(), own)
+                    added, branch_state = self._added(branch, b.detach(), branch_state)
                 a, b = b, a + added.detach()
                 if branch.mixes:
-                    after += [each.detach().clone() for each in states.tensors(own)]
+                    after += [tensor.detach().clone() for tensor in states.tensors(branch_state)]
         return a, b, after
 
     def backward(
@@ -85,14 +85,14 @@ class LayerUse:
         of_states: list[Tensor | None] = []
         mixers = list(before)
         for branch, drawn in zip(reversed(self.branches), reversed(self.drawn), strict=True):
-            own = mixers.pop() if branch.mixes else ((), [], ())
+            undo_state = mixers.pop() if branch.mixes else ((), [], ())
             with self.autocast(), drawn():
-                added, found = self._undone(branch, a, own, of_b, weights)
+                added, grads = self._undone(branch, a, undo_state, of_b, weights)
             a, b = b - added, a
-            of_a, of_b = of_b, _sum(of_a, found[0])
-            count = 1 + len(own[1])
-            of_states = [*found[1:count], *of_states]
-            of_weights = [_sum(*pair) for pair in zip(of_weights, found[count:], strict=True)]
+            of_a, of_b = of_b, _sum(of_a, grads[0])
+            count = 1 + len(undo_state[1])
+            of_states = [*grads[1:count], *of_states]
+            of_weights = [_sum(*pair) for pair in zip(of_weights, grads[count:], strict=True)]
         return (a, b), (of_a, of_b), of_states, of_weights
 
     def _undone(
@@ -101,18 +101,20 @@ class LayerUse:
         """What ``branch`` added after reading x, and the gradients of x, of the state's tensors and of ``weights``."""
         form, tensors, of_after = own
         with torch.enable_grad():
-            x, *tensors = inputs = [each.detach().requires_grad_(each.is_floating_point()) for each in (x, *tensors)]
-            views = [each.view_as(each) for each in inputs]  # FlopCounterMode's hooks fail on leaves in a nested pass
+            x, *tensors = inputs = [
+                tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in (x, *tensors)
+            ]
+            views = [item.view_as(item) for item in inputs]  # FlopCounterMode's hooks fail on leaves in a nested pass
             added, after = self._added(branch, views[0], filled(form, views[1:]))
         ends = zip([added, *states.tensors(after)], [of_added, *of_after], strict=True)
         pairs = [(y, g.to(y.dtype)) for y, g in ends if g is not None and y.requires_grad]
-        leaves = [each for each in (x, *tensors, *weights) if each.requires_grad]
-        found: Iterable[Tensor | None] = [None] * len(leaves)
+        leaves = [tensor for tensor in (x, *tensors, *weights) if tensor.requires_grad]
+        grads: Iterable[Tensor | None] = [None] * len(leaves)
         if pairs:
             outputs, gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
-        rest = iter(found)
-        return added.detach(), [next(rest) if each.requires_grad else None for each in (x, *tensors, *weights)]
+            grads = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        rest = iter(grads)
+        return added.detach(), [next(rest) if tensor.requires_grad else None for tensor in (x, *tensors, *weights)]
 
     def _added(self, branch: Branch, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return branch.run(x.to(self.dtype), self.context, state)
@@ -135,7 +137,7 @@ class UseLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.use, ctx.trail, ctx.weights = use, trail, weights
-        ctx.forms = [states.map_tensors(lambda _: _NOTHING, each) for each in state]
+        ctx.forms = [states.map_tensors(lambda _: _NOTHING, item) for item in state]
         a, b, after = use.forward_to_undo(a, b, state)
         return a, b, *after
 
@@ -144,9 +146,9 @@ class UseLayer(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Tensor, ...], *gradients: Tensor | None) -> Gradients:
         weights = ctx.weights()
         _check_same(weights, saved[len(saved) - len(weights) :])
-        given, of_after, before = iter(saved), iter(gradients[2:]), []
+        inputs, of_after, before = iter(saved), iter(gradients[2:]), []
         for form in ctx.forms:
-            tensors = [next(given) for _ in states.tensors(form)]
+            tensors = [next(inputs) for _ in states.tensors(form)]
             before.append((form, tensors, [next(of_after) for _ in tensors]))
         streams, of_streams, of_states, of_weights = ctx.use.backward(
             ctx.trail.streams, (gradients[0], gradients[1]), before, weights
@@ -222,12 +224,12 @@ def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[objec
 
 def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
     """Contexts in which the random generators are as they are now."""
-    own, (devices, others), kind = torch.get_rng_state(), get_device_states(x), x.device.type
+    generators, (devices, others), kind = torch.get_rng_state(), get_device_states(x), x.device.type
 
     @contextmanager
     def again() -> Iterator[None]:
         with torch.random.fork_rng(devices=devices, device_type=kind if devices else "cuda"):
-            torch.set_rng_state(own)
+            torch.set_rng_state(generators)
             if devices:
                 set_device_states(devices, others, device_type=kind)
             yield

@@ -115,8 +115,8 @@ class Reversible(Stack):
         tapped, after = [], []
         for number, index in enumerate(self.order):
             use = LayerUse(self._branches(index), context, x.dtype, self.training)
-            a, b, own = use.forward(a, b, state[number])
-            after.append(own)
+            a, b, new_state = use.forward(a, b, state[number])
+            after.append(new_state)
             if number in taps:
                 tapped.append(joined(a, b, self.mean, x.dtype))
         return joined(a, b, self.mean, x.dtype), tuple(after), tuple(tapped)
@@ -131,21 +131,21 @@ class Reversible(Stack):
         tapped, after = [], []
         for number, index in enumerate(self.order):
             use = LayerUse(self._branches(index), context, x.dtype, self.training)
-            given = (*states.tensors(state[number]), *self._weights(index))
-            check_reverse(NAME, a, *given, remedy=REMEDY)
-            a, b, *own = UseLayer.apply(use, trail, state[number], partial(self._weights, index), a, b, *given)
-            after.append(filled(state[number], own))
+            leaves = (*states.tensors(state[number]), *self._weights(index))
+            check_reverse(NAME, a, *leaves, remedy=REMEDY)
+            a, b, *new_state = UseLayer.apply(use, trail, state[number], partial(self._weights, index), a, b, *leaves)
+            after.append(filled(state[number], new_state))
             if number in taps:
                 tapped.append(joined(a, b, self.mean, x.dtype))
         # All goes through one node, whose backward is the first and brings the streams that the others begin with.
         others = tuple(tapped), tuple(after)
-        moving = [each for each in states.tensors(others) if each.requires_grad]
+        moving = [tensor for tensor in states.tensors(others) if tensor.requires_grad]
         y, *moved = Join.apply(trail, self.mean, x.dtype, a, b, *moving)
         rest = iter(moved)
-        tapped, after = states.map_tensors(lambda each: next(rest) if each.requires_grad else each, others)
+        tapped, after = states.map_tensors(lambda item: next(rest) if item.requires_grad else item, others)
         return y, after, tapped
 
     def _weights(self, index: int) -> tuple[nn.Parameter, ...]:
         """What a layer can learn, shared parts included."""
         parameters = (*self.layers[index].parameters(), *self.shared.parameters())
-        return tuple(each for each in parameters if each.requires_grad)
+        return tuple(parameter for parameter in parameters if parameter.requires_grad)

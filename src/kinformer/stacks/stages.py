@@ -56,7 +56,7 @@ class Stages(GridOnly, Stack):
 
         def distinct(self, layers: Sequence[Any]) -> tuple[tuple[Any, ...], StackConfig]:
             keys = tuple(dict.fromkeys(self.keys(layers)))
-            depths = tuple(sum(stage == each for stage, _ in keys) for each in range(len(self.depths)))
+            depths = tuple(sum(stage == index for stage, _ in keys) for index in range(len(self.depths)))
             return tuple(layer for _, layer in keys), self.replace(depths=depths)
 
         def check(self, position: nn.Module) -> None:
@@ -90,8 +90,8 @@ class Stages(GridOnly, Stack):
             if stage:
                 x, text = self.merges[stage - 1](x, text)
             chosen = [tap - first for tap in taps if first <= tap < first + depth]
-            x, found = self._stage(range(first, first + depth), x, text, chosen)
-            tapped += found
+            x, output = self._stage(range(first, first + depth), x, text, chosen)
+            tapped += output
             first += depth
         return x, tuple(tapped)
 

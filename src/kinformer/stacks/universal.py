@@ -97,8 +97,8 @@ class Universal(Stack):
         after: list[Any] = []
 
         def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
-            y, own = self._used(number, chunk._replace(x=x), state[number].layer, output_mask)
-            after.append(state[number]._replace(layer=own))
+            y, new_state = self._used(number, chunk._replace(x=x), state[number].layer, output_mask)
+            after.append(state[number]._replace(layer=new_state))
             return y
 
         x, tapped, costs = self._halted(chunk.x, chunk.valid, use, before, taps)

@@ -55,7 +55,7 @@ def alike(state: Any, start: Any, place: str) -> None:
     require(_skeleton(state) == _skeleton(start), f"the structure of the state changed {place}.")
     for (name, leaf, is_slots), (_, first, _) in zip(named_leaves(state), named_leaves(start), strict=True):
         require(leaf.dtype == first.dtype, f"{name} became {leaf.dtype} {place}; it was {first.dtype} at the start.")
-        shapes = [tuple(n for axis, n in enumerate(each.shape) if axis != 2 or not is_slots) for each in (leaf, first)]
+        shapes = [tuple(n for axis, n in enumerate(item.shape) if axis != 2 or not is_slots) for item in (leaf, first)]
         require(
             shapes[0] == shapes[1],
             f"{name} became {tuple(leaf.shape)} {place}; it was {tuple(first.shape)}, and only the third axis of "

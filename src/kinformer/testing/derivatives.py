@@ -39,12 +39,12 @@ def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) 
         return torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
     direction = [like(point) for point in points]
-    upstream = [like(each) for each in function(*points)]
+    upstream = [like(item) for item in function(*points)]
 
     def gradient(at: Sequence[Tensor], further: bool = False) -> tuple[Tensor, ...]:
         loss = sum(((y * u).sum() for y, u in zip(function(*at), upstream, strict=True)), torch.zeros(()))
-        found = torch.autograd.grad(loss, list(at), create_graph=further, allow_unused=True, materialize_grads=True)
-        return tuple(each.to_dense() if each.is_sparse else each for each in found)
+        grads = torch.autograd.grad(loss, list(at), create_graph=further, allow_unused=True, materialize_grads=True)
+        return tuple(item.to_dense() if item.is_sparse else item for item in grads)
 
     def curvature() -> tuple[Tensor, ...]:
         slopes = gradient(points, further=True)
@@ -56,14 +56,14 @@ def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) 
     def with_tangents() -> tuple[Tensor, ...]:
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(p.detach(), u) for p, u in zip(points, direction, strict=True)]
-            pairs = [forward_ad.unpack_dual(each) for each in function(*duals)]
+            pairs = [forward_ad.unpack_dual(item) for item in function(*duals)]
             return tuple(torch.zeros_like(y) if tangent is None else tangent for y, tangent in pairs)
 
     def by_func() -> tuple[Tensor, ...]:
         plain = tuple(point.detach() for point in points)
         return torch.func.jvp(function, plain, tuple(direction))[1]
 
-    slopes = _difference(lambda *at: gradient([each.requires_grad_() for each in at]), points, direction)
+    slopes = _difference(lambda *at: gradient([item.requires_grad_() for item in at]), points, direction)
     _agree(f"{place}, the second derivative", curvature, slopes)
     rates = _difference(function, points, direction)
     for name, forward in (("torch.autograd.forward_ad", with_tangents), ("torch.func.jvp", by_func)):
@@ -84,8 +84,8 @@ def _agree(place: str, derivative: Callable[[], tuple[Tensor, ...]], want: Seque
     except _MISSING:
         return
     gap, size = (
-        float(torch.stack([x.square().sum() for x in each]).sum().sqrt())
-        for each in ([g.detach() - w for g, w in zip(got, want, strict=True)], want)
+        float(torch.stack([x.square().sum() for x in item]).sum().sqrt())
+        for item in ([g.detach() - w for g, w in zip(got, want, strict=True)], want)
     )
     require(
         gap <= _CLOSE * max(1.0, size),

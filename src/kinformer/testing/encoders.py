@@ -31,7 +31,7 @@ def padding(subject: EncoderSubject) -> None:
             require(not bool(got[~valid].any()), f"outputs at invalid positions are not zero, {case.name}.")
         for name, gradient in gradients.items():
             if name != "inputs":
-                total = torch.stack([each[1][name] for each in want]).sum(0)
+                total = torch.stack([item[1][name] for item in want]).sum(0)
                 agree(f"the gradient of {name}, {case.name}", gradient, total, GRADIENTS)
         require(all(bool(g.isfinite().all()) for g in gradients.values()), f"a gradient is not finite, {case.name}.")
 
@@ -85,7 +85,7 @@ def implementations(subject: EncoderMixerSubject) -> None:
         module.load_state_dict(oracle.state_dict())
         for plain in subject.cases():
             case, _, valid = subject.padded(plain)
-            got, want = (_outcome(subject, each, case, valid) for each in (module, oracle))
+            got, want = (_outcome(subject, item, case, valid) for item in (module, oracle))
             agree(f"outputs of {name!r}, {case.name}", got[0], want[0], VALUES)
             for key, gradient in want[1].items():
                 agree(f"the gradient of {key} by {name!r}, {case.name}", got[1][key], gradient, GRADIENTS)
@@ -140,7 +140,11 @@ def _outcome(
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs, and the gradients of their sum weighted by feature, padding left out."""
-    leaves = {f"parameter {name}": each for name, each in module.named_parameters() if each.requires_grad}
+    leaves = {
+        f"parameter {name}": named_parameter
+        for name, named_parameter in module.named_parameters()
+        if named_parameter.requires_grad
+    }
     inputs = case.inputs.clone()
     if inputs.is_floating_point():
         leaves["inputs"] = inputs.requires_grad_()

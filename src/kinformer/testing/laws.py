@@ -83,8 +83,8 @@ def rows(subject: Subject) -> None:
             y, end = subject.run(module, inputs, start)
             for chosen in ([*batch][::-1], [*batch][1:], [*batch][:1], [0, *batch]):
                 index = torch.tensor(chosen)
-                own = None if start is None else states.select_rows(start, index)
-                got, state = subject.run(module, inputs[index], own)
+                row_state = None if start is None else states.select_rows(start, index)
+                got, state = subject.run(module, inputs[index], row_state)
                 agree(f"outputs of rows {chosen} alone, {kind}", got, y[index], VALUES)
                 agree_states(f"state of rows {chosen} alone, {kind}", state, states.select_rows(end, index))
             others = torch.cat([subject.disturb(inputs, 0, 6.0)[:1], inputs[1:]])

@@ -27,7 +27,7 @@ def verify_config(
     if restored != config:
         raise ContractError("config", f"{text} is read back as {restored!r} instead of {config!r}.")
 
-    describe = subject or (lambda each: MixerSubject(lambda: each.build(dim), dim=dim))
+    describe = subject or (lambda item: MixerSubject(lambda: item.build(dim), dim=dim))
     here, there = describe(config), describe(restored)
     written = here.build()
     fresh = there.make().double().eval()

@@ -47,16 +47,16 @@ def absorb_alone(subject: Subject, module: Any, plan: Plan, state: Any) -> tuple
     """What the plan means: every sequence of every row alone, whole, without padding; zeros at invalid positions."""
     rows, ends = [], []
     for row in range(len(plan.inputs)):
-        own = None if state is None else states.select_rows(state, torch.tensor([row]))
+        row_state = None if state is None else states.select_rows(state, torch.tensor([row]))
         blocks, positions = [], []
         for sequence, new in _sequences(plan, row):
-            before, own = own, subject.anew(module, own) if new else own
-            y, own = subject.run(module, plan.inputs[row, sequence][None], own)
-            own = _with_costs(own, before) if new and before is not None else own
+            before, row_state = row_state, subject.anew(module, row_state) if new else row_state
+            y, row_state = subject.run(module, plan.inputs[row, sequence][None], row_state)
+            row_state = _with_costs(row_state, before) if new and before is not None else row_state
             blocks.append(y[0])
             positions.append(sequence)
         rows.append(_scatter(blocks, positions, plan.inputs.shape[1]))
-        ends.append(own)
+        ends.append(row_state)
     return torch.stack(rows), states.join_rows(ends)
 
 

@@ -25,8 +25,8 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, share: float) -> None:
         self.share = share
-        self.named = {name: each.detach() for name, each in model.named_parameters() if share}
-        self.means = {name: each.clone() for name, each in self.named.items()}
+        self.named = {name: named_parameter.detach() for name, named_parameter in model.named_parameters() if share}
+        self.means = {name: value.clone() for name, value in self.named.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -56,8 +56,8 @@ def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:
     for step in steps:
         weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]
         for name, weight in weights.items():
-            known = total.get(name) if weight.is_floating_point() else None
-            total[name] = weight if known is None else known.double() + weight
+            total_weight = total.get(name) if weight.is_floating_point() else None
+            total[name] = weight if total_weight is None else total_weight.double() + weight
     return {
         name: (weight / len(steps)).to(weights[name].dtype) if weight.is_floating_point() else weight
         for name, weight in total.items()
@@ -66,14 +66,14 @@ def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """``model`` with other weights meanwhile, whole tensors by name."""
-    own = model.state_dict()
-    return _swapped(own, {name: like(weight, weights[name]) for name, weight in own.items()})
+    local = model.state_dict()
+    return _swapped(local, {name: like(weight, weights[name]) for name, weight in local.items()})
 
 
 @contextmanager
 def _swapped(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
     """``own`` tensors with what the ``others`` hold meanwhile."""
-    before = {name: each.detach().clone() for name, each in own.items()}
+    before = {name: value.detach().clone() for name, value in own.items()}
     _put(own, others)
     try:
         yield
@@ -83,5 +83,5 @@ def _swapped(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterato
 
 @torch.no_grad()
 def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, each in own.items():
-        each.copy_(values[name])
+    for name, value in own.items():
+        value.copy_(values[name])

@@ -40,15 +40,15 @@ class Best:
         self.folder, self.known = folder, known
         self.metrics: dict[str, float] | None = None
         self.step: int | None = None
-        if (found := best_of(folder)) is not None:
-            self.metrics, self.step = found
+        if (best := best_of(folder)) is not None:
+            self.metrics, self.step = best
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are better than the best so far."""
         best = self.metrics
         if best is None:
             return isfinite(metrics[self.known[0].name])
-        deciding = next((each for each in self.known if metrics[each.name] != best[each.name]), None)
+        deciding = next((metric for metric in self.known if metrics[metric.name] != best[metric.name]), None)
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:

@@ -35,9 +35,9 @@ class Carried:
         """Every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
         if self.states[0] is None:
             return {}
-        own = [leaf for state in self.states for leaf in states.tensors(state)]
-        everyone = group.collect(own)
-        per_part = len(own) // len(self.states)
+        local = [leaf for state in self.states for leaf in states.tensors(state)]
+        everyone = group.collect(local)
+        per_part = len(local) // len(self.states)
         flat = [leaf for leaves in everyone for leaf in leaves]
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 
@@ -48,13 +48,13 @@ class Carried:
         rows: dict[str, list[Tensor]] = {}
         for name in sorted(tensors):
             rows.setdefault(name.split(".")[0], []).append(tensors[name])
-        kept = [rebuilt(template, leaves) for leaves in rows.values()]
+        all_states = [rebuilt(template, leaves) for leaves in rows.values()]
         wanted = group.world * len(self.states)
-        if len(kept) != wanted:
-            kept = _deal(states.join_rows(kept), wanted)
-        own = kept[group.rank * len(self.states) : (group.rank + 1) * len(self.states)]
+        if len(all_states) != wanted:
+            all_states = _deal(states.join_rows(all_states), wanted)
+        rank_states = all_states[group.rank * len(self.states) : (group.rank + 1) * len(self.states)]
         # Copied, since how a tensor from a file is aligned in memory may decide how a sum of it is rounded.
-        self.states = [states.fork(states.to(state, device=group.device)) for state in own]
+        self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
 
 
 def rebuilt(template: Any, leaves: list[Tensor]) -> Any:

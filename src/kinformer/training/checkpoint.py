@@ -112,8 +112,8 @@ class Checkpoints:
     def _failed(self, final: Path, error: BaseException) -> str:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         steps = self.steps()
-        kept = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and start again"
-        return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {kept}."
+        remedy = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and start again"
+        return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {remedy}."
 
 
 def _fill(folder: Path, checkpoint: Checkpoint) -> None:

@@ -86,5 +86,5 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @first_order(_NAME, _REMEDY)
     def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *bias = (each * gradient.to(each.dtype) for each in saved[2:])
+        x, weight, *bias = (item * gradient.to(item.dtype) for item in saved[2:])
         return x, weight, bias[0] if bias else None, None, None

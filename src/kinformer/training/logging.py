@@ -22,8 +22,8 @@ class Log:
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
-        kept = [line for line in _lines(path) if _step(line) <= resumed]
-        write_atomic(path, lambda target: _fill(target, kept))
+        lines = [line for line in _lines(path) if _step(line) <= resumed]
+        write_atomic(path, lambda target: _fill(target, lines))
         self._file = path.open("a", encoding="utf-8")
         self._folder = folder / EVENTS
         self._events = _event_writer(self._folder, resumed)

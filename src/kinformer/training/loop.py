@@ -204,7 +204,7 @@ class Trainer:
         if not losses:
             return
         mean = sum(losses) / len(losses)
-        means = {name: sum(each) / len(each) for name, each in zip(self.data.sums, sums, strict=True)}
+        means = {name: sum(item) / len(item) for name, item in zip(self.data.sums, sums, strict=True)}
         metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.penalised)}
         self.progress.update(self.step, self._text(metrics), self.window.tokens, self.window.seconds)
         if self.log:
@@ -216,9 +216,9 @@ class Trainer:
 
     def _diverged(self, what: str) -> KinformerError:
         steps = self.checkpoints.steps()
-        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
+        remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
         return KinformerError(
-            f"training diverged: {what}; {kept}; start again with a lower --lr (now {self.settings.lr:g}), "
+            f"training diverged: {what}; {remedy}; start again with a lower --lr (now {self.settings.lr:g}), "
             "a longer --warmup or a smaller --clip."
         )
 
@@ -248,7 +248,7 @@ class Trainer:
 
     def _save(self) -> None:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
-        files = {name: gather(each.state_dict().items(), self.group.first) for name, each in holders.items()}
+        files = {name: gather(holder.state_dict().items(), self.group.first) for name, holder in holders.items()}
         files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.kept()}
         files = {name: tensors for name, tensors in files.items() if tensors}
         files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
@@ -279,9 +279,9 @@ class Trainer:
     def _pace(self) -> Pace:
         """How many steps the minutes buy, and how often to validate and to save meanwhile."""
         budget = 60 * (self.settings.minutes or 0)
-        found = self.spent / self.step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
-        each = self.group.on_first(lambda: found)
-        pace = Pace(each, FORWARD_SHARE * each * self.data.validations)
+        result = self.spent / self.step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        item = self.group.on_first(lambda: result)
+        pace = Pace(item, FORWARD_SHARE * item * self.data.validations)
         if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
             more = self.group.on_first(lambda: pace.steps(budget - self.seconds))
             self.course = Course(max(1, self.step + more))

@@ -31,7 +31,7 @@ class StackedMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Matrices that are spread over processes are PyTorch's, one by one."""
-        if any(is_sharded(each) for group in self.param_groups for each in group["params"]):
+        if any(is_sharded(item) for group in self.param_groups for item in group["params"]):
             return super().step(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:

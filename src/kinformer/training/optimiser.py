@@ -57,9 +57,9 @@ class Optimiser:
     def step(self, rate: float) -> None:
         """One update with learning rate ``rate``; the gradients are let go. At the rate 0 nothing moves."""
         for optimiser in self.optimisers:
-            own = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
+            rate_ = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
-                group["lr"] = own
+                group["lr"] = rate_
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
@@ -87,11 +87,11 @@ class Optimiser:
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
         """Put back what :meth:`tensors` gave, whole, whatever the number of processes was then and is now."""
-        known = {name for names in self.names for name in names}
+        valid_names_value = {name for names in self.names for name in names}
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
             name, _, key = path.rpartition(":")
-            if name not in known:
+            if name not in valid_names_value:
                 raise KinformerError(f"{place}: holds an optimiser's state of {name!r}, unknown here; use its own run.")
             states.setdefault(name, {})[key] = tensor
         for optimiser, names in zip(self.optimisers, self.names, strict=True):
@@ -139,12 +139,12 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Every tensor whole, one at a time; processes that do not ``keep`` them only take part."""
-    kept = {}
+    retained = {}
     for name, tensor in named:
         value = whole(tensor)
         if keep:
-            kept[name] = value
-    return kept
+            retained[name] = value
+    return retained
 
 
 def finite(tensors: Mapping[str, Tensor]) -> bool:

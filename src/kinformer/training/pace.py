@@ -76,8 +76,8 @@ class Pace:
     def steps(self, seconds: float) -> int:
         """How many steps can be made in ``seconds``, with the validations and checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
-        each = self.each + sum(cost / every for cost, every in costs if every)
-        return max(0, math.floor((seconds - self.end) / each))
+        item = self.each + sum(cost / every for cost, every in costs if every)
+        return max(0, math.floor((seconds - self.end) / item))
 
     def spent(self, validation: float, checkpoint: float) -> None:
         """Note what a validation and a checkpoint took between two steps; 0 for one that was not made."""

@@ -102,4 +102,4 @@ class Settings:
         or a tenth of the run."""
         tenth = max(1, -(-total // PARTS_OF_A_RUN))
         every = (self.validate_every, self.checkpoint_every)
-        return tuple(tenth if given is None else given for given in every)  # type: ignore[return-value]
+        return tuple(tenth if flag is None else flag for flag in every)  # type: ignore[return-value]

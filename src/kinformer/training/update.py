@@ -61,13 +61,13 @@ class Updater:
     def seconds_per_step(self, limit: float) -> float:
         """How long an update takes, by some with learning rate 0 that are then forgotten, in some ``limit`` seconds."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
-        each = seconds_per_step(
+        item = seconds_per_step(
             lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.most(time.monotonic())[0]
         )
         self.forget()
         for buffer, before in buffers:
             buffer.copy_(before)
-        return each
+        return item
 
     def __call__(self, step: int, rate: float, progress: float) -> Done:
         """What came of this process's rows, still on the device."""

@@ -70,8 +70,8 @@ def attention(
         return _gathered(q, k, v, visibility, scoring, impl, lse)
     if isinstance(k, Projected) and isinstance(v, Projected):
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            found = few.attend_projected(*_cast(q, k, v), visibility, scoring)
-            return found if lse else Attended(found.out)
+            output = few.attend_projected(*_cast(q, k, v), visibility, scoring)
+            return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
@@ -80,8 +80,8 @@ def attention(
         impl = choose_impl(q, k, visibility, scoring, lse)
     else:
         check_impl(impl, Needs.of_call(visibility, scoring, lse))
-    found = _by(impl, q, k, v, visibility, scoring, lse)
-    return found if lse else Attended(found.out)
+    output = _by(impl, q, k, v, visibility, scoring, lse)
+    return output if lse else Attended(output.out)
 
 
 def slot_sums(
@@ -103,9 +103,9 @@ def _gathered(
     if impl != "reference":
         return gathered.attend(q, k, v, scoring.scale, lse)
     batch, heads, time, width = q.shape
-    found = Visibility(attn_mask=(k.found >= 0).view(batch, heads * time, 1, -1))
+    result = Visibility(attn_mask=(k.found >= 0).view(batch, heads * time, 1, -1))
     single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
-    out, sums = reference.attend(single, k.made(q), v.made(q), found, scoring)
+    out, sums = reference.attend(single, k.made(q), v.made(q), result, scoring)
     assert sums is not None
     return Attended(out.view(batch, heads, time, -1), sums.view(batch, heads, time) if lse else None)
 
@@ -186,8 +186,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
             f"{_PLACE}: keys by distance with scores of the form {scoring.form}; they are for products, the form dot."
         )
     if visibility.pattern is None:
-        given = visibility.positions is not None, visibility.key_positions is not None
-        if given != (scoring.relative is not None,) * 2:
+        option_value = visibility.positions is not None, visibility.key_positions is not None
+        if option_value != (scoring.relative is not None,) * 2:
             raise KinformerError(
                 f"{_PLACE}: positions and distances without a pattern; give one, such as Band(), or key_positions too."
             )

@@ -76,6 +76,6 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
     total = total.masked_fill(blind, 1)
     lse = (total.log() + top).masked_fill(blind, -torch.inf).squeeze(-1)
     if scoring.dropout is not None:
-        kept = scoring.dropout.kept(weights.shape, weights.device)
-        weights = weights * kept / (1 - scoring.dropout.p)
+        retained = scoring.dropout.kept(weights.shape, weights.device)
+        weights = weights * retained / (1 - scoring.dropout.p)
     return weights, total, lse

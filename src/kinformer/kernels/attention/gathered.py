@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Atte
     if not chosen:
         return Attended(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=state_dtype(q.dtype)))
     slots = _slots(k, chosen)
-    keys, values = ([_rows(each.tables[index], q.dtype) for index in chosen] for each in (k, v))
+    keys, values = ([_rows(tensor.tables[index], q.dtype) for index in chosen] for tensor in (k, v))
     none = (k.found < 0).flatten(0, 2)
     queries = (q if scale == 1 else q * scale).flatten(0, 2)
     scores = _Scores.apply(queries, slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
@@ -43,13 +43,13 @@ def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
     """Rows of each ``chosen`` table [tables, batch * heads * time, topk]; -1 where it is not in that table."""
-    found, (batch, heads) = k.found, k.found.shape[:2]
-    row = torch.arange(batch * heads, device=found.device).view(batch, heads, 1, 1)
+    result, (batch, heads) = k.found, k.found.shape[:2]
+    row = torch.arange(batch * heads, device=result.device).view(batch, heads, 1, 1)
     slots, begin = [], 0
     for index in chosen:
         first, size = k.extents[index]
-        inside = (found >= begin) & (found < begin + size)
-        slots.append(torch.where(inside, row * k.tables[index].shape[2] + first - begin + found, -1).flatten(0, 2))
+        inside = (result >= begin) & (result < begin + size)
+        slots.append(torch.where(inside, row * k.tables[index].shape[2] + first - begin + result, -1).flatten(0, 2))
         begin += size
     return torch.stack(slots)
 

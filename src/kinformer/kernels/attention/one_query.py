@@ -82,8 +82,8 @@ def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: 
         scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest)
     if relative.keys is not None:
         table = relative_at(relative.keys, distance, relative.lowest).to(q.dtype)
-        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
-        scores = scores + scale * (table @ asked.mT)[..., 0]
+        shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scale * (table @ shifted.mT)[..., 0]
     if relative.bias is not None:
         scores = scores + relative_at(relative.bias, distance, relative.lowest)
     return scores

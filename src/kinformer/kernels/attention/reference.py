@@ -21,8 +21,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], all pairs at once."""
     probabilities, lse, values = _probabilities(q, k, v, visibility, scoring)
     if scoring.dropout is not None:
-        kept = scoring.dropout.kept(probabilities.shape, q.device)
-        probabilities = probabilities * kept / (1 - scoring.dropout.p)
+        retained = scoring.dropout.kept(probabilities.shape, q.device)
+        probabilities = probabilities * retained / (1 - scoring.dropout.p)
     out = probabilities @ values
     if scoring.relative is not None and scoring.relative.values is not None:
         moved = _by_pair(scoring.relative.values, scoring.relative.lowest, visibility, q, k)
@@ -81,10 +81,10 @@ def _distance(time: int, slots: int, device: torch.device) -> Tensor:
 def _by_pair(table: Tensor, lowest: int, visibility: Visibility, q: Tensor, k: Tensor) -> Tensor:
     """What ``table`` [heads or 1, n, ...] says of every pair, [batch, heads, time, slots, ...]."""
     (batch, heads, time, _), slots = q.shape, k.shape[2]
-    own = visibility.key_positions is not None
-    distance = visibility.distance() if own else _distance(time, slots, q.device)[None]
-    found = relative_at(table, distance, lowest).transpose(0, 1)
-    return found.expand(batch, heads, *found.shape[2:])
+    by_key = visibility.key_positions is not None
+    distance = visibility.distance() if by_key else _distance(time, slots, q.device)[None]
+    bias = relative_at(table, distance, lowest).transpose(0, 1)
+    return bias.expand(batch, heads, *bias.shape[2:])
 
 
 def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
@@ -103,8 +103,8 @@ def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> T
     if relative.factor is not None:
         scores = scores.relu() * by_pair(relative.factor.to(q.dtype))
     if relative.keys is not None:
-        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
-        scores = scores + scale * torch.einsum("bhid,bhijd->bhij", asked, by_pair(relative.keys.to(q.dtype)))
+        shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scale * torch.einsum("bhid,bhijd->bhij", shifted, by_pair(relative.keys.to(q.dtype)))
     if relative.bias is not None:
         scores = scores + by_pair(relative.bias.to(q.dtype))
     return scores if scoring.bias is None else scores + scoring.bias.to(q.dtype)

@@ -65,8 +65,8 @@ def _refusal(impl: str, needs: Needs) -> str | None:
     """What of ``needs`` the implementation cannot do, or None where it can do all."""
     if impl not in ("sdpa", "flex"):
         return None
-    known = ("bias",) if impl == "flex" else ()
-    tables = [name for name in needs.tables if name not in known]
+    allowed = ("bias",) if impl == "flex" else ()
+    tables = [name for name in needs.tables if name not in allowed]
     reasons = {
         "scores of the form " + needs.form: needs.form != "dot",
         f"tables by distance ({', '.join(tables)})": bool(tables),

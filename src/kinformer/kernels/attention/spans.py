@@ -47,10 +47,10 @@ def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: Toke
     groups: dict[int, list[int]] = {}
     for head, reach in enumerate(reaches):
         groups.setdefault(reach, []).append(head)
-    parts = [_seen(queries, own, reach, q, k, v, z, span, *rest) for reach, own in groups.items()]
+    parts = [_seen(queries, group, reach, q, k, v, z, span, *rest) for reach, group in groups.items()]
     if len(parts) == 1:
         return parts[0]
-    order = torch.tensor([head for own in groups.values() for head in own], device=q.device).argsort()
+    order = torch.tensor([head for group in groups.values() for head in group], device=q.device).argsort()
     return torch.cat(parts, 1)[:, order]
 
 
@@ -58,7 +58,7 @@ def _reaches(z: Tensor, span: TokenSpan) -> list[int]:
     """How many tokens back some query of ``z`` [batch, heads, queries] sees, head by head."""
     if torch.compiler.is_compiling() or not has_data(z):
         return [max(span.windows)] * z.shape[1]
-    return [span.reach(each) for each in z.detach().amax((0, 2)).tolist()]
+    return [span.reach(item) for item in z.detach().amax((0, 2)).tolist()]
 
 
 def _seen(queries: slice, own: list[int], reach: int, *call: Any) -> Tensor:
@@ -74,19 +74,19 @@ def _seen(queries: slice, own: list[int], reach: int, *call: Any) -> Tensor:
     positions = query_positions(visibility, q, k.shape[2])[:, queries]
     if len(own) < q.shape[1]:
         group = q.shape[1] // k.shape[1]
-        k, v = (each[:, [head // group for head in own]] for each in (k, v))
+        k, v = (tensor[:, [head // group for head in own]] for tensor in (k, v))
         scoring = _of_heads(scoring, own)
     bias = span.log_mask(z[:, own, queries, None], distance)
-    found = Visibility(attn_mask=_allowed(visibility, own, positions, distance))
+    visibility_ = Visibility(attn_mask=_allowed(visibility, own, positions, distance))
     if scoring.relative is not None:  # by distances of slots, which all rows have in common
         every = (len(q), -1)
-        found = found._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
+        visibility_ = visibility_._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
     if scoring.dropout is not None:
         p, seed = scoring.dropout
         scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + own[0]))
     scoring = scoring._replace(bias=bias)
     q, k, v = q[:, own, queries], k[:, :, slots], v[:, :, slots]
-    return attention(q, k, v, found, scoring, impl=impl).out
+    return attention(q, k, v, visibility_, scoring, impl=impl).out
 
 
 def _allowed(visibility: Visibility, own: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:

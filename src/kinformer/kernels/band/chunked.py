@@ -154,7 +154,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(layout.heads, layout.group, layout.time, width)
     lse = q.new_empty(layout.heads, layout.group, layout.time, dtype=work.accumulator)
     wide, narrow = work.scratch(work.accumulator), work.narrow_scratch()
-    kept = _Kept(work, call.p, call.seed) if call.p else None
+    dropout = _Kept(work, call.p, call.seed) if call.p else None
     lowest = torch.finfo(work.accumulator).min
     for tile in work.tiles:
         heads, slots, queries = tile.shape
@@ -168,8 +168,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         weights = work.powers(scores, top)
         total = weights.sum(1, keepdim=True)
         lse[tile.heads, :, tile.queries] = total.log().add_(top, alpha=1 / _LOG2_E).view(split)
-        if kept is not None:
-            weights.mul_(kept(tile))
+        if dropout is not None:
+            weights.mul_(dropout(tile))
         mixed = torch.bmm(work.narrowed(weights, tile, narrow).mT, work.v[tile.heads, tile.slots])
         # A query that sees nothing has weights and total 0; any other has a weight of 1.
         total = total.clamp_(min=0.5).mul_(1 - call.p).view(*split, 1)
@@ -200,7 +200,7 @@ def _backward(
     dq = torch.zeros_like(work.q)
     dk, dv = torch.zeros_like(work.k, dtype=work.accumulator), torch.zeros_like(work.v, dtype=work.accumulator)
     first, second, narrow = work.scratch(work.accumulator), work.scratch(work.accumulator), work.narrow_scratch()
-    kept = _Kept(work, call.p, call.seed) if call.p else None
+    dropout = _Kept(work, call.p, call.seed) if call.p else None
     for tile in work.tiles:
         if tile.shape[1] == 0:
             continue
@@ -208,14 +208,14 @@ def _backward(
         weights = work.powers(work.scores(tile, first, narrow), work.block(top, tile).mT)
         grad_block = work.block(grad, tile)
         errors = work.product(tile, work.v[keys], grad_block, second, narrow)
-        if kept is not None:
-            kept_pairs = kept(tile)
+        if dropout is not None:
+            kept_pairs = dropout(tile)
             errors.mul_(kept_pairs)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
         _accumulate(dk[keys], low, queries)
         dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[keys]).unflatten(1, (layout.group, -1))
-        if kept is not None:
+        if dropout is not None:
             weights.mul_(kept_pairs)
         _accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)

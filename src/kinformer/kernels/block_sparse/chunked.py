@@ -87,8 +87,8 @@ class Call(NamedTuple):
     @property
     def tables(self) -> dict[str, Tensor]:
         """Those by distance, by their names in ``Relative``."""
-        found = {name: getattr(self, name) for name in TABLES}
-        return {name: table for name, table in found.items() if table is not None}
+        result = {name: getattr(self, name) for name in TABLES}
+        return {name: table for name, table in result.items() if table is not None}
 
     @property
     def separate_heads(self) -> bool:
@@ -183,8 +183,8 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
         rows, heads = section.index_in(sums, 1)
         target = sums[:, :, section.slots]
         for loop in call.loops(section):
-            found = loop.slot_sums(section.queries(top))
-            target[rows, heads] += found.reshape(len(rows), heads.shape[0], *target.shape[2:])
+            result = loop.slot_sums(section.queries(top))
+            target[rows, heads] += result.reshape(len(rows), heads.shape[0], *target.shape[2:])
     return sums[..., 0]
 
 
@@ -218,8 +218,8 @@ _forward.register_fake(unfilled)
 )
 def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, the vector and the tables (empty where there is none) from those of the results."""
-    *given, learn_bias, learn_factor = arguments
-    call = Call(*given)
+    *arguments_, learn_bias, learn_factor = arguments
+    call = Call(*arguments_)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
     dq, dk, dv = ByQuery(call.q, call.q.shape[-1], call.q.dtype), Summed(call.k, lse.dtype), Summed(call.v, lse.dtype)
@@ -238,8 +238,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
                 section.add_table(gradient, loop.table_gradient(name, gradient.shape[1], call.lowest))
         if total is not None:
             dq.put(section, total)
-    own = (x.contiguous() for x in (dq.value(), dk.value().to(call.k.dtype), dv.value().to(call.v.dtype)))
-    return *own, *(call.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
+    grads = (x.contiguous() for x in (dq.value(), dk.value().to(call.k.dtype), dv.value().to(call.v.dtype)))
+    return *grads, *(call.q.new_empty(0) if x is None else sums[name].to(x.dtype) for name, x in others.items())
 
 
 def _top(lse: Tensor) -> Tensor:
@@ -264,9 +264,9 @@ def _differentiate(ctx: Any, saved: Any, grad_out: Tensor, grad_lse: Tensor) -> 
     call = Call(*saved[2:], *ctx.plain)
     learned = (ctx.needs_input_grad[Call._fields.index(name)] for name in ("bias", "factor"))
     dq, dk, dv, *others = _backward(grad_out, grad_lse, *saved, *ctx.plain, *learned)
-    found = {name: dx for name, dx in zip(LEARNED, others, strict=True) if getattr(call, name) is not None}
-    found |= {"q": dq, "k": dk, "v": dv}
-    return tuple(found.get(name) for name in Call._fields)
+    result = {name: dx for name, dx in zip(LEARNED, others, strict=True) if getattr(call, name) is not None}
+    result |= {"q": dq, "k": dk, "v": dv}
+    return tuple(result.get(name) for name in Call._fields)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

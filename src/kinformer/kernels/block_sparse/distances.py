@@ -78,14 +78,14 @@ class Distances:
 
     def overlaps(self, tile: Tile) -> list[Overlap]:
         """Where the tile's runs of neighbouring keys meet distances of the tables."""
-        rows, found = tile.last - tile.first, []
+        rows, result = tile.last - tile.first, []
         for run in tile.runs:
             start = max(0, self.lowest - run.ahead - rows + 1)
             stop = min(run.stop - run.start, self.lowest + self.count - run.ahead)
             if start < stop:
                 first = run.ahead + start - self.lowest + self.pad
-                found.append(Overlap(run.start + start, run.start + stop, first))
-        return found
+                result.append(Overlap(run.start + start, run.start + stop, first))
+        return result
 
     def _slice(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
         return self.tables[name][self._heads(name, heads), :, self._distances(overlap, rows)]

@@ -70,10 +70,10 @@ def _planned(term: Term, interval: Interval, newest_first: bool) -> TermPlan:
     """Tall tiles compute more hidden pairs, low ones cost more per pair: from the tallest down while it pays."""
     best: TermPlan | None = None
     for rows in ROWS:
-        found = Cutter(term, interval, rows, newest_first).plan()
-        if best is not None and cost(found) > cost(best):
+        planned = Cutter(term, interval, rows, newest_first).plan()
+        if best is not None and cost(planned) > cost(best):
             break
-        best = found
+        best = planned
     assert best is not None
     return best
 
@@ -126,17 +126,17 @@ class Cutter:
     def _leaves(self) -> _Leaves:
         """Split the key axis of every tile until boxes are empty, full or small."""
         number, low, high = self._roots()
-        found: list[tuple[Ints, Ints, Ints, np.ndarray]] = []
+        leaves: list[tuple[Ints, Ints, Ints, np.ndarray]] = []
         while len(number):
             cover = self._cover(number, low, high)
             small = high - low <= _LEAF
             done = (cover == ALL) | ((cover == SOME) & small)
-            found.append((number[done], low[done], high[done], cover[done] == ALL))
+            leaves.append((number[done], low[done], high[done], cover[done] == ALL))
             split = (cover == SOME) & ~small
             number, low, high = number[split], low[split], high[split]
             middle = low + (high - low) // 2
             number, low, high = (np.concatenate(pair) for pair in ((number, number), (low, middle), (middle, high)))
-        columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+        columns = [np.concatenate(column) for column in zip(*leaves, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
         return _Leaves(*(column[order] for column in columns))
 
@@ -164,8 +164,8 @@ class Cutter:
             inside = (low >= self.interval.key) & (high <= self.interval.stop)
             outside = (high <= self.interval.key) | (low >= self.interval.stop)
         else:
-            each = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
-            boxes = Boxes(*each, self.stride)  # type: ignore[arg-type,call-arg]
+            item = ((side[:, None] * self.stride + self.classes).ravel() for side in (first, last, low, high - 1))
+            boxes = Boxes(*item, self.stride)  # type: ignore[arg-type,call-arg]
             by_class = self.pattern.cover(boxes).reshape(-1, self.stride)
             same = by_class.min(1) == by_class.max(1)
             cover = np.where(same, by_class[:, 0], SOME)
@@ -183,7 +183,7 @@ class Cutter:
         hidden = hidden[..., seen[partial]]
         keys, partial = keys[seen], partial[seen]
         self._count(first, last, len(keys), hidden)
-        own = self.newest_first and self._sees_itself(first, last, keys, partial, hidden)
+        sees_itself = self.newest_first and self._sees_itself(first, last, keys, partial, hidden)
         if self.newest_first:
             keys, partial, hidden = keys[::-1], partial[::-1], hidden[..., ::-1]
         edge = np.zeros(len(keys), dtype=bool)
@@ -196,7 +196,7 @@ class Cutter:
         runs = tuple(DistanceRun(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         slots = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
-        return Tile(*queries, _addresses(slots), len(keys), masks, runs, own and len(runs) == 1)
+        return Tile(*queries, _addresses(slots), len(keys), masks, runs, sees_itself and len(runs) == 1)
 
     def _sees_itself(self, first: int, last: int, keys: Ints, partial: np.ndarray, hidden: np.ndarray) -> bool:
         """Does each of the tile's queries see the key at its own position?"""

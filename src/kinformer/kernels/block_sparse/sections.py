@@ -164,12 +164,12 @@ def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
     if bool((offset == offset[0, 0]).all()):
         yield slice(0, time), int(on_host[0, 0]), slice(None)
         return
-    found: dict[tuple[int, int, int], list[int]] = {}
+    runs: dict[tuple[int, int, int], list[int]] = {}
     for row in range(batch):
         starts = [0, *((offset[row].diff() != 0).nonzero()[:, 0] + 1).tolist(), time]
         for start, stop in zip(starts[:-1], starts[1:], strict=True):
-            found.setdefault((start, stop, int(on_host[row, start])), []).append(row)
-    for (start, stop, first), rows in found.items():
+            runs.setdefault((start, stop, int(on_host[row, start])), []).append(row)
+    for (start, stop, first), rows in runs.items():
         yield slice(start, stop), first, rows
 
 

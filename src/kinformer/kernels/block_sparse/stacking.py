@@ -42,7 +42,7 @@ def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
             plan = _stacked(plans)
             if best is not None and cost(plan) > cost(best):
                 break
-            best, separate = plan, sum(each.computed for each in plans)
+            best, separate = plan, sum(item.computed for item in plans)
     return best if best is not None and best.computed <= _WASTE * separate else None
 
 

@@ -56,8 +56,8 @@ class TileLoop:
         bias = self.distances.bias_alone(self.plan.tiles)
         if bias is None or bias.device.type != "cpu":  # elsewhere it would wait for the device
             return None
-        found = reaches(self.q, self.k, bias, self.operands.heads)
-        return found if min(found) < self.k.shape[1] else None
+        reached = reaches(self.q, self.k, bias, self.operands.heads)
+        return reached if min(reached) < self.k.shape[1] else None
 
     def _padding_bias(self, padding: Tensor) -> Tensor:
         """[rows, classes, units]: -inf for keys that are padding, else 0."""
@@ -97,8 +97,8 @@ class TileLoop:
             return x[:, tile.keys]
         if tile.keys.dim() == 1:
             return x.index_select(1, tile.keys)
-        found = x.view(-1, x.shape[-1]).index_select(0, self._flat(tile, block))
-        return found.view(x.shape[0], tile.width, x.shape[-1])
+        block_keys = x.view(-1, x.shape[-1]).index_select(0, self._flat(tile, block))
+        return block_keys.view(x.shape[0], tile.width, x.shape[-1])
 
     def _flat(self, tile: Tile, block: HeadBlock) -> Tensor:
         """The tile's keys [heads, width] as rows of a tensor [n * units, ...], heads of all rows in turn."""
@@ -193,9 +193,9 @@ class TileLoop:
             total = weights.sum(-1, keepdim=True)
             split = (-1, self.group, tile.last - tile.first, 1)
             lse[block.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
-            kept = self.kept(tile, block)
-            if kept is not None:
-                weights.mul_(kept)
+            retained = self.kept(tile, block)
+            if retained is not None:
+                weights.mul_(retained)
             mixed = torch.bmm(weights.to(v.dtype), v)
             if self.distances is not None:
                 self.distances.add_values(self.axes(mixed, block), self.axes(weights, block), tile, block.heads)
@@ -218,9 +218,9 @@ class TileLoop:
             errors = product(
                 grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
             )
-            kept_weights, kept = weights, self.kept(tile, block)
-            if kept is not None:
-                kept_weights = weights * kept
+            kept_weights, retained = weights, self.kept(tile, block)
+            if retained is not None:
+                kept_weights = weights * retained
             if self.distances is not None:
                 views = (
                     self.axes(errors, block),
@@ -228,8 +228,8 @@ class TileLoop:
                     self.axes(grad_block, block),
                 )
                 self.distances.add_value_gradients(*views, tile, block.heads)
-            if kept is not None:
-                errors.mul_(kept)
+            if retained is not None:
+                errors.mul_(retained)
             errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
             with self.target(dv, tile, block) as target:
                 accumulate(target, kept_weights.to(q.dtype).mT, grad_block)

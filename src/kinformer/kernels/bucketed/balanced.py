@@ -49,8 +49,8 @@ def balanced_attention(
     if similar[1] is None:
         scores = scores.masked_fill(asking.unsqueeze(-1) == keys.unsqueeze(-2), _ITSELF)
     with no_autocast(q.device):
-        found = (scores.softmax(-1) @ gathered(v.to(wide), keys)).flatten(2, 3)
+        output = (scores.softmax(-1) @ gathered(v.to(wide), keys)).flatten(2, 3)
     index = asking.flatten(2, 3).unsqueeze(-1)
-    out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(found), found)
+    out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(output), output)
     counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
     return (out / (counts + _EPS)).to(v.dtype)

@@ -86,7 +86,7 @@ class _Round:
     """The lines of one round, and the steps that forward and backward share."""
 
     def __init__(self, call: BucketedCall, memory: _Memory, number: int, earlier: list[Tensor]) -> None:
-        runs, ranks = (each[:, :, number].flatten(0, 1) for each in (call.runs, call.ranks))
+        runs, ranks = (item[:, :, number].flatten(0, 1) for item in (call.runs, call.ranks))
         self.rows, self.call, self.memory = rows_per_tile(call.size), call, memory
         slots, time = runs.shape[1], call.q.shape[2]
         self.layout: Layout = lay_out(runs, ranks, slots - time, call.size)
@@ -101,7 +101,7 @@ class _Round:
         )
         self.future = torch.full((self.rows, self.rows), -torch.inf, dtype=memory.dtype, device=token.device)
         self.future = self.future.tril(-1 if call.itself else 0)
-        self.earlier = [each[token].to(memory.dtype).view(-1, self.rows) for each in earlier]
+        self.earlier = [item[token].to(memory.dtype).view(-1, self.rows) for item in earlier]
 
     def gathered(self, name: str, x: Tensor, index: Tensor) -> Tensor:
         """``x`` [batch, heads, n, width] as tiles [tiles, rows, width]."""
@@ -117,18 +117,18 @@ class _Round:
 
     def products(self, name: str, block: Block, left: Tensor, right: Tensor) -> Tensor:
         """[.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
-        found, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
-        for out, keys in zip(found, block.keys, strict=True):
+        output, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
+        for out, keys in zip(output, block.keys, strict=True):
             torch.bmm(left[keys], turned, out=out)
-        return found
+        return output
 
     def scores(self, block: Block) -> Tensor:
         """Unscaled; what is not earlier is at -inf."""
-        found = self.products("scores", block, self.k, self.q)
-        found[-1].add_(self.future)
+        output = self.products("scores", block, self.k, self.q)
+        output[-1].add_(self.future)
         if self.layout.hidden is not None:
-            found.masked_fill_(self.layout.hidden[:, block.queries, None, None], -torch.inf)
-        return found
+            output.masked_fill_(self.layout.hidden[:, block.queries, None, None], -torch.inf)
+        return output
 
     def weigh(self, scores: Tensor, top: Tensor, block: Block) -> Tensor:
         """2 ** (scale * log2(e) * scores - top) in place, 0 where an earlier round saw the key; ``top`` [.., queries].
@@ -157,7 +157,7 @@ def _rounds(call: BucketedCall, memory: _Memory) -> Iterator[_Round]:
     for number in range(call.runs.shape[2]):
         yield _Round(call, memory, number, earlier)
         if number + 1 < call.runs.shape[2]:
-            runs, ranks = (each[:, :, number].flatten(0, 1) for each in (call.runs, call.ranks))
+            runs, ranks = (item[:, :, number].flatten(0, 1) for item in (call.runs, call.ranks))
             earlier = [*earlier, chunk_numbers(runs, ranks, call.size)]
 
 
@@ -182,11 +182,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             total.masked_fill_(blind, 1)  # the logarithm of 0 takes long
             torch.add(total.log(), top, alpha=1 / _LOG2_E, out=lse[block.queries]).masked_fill_(blind, -torch.inf)
             one.mixed(weights, one.v, block, out[block.queries]).div_(total.unsqueeze(-1))
-        own = lse.flatten()[one.own]
-        both = torch.logaddexp(sums, own)
+        lse_rows = lse.flatten()[one.own]
+        both = torch.logaddexp(sums, lse_rows)
         safe = both.masked_fill(both == -torch.inf, 0)
         whole.mul_((sums - safe).exp_().unsqueeze(-1))
-        whole.addcmul_(memory.picked("own", out, one.own), (own - safe).exp_().unsqueeze(-1))
+        whole.addcmul_(memory.picked("own", out, one.own), (lse_rows - safe).exp_().unsqueeze(-1))
         sums = both
     return whole.to(call.v.dtype).view(*call.q.shape[:3], width), sums.view(call.q.shape[:3])
 
@@ -214,10 +214,10 @@ def _backward(
         if call.k.shape[2] > call.q.shape[2]:
             tops.masked_fill_(_of_past(one, call), torch.inf)
         deltas = delta[one.asking].view(-1, one.rows)
-        found = _gradients(one, grad, tops.view(-1, one.rows), deltas)
+        gradients = _gradients(one, grad, tops.view(-1, one.rows), deltas)
         lines = (one.own, one.layout.line, one.layout.line)
-        for total, each, line in zip(totals, found, lines, strict=True):
-            total.add_(memory.picked("own", each, line))
+        for total, item, line in zip(totals, gradients, lines, strict=True):
+            total.add_(memory.picked("own", item, line))
     dq, dk, dv = totals
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return tuple(d.to(x.dtype).view(x.shape) for d, x in zip((dq, dk, dv), call[:3], strict=True))  # type: ignore[return-value]

@@ -92,7 +92,7 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
     for depth, tiles in enumerate(counts):
         lowest = max(0, depth // per_chunk - 1) * per_chunk
         for begin, end in _pieces(0, tiles, PAIRS // (rows**2 * (depth - lowest + 1))):
-            keys = [slice(first[each] + begin, first[each] + end) for each in range(lowest, depth + 1)]
+            keys = [slice(first[index] + begin, first[index] + end) for index in range(lowest, depth + 1)]
             yield Block(keys[-1], keys)
 
 
@@ -117,7 +117,7 @@ def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
     offsets = torch.arange(back, -1, -1, device=tiles.device)
     hidden = torch.cat([tiles.new_zeros(back), reach]) < offsets[:, None]
     blocks = [
-        Block(slice(begin, end), [slice(begin - each, end - each) for each in range(back, -1, -1)])
+        Block(slice(begin, end), [slice(begin - index, end - index) for index in range(back, -1, -1)])
         for begin, end in _pieces(back, whole, PAIRS // (rows**2 * (back + 1)))
     ]
     return lambda run, tile: begins[run] + tile, whole, blocks, hidden
@@ -136,10 +136,10 @@ def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
 def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
     """Numbers of runs [batch * heads * slots] that are unlike for all rows, and how many they may be; that is also the
     number of none."""
-    each = int(runs.max()) + 1
-    number = each * len(runs)
-    own = runs + each * torch.arange(len(runs), device=runs.device)[:, None]
-    return torch.where(runs < 0, number, own).flatten(), number
+    item = int(runs.max()) + 1
+    number = item * len(runs)
+    flat = runs + item * torch.arange(len(runs), device=runs.device)[:, None]
+    return torch.where(runs < 0, number, flat).flatten(), number
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Ten
 
 def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
     """The run of the last of ``buckets`` [batch, heads, rounds, slots], after ``counts``; all else is in none."""
-    own = buckets[..., -1:]
-    inside = (buckets == own) & (own >= 0)
-    before = counts.gather(3, own.clamp_min(0))
+    last = buckets[..., -1:]
+    inside = (buckets == last) & (last >= 0)
+    before = counts.gather(3, last.clamp_min(0))
     ranks = inside.long().flip(-1).cumsum(-1).flip(-1).neg() + 1 + before - _oldest(before, size)
-    return Membership(torch.where(inside & (ranks >= 0), own, -1), ranks.clamp_min(0), size, counts.shape[-1])
+    return Membership(torch.where(inside & (ranks >= 0), last, -1), ranks.clamp_min(0), size, counts.shape[-1])
 
 
 def counted(buckets: Tensor, counts: Tensor) -> Tensor:

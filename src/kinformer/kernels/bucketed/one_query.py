@@ -16,8 +16,8 @@ from kinformer.runtime.autocast import no_autocast
 def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
     """Arguments and result as of ``bucketed_attention``, for one query."""
     runs, ranks, size = membership.runs, membership.ranks, membership.size
-    own, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
-    seen = ((runs == own) & (own >= 0) & (ranks // size >= rank // size - 1)).any(2)
+    last_run, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
+    seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
     if not itself:
         seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
     most = 2 * size * runs.shape[2]

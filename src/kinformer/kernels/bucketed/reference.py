@@ -14,11 +14,11 @@ def visible(membership: Membership, time: int, itself: bool) -> Tensor:
     """Whether a query sees a key in some round, bool [batch, heads, time, slots]."""
     runs, ranks, size = membership.runs, membership.ranks, membership.size
     slots = runs.shape[3]
-    own, rank = (each[..., slots - time :, None] for each in (runs, ranks))
+    queries, rank = (item[..., slots - time :, None] for item in (runs, ranks))
     runs, ranks = runs[..., None, :], ranks[..., None, :]
     earlier = ranks <= rank if itself else ranks < rank
     near = ranks // size >= rank // size - 1
-    return ((own == runs) & (runs >= 0) & earlier & near).any(2)
+    return ((queries == runs) & (runs >= 0) & earlier & near).any(2)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:

@@ -47,20 +47,20 @@ def sorted_attention(
     before = _chunks_before(order, chunks, valid if by_row else None, chunk_size)
     positions = order.reshape(batch, heads, rounds * chunks, chunk_size)
     seen = torch.cat([_of_chunks(positions, before), positions], -1).unsqueeze(-2)
-    own = positions.unsqueeze(-1)
+    query_positions = positions.unsqueeze(-1)
     wide = state_dtype(q.dtype)
     q, k, v = (gathered(x.to(wide), positions) for x in (q, k, v))
     k, v = (torch.cat([_of_chunks(x, before), x], -2) for x in (k, v))
     with no_autocast(q.device):
         scores = q @ k.mT
-    hidden = seen > own if causal else None
+    hidden = seen > query_positions if causal else None
     if valid is not None:
         real = valid[:, None, None, None].expand(*seen.shape[:-1], -1)
         padding = ~real.gather(-1, seen)
         hidden = padding if hidden is None else hidden | padding
     if hidden is not None:
         scores = scores.masked_fill(hidden, _HIDDEN)
-    scores = scores.masked_fill(seen == own, _ITSELF)
+    scores = scores.masked_fill(seen == query_positions, _ITSELF)
     lse = scores.logsumexp(-1).reshape(batch, heads, rounds, time)
     with no_autocast(q.device):
         out = (scores.softmax(-1) @ v).reshape(batch, heads, rounds, time, -1)

@@ -57,8 +57,8 @@ class Sizes(NamedTuple):
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Of one row after ``length`` tokens."""
         slot = 2 * self.head_dim * dtype.itemsize + 8 * self.rounds
-        kept = min(length, self.most_slots) * slot
-        return self.num_heads * (kept + 8 * self.rounds * self.num_buckets) + 8
+        slots = min(length, self.most_slots) * slot
+        return self.num_heads * (slots + 8 * self.rounds * self.num_buckets) + 8
 
 
 class Absorbed(NamedTuple):
@@ -100,12 +100,12 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
         before = before.masked_fill((last > 0)[..., None, None], 0)
         buckets = torch.where((sequence == last)[:, None, None], buckets, -1)
     counts = counted(buckets[..., past:], before)
-    kept = buckets[:, :, 0] >= 0
+    retained = buckets[:, :, 0] >= 0
     if slots > sizes.most_slots:
-        kept &= (seen <= sizes.most_slots)[:, None, None] | needed(buckets, counts, sizes.chunk_size)
+        retained &= (seen <= sizes.most_slots)[:, None, None] | needed(buckets, counts, sizes.chunk_size)
     slots = min(slots, sizes.most_slots)
-    order = torch.argsort(kept.to(torch.int8), dim=2, stable=True)[:, :, -slots:]
-    leaves = (_kept(leaf, order, kept) for leaf in (k, v, buckets.mT + 1))
+    order = torch.argsort(retained.to(torch.int8), dim=2, stable=True)[:, :, -slots:]
+    leaves = (_kept(leaf, order, retained) for leaf in (k, v, buckets.mT + 1))
     return Absorbed(k, v, membership, BucketState(*leaves, counts, seen))  # type: ignore[call-arg]
 
 

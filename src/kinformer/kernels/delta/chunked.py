@@ -95,9 +95,9 @@ class _Chunked(torch.autograd.Function):
         dw = grad_w.clone()
         for batch, time in reversed(tiles(tokens.q, tokens.v)):
             at = batch, slice(None), time
-            found, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch], learns)
-            for gradient, each in zip(gradients, found, strict=True):
-                gradient[at] = each
+            grads, dw[batch] = _gradients(tokens.part(batch, time), states.pop(), grad_out[at], dw[batch], learns)
+            for gradient, item in zip(gradients, grads, strict=True):
+                gradient[at] = item
         return *gradients[:4], dw, gradients[4] if learns else None, None
 
 
@@ -172,8 +172,8 @@ def _gradients(
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
     """W after each block, from those before it."""
-    kept = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
-    return torch.baddbmm(kept, K.mT, U)
+    decayed = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
+    return torch.baddbmm(decayed, K.mT, U)
 
 
 def _inverse(blocks: SequenceBlocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:

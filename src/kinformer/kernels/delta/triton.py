@@ -43,13 +43,13 @@ def inverse(lower, LEVELS: tl.constexpr, SIZE: tl.constexpr):
     Unlike a product of powers it does not cancel where many keys are alike.
     """
     i, half = tl.arange(0, SIZE), 1
-    found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse_ = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for _ in range(LEVELS):
         corner = (i[:, None] // half == i[None, :] // half + 1) & (i[:, None] // half % 2 == 1)
         zero = tl.zeros([SIZE, SIZE], tl.float32)
-        found -= product(product(found, tl.where(corner, lower, 0.0), zero), found, zero)
+        inverse_ -= product(product(inverse_, tl.where(corner, lower, 0.0), zero), inverse_, zero)
         half *= 2
-    return found
+    return inverse_
 
 
 @triton.jit
@@ -158,14 +158,14 @@ class DeltaCut(Cut):
             SIZE=self.size, LEVELS=self.size.bit_length() - 1, INNER=tile(m, k.dtype), COLUMNS=tile(n, k.dtype),
             REVERSE=reverse,
         )  # fmt: skip
-        found = States(u, k.new_empty(self.rows, self.count, m, n), w.new_empty(self.rows, m, n))
+        new_states = States(u, k.new_empty(self.rows, self.count, m, n), w.new_empty(self.rows, m, n))
         # All features of W's columns stay in registers: 32 columns of up to 128, 16 of more.
         columns = min(side(n), 32 if side(m) <= 128 else 16)
         run[self.rows, triton.cdiv(n, columns)](
-            x, u, k, self.beta, q, y, w.contiguous(), *found[1:], self.decay, self.reset, *self.sequence, m, n,
+            x, u, k, self.beta, q, y, w.contiguous(), *new_states[1:], self.decay, self.reset, *self.sequence, m, n,
             SIZE=self.size, FEATURES=side(m), COLUMNS=columns, REVERSE=reverse, num_stages=2,
         )  # fmt: skip
-        return found
+        return new_states
 
 
 def attend(
@@ -173,14 +173,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
     check_reverse("Triton's delta rule", q, k, v, beta, state, log_decay)
-    cast, given = operand_dtype(q), v.dtype
+    cast, operand_types = operand_dtype(q), v.dtype
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     dtype, wide = product_dtype(q, k, v), accumulator_dtype(q, k, v)
     log_decay = None if log_decay is None else log_decay.to(wide)
     operands = q.to(dtype), k.to(dtype), v.to(dtype)
     out, state = _forward(*operands, beta.to(wide), state.to(wide), log_decay, reset)
-    return out.to(given), state
+    return out.to(operand_types), state
 
 
 @torch.library.custom_op(
@@ -244,8 +244,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 @first_order("Triton's delta rule")
 def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
-    *found, dg = _backward(*gradients, *saved, learns)
-    return *found, dg if learns else None, None
+    *grads, dg = _backward(*gradients, *saved, learns)
+    return *grads, dg if learns else None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -104,8 +104,8 @@ class _Chunked(torch.autograd.Function):
             at = batch, slice(None), time
             z, s = begun.pop(), begun.pop()
             part, after = sequence.part(batch, time), (ds[batch], dz[batch])
-            found = _gradients(part, (s, z), grad_out[at], after, dg is not None)
-            dq[at], dk[at], dv[at], ds[batch], dz[batch], change = found
+            grads = _gradients(part, (s, z), grad_out[at], after, dg is not None)
+            dq[at], dk[at], dv[at], ds[batch], dz[batch], change = grads
             if dg is not None:
                 dg[at] = change
         return dq, dk, dv, ds, dz, dg, None, None

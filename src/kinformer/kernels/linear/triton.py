@@ -221,13 +221,13 @@ class Cut:
         """:func:`accumulate`, from the states s [batch, heads, m, n] and z [batch, heads, m]."""
         m, n = k.shape[-1], v.shape[-1]
         states = k.new_empty(self.rows, self.count, m, n), z.new_empty(self.rows, self.count, m)
-        found = States(*states, s.new_empty(self.rows, m, n), z.new_empty(self.rows, m))
+        new_states = States(*states, s.new_empty(self.rows, m, n), z.new_empty(self.rows, m))
         inner, columns = tile(m, k.dtype), tile(n, k.dtype)
         accumulate[self.rows, triton.cdiv(m, inner), triton.cdiv(n, columns)](
-            k, v, weights, s.contiguous(), z.contiguous(), *found, self.decay, self.reset, *self.sequence, m, n,
+            k, v, weights, s.contiguous(), z.contiguous(), *new_states, self.decay, self.reset, *self.sequence, m, n,
             SIZE=self.size, INNER=inner, COLUMNS=columns, REVERSE=reverse,
         )  # fmt: skip
-        return found
+        return new_states
 
     def ended(self, states: Tensor, last: Tensor, slopes: Tensor) -> Tensor:
         """S dS after every block, summed, [rows * count, 1] float32, from the states before the blocks and the last."""
@@ -245,14 +245,14 @@ def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tens
     """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     check_reverse("Triton's linear attention", q, k, v, s, z, log_decay)
-    cast, given = operand_dtype(q), v.dtype
+    cast, operand_types = operand_dtype(q), v.dtype
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     dtype, accumulator = product_dtype(q, k, v), accumulator_dtype(q, k, v)
     log_decay = None if log_decay is None else log_decay.to(accumulator)
     state = s.to(accumulator), z.to(accumulator)
     out, s, z, _ = _forward(q.to(dtype), k.to(dtype), v.to(dtype), *state, log_decay, reset, eps)
-    return out.to(given), s, z
+    return out.to(operand_types), s, z
 
 
 @torch.library.custom_op(
@@ -325,8 +325,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 @first_order("Triton's linear attention")
 def _differentiate(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     learns = ctx.needs_input_grad[5]
-    *found, dg = _backward(*gradients[:3], *saved, ctx.normalised, learns)
-    return *found, dg if learns else None, None, None
+    *grads, dg = _backward(*gradients[:3], *saved, ctx.normalised, learns)
+    return *grads, dg if learns else None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

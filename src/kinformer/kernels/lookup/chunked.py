@@ -22,14 +22,14 @@ _FEW = 8
 def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """The ``topk`` of largest score among all that were seen so far, tile after tile."""
     best = q.new_full((*q.shape[:3], topk), -torch.inf)
-    found = torch.full_like(best, -1, dtype=torch.int64)
+    best_slots = torch.full_like(best, -1, dtype=torch.int64)
     rows = max(4 * topk, _PAIRS // (q.shape[0] * q.shape[1] * q.shape[2]))
     for keys, begin in _tiles([piece.keys for piece in pieces], rows):
         scores = q @ keys.to(q.dtype).mT
         new = torch.arange(begin, begin + keys.shape[2], device=q.device).expand(scores.shape)
         best, chosen = torch.cat([best, scores], dim=-1).topk(topk, dim=-1)
-        found = torch.cat([found, new], dim=-1).gather(-1, chosen)
-    return found
+        best_slots = torch.cat([best_slots, new], dim=-1).gather(-1, chosen)
+    return best_slots
 
 
 def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:

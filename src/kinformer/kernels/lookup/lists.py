@@ -48,11 +48,11 @@ def insert(k: Tensor, v: Tensor, assignments: Tensor, keep: int, filed: Sequence
     They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
     """
     new = (k, v, assignments)
-    old = tuple(filed) or tuple(each[:, :, :0] for each in new)
+    old = tuple(filed) or tuple(item[:, :, :0] for item in new)
     numbers, positions = torch.cat([old[2], assignments], dim=2).unbind(-1)
     listed = torch.where(positions > positions.amax(dim=-1, keepdim=True) - keep, numbers, -1)
     order = listed.argsort(dim=-1, stable=True)[..., listed.shape[-1] - keep :]
-    return tuple(_taken(*each, order) for each in zip(old, new, strict=True))
+    return tuple(_taken(*item, order) for item in zip(old, new, strict=True))
 
 
 def _taken(old: Tensor, new: Tensor, order: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> 
         return wanted.repeat_interleave(share, dim=-1)
     borders = torch.arange(1, count + 2, device=q.device).expand(*q.shape[:2], -1).contiguous()
     begins = torch.searchsorted(filed.assignments[..., 0].contiguous(), borders).tolist()
-    found = q.new_empty(*wanted.shape, share, dtype=torch.int64)
+    slots = q.new_empty(*wanted.shape, share, dtype=torch.int64)
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             visible = filed.assignments[row, head, :, 1] >= filed.first
             one = _Head(filed.k[row, head], visible, begins[row][head], share)
-            found[row, head] = one.find(q[row, head].to(accumulator), wanted[row, head])
-    return found.flatten(3)
+            slots[row, head] = one.find(q[row, head].to(accumulator), wanted[row, head])
+    return slots.flatten(3)
 
 
 class _Head:
@@ -116,21 +116,21 @@ class _Head:
         keys, rows = scores.rounded(self.k), self._rows(scores)
         best = torch.zeros(self.share, len(order), dtype=scores.whole, device=q.device)
         for listed, (begin, end) in zip(pairwise(self.begins), pairwise(ends), strict=True):
-            own = slice(*listed)
-            if begin < end and own.start < own.stop:
-                self._best(scores, keys[own], slice(begin, end), rows[own], best[:, begin:end])
+            listed_slots = slice(*listed)
+            if begin < end and listed_slots.start < listed_slots.stop:
+                self._best(scores, keys[listed_slots], slice(begin, end), rows[listed_slots], best[:, begin:end])
         first = torch.tensor(self.begins, device=q.device)[wanted.flatten()[order] - 1]
         slots = scores.row_of(best) * self.share + torch.arange(self.share, device=q.device)[:, None] + first
-        found = torch.empty(len(order), self.share, dtype=torch.int64, device=q.device)
-        found[order] = torch.where(best > 0, slots, -1).T
-        return found.view(*wanted.shape, self.share)
+        result = torch.empty(len(order), self.share, dtype=torch.int64, device=q.device)
+        result[order] = torch.where(best > 0, slots, -1).T
+        return result.view(*wanted.shape, self.share)
 
     def _sizes(self) -> list[int]:
         return [end - begin for begin, end in pairwise(self.begins)]
 
     def _rows(self, scores: Floats | Integers) -> Tensor:
         """Numbers [slots, 1] of the rows of all lists; those that must not be found never are."""
-        begins, sizes = (torch.tensor(each, device=self.k.device) for each in (self.begins, self._sizes()))
+        begins, sizes = (torch.tensor(item, device=self.k.device) for item in (self.begins, self._sizes()))
         slots = torch.arange(len(self.k), device=self.k.device)
         first = begins[:1].repeat(len(self.k))
         first[self.begins[0] :] = begins[:-1].repeat_interleave(sizes, output_size=len(self.k) - self.begins[0])

@@ -23,14 +23,14 @@ def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
 def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
     """See :func:`kinformer.kernels.lookup.lists.find`."""
     scores = q @ filed.k.to(q.dtype).mT
-    own, position = filed.assignments[:, :, None].unbind(-1)
-    slots = torch.arange(own.shape[-1], device=q.device)
-    begins = (own[..., None, :] < own[..., None]).sum(-1)
+    assigned, position = filed.assignments[:, :, None].unbind(-1)
+    slots = torch.arange(assigned.shape[-1], device=q.device)
+    begins = (assigned[..., None, :] < assigned[..., None]).sum(-1)
     bucket = (slots - begins) % share
     parts = []
     for wanted in probed(q, lists).unbind(-1):
         for number in range(share):
-            seen = (own == wanted[..., None]) & (bucket == number) & (position >= filed.first)
+            seen = (assigned == wanted[..., None]) & (bucket == number) & (position >= filed.first)
             best, slot = scores.masked_fill(~seen, -torch.inf).max(dim=-1)
             parts.append(torch.where(best > -torch.inf, slot, -1))
     return torch.stack(parts, dim=-1)
@@ -41,6 +41,6 @@ def _scores(q: Tensor, pieces: list[MemorySlice]) -> Tensor:
 
 
 def _best(scores: Tensor, topk: int) -> Tensor:
-    best, found = scores.topk(min(topk, scores.shape[-1]), dim=-1)
-    found = torch.where(best > -torch.inf, found, -1)
-    return torch.nn.functional.pad(found, (0, topk - found.shape[-1]), value=-1)
+    best, slots = scores.topk(min(topk, scores.shape[-1]), dim=-1)
+    slots = torch.where(best > -torch.inf, slots, -1)
+    return torch.nn.functional.pad(slots, (0, topk - slots.shape[-1]), value=-1)

@@ -25,6 +25,6 @@ class MemorySlice(NamedTuple):
 
 def gathered(found: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gathered]:
     """The keys and the values of what ``look_up`` has ``found``, as attention takes them."""
-    extents = tuple((each.first, each.size) for each in slices)
-    keys, values = tuple(each.k for each in slices), tuple(each.v for each in slices)
+    extents = tuple((item.first, item.size) for item in slices)
+    keys, values = tuple(item.k for item in slices), tuple(item.v for item in slices)
     return Gathered(found, keys, extents), Gathered(found, values, extents)

@@ -40,7 +40,7 @@ class Evicted(NamedTuple):
         """The last ``keep`` slots."""
         if self.k.shape[2] <= keep:
             return self
-        return Evicted(*(each[:, :, each.shape[2] - keep :] for each in self))
+        return Evicted(*(item[:, :, item.shape[2] - keep :] for item in self))
 
 
 class Subsequence(NamedTuple):
@@ -95,10 +95,10 @@ class Store:
     def _evict(self, stop: int, run: Subsequence) -> None:
         part, lists, size = self.rules.batch_of, self.search.lists, self.rules.memory_size
         first = self._slot(stop - part, run)
-        k, v = (each[:, :, first : first + part].to(self.evicted.k.dtype) for each in self.fresh)
+        k, v = (item[:, :, first : first + part].to(self.evicted.k.dtype) for item in self.fresh)
         if lists is None:
             old, assignments = self.evicted.last(size - part), self.evicted.assignments.new_empty(*k.shape[:3], 0)
-            self.evicted = Evicted(*(torch.cat(each, dim=2) for each in zip(old, (k, v, assignments), strict=True)))
+            self.evicted = Evicted(*(torch.cat(item, dim=2) for item in zip(old, (k, v, assignments), strict=True)))
         else:
             assignments = assignments_of(k, stop - part, lists)
             self.evicted = Evicted(*insert(k, v, assignments, min(stop, size), self.evicted))

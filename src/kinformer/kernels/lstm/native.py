@@ -51,7 +51,7 @@ def ragged(
     order = (offset * len(starts) + rank[run]).argsort()
     first = tokens[starts[longest_first]]
     rows, new = first // time, reset.flatten()[first][:, None]
-    start = [torch.where(new, each.new_zeros(()), each[rows])[None] for each in (h, c)]
+    start = [torch.where(new, tensor.new_zeros(()), tensor[rows])[None] for tensor in (h, c)]
     steps = torch.bincount(offset).cpu()
     packed = x.flatten(0, 1)[tokens[order]]
     y, *after = torch._VF.lstm(  # type: ignore[attr-defined]
@@ -61,5 +61,5 @@ def ragged(
     last = (tokens // time)[1:] != (tokens // time)[:-1]
     last = torch.cat([last, last.new_ones(1)]).nonzero()[:, 0]
     row = tokens[last] // time
-    ends = (each.index_copy(0, row, own[0, rank[run[last]]]) for each, own in zip((h, c), after, strict=True))
+    ends = (tensor.index_copy(0, row, before[0, rank[run[last]]]) for tensor, before in zip((h, c), after, strict=True))
     return outputs, *ends  # type: ignore[return-value]

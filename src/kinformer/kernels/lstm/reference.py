@@ -18,7 +18,7 @@ def recurrence(
         real = torch.ones_like(x[:, 0, :1], dtype=torch.bool) if valid is None else valid[:, t, None]
         if reset is not None:
             new = reset[:, t, None] & real
-            h, c = (torch.where(new, each.new_zeros(()), each) for each in (h, c))
+            h, c = (torch.where(new, tensor.new_zeros(()), tensor) for tensor in (h, c))
         token = torch.where(real, x[:, t], x.new_zeros(()))
         i, f, g, o = (token @ w.T + w_bias + h @ u.T + u_bias).chunk(4, dim=-1)
         after = f.sigmoid() * c + i.sigmoid() * g.tanh()

@@ -36,8 +36,8 @@ class _Work(torch.autograd.Function):
     def forward(ctx: Any, left: Tensor, right: Tensor, wider: int) -> Tensor:
         batch, time, gates = left.shape
         y = left.new_empty(batch, time, gates // 4)
-        kept = batch * time * (gates // 4 * _NUMBERS // 2 + _WIDER * wider) + _PAGES // left.itemsize
-        ctx.save_for_backward(y, left.new_empty(kept))
+        bytes_needed = batch * time * (gates // 4 * _NUMBERS // 2 + _WIDER * wider) + _PAGES // left.itemsize
+        ctx.save_for_backward(y, left.new_empty(bytes_needed))
         return y
 
     @staticmethod

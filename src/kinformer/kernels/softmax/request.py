@@ -87,8 +87,8 @@ class Projected(NamedTuple):
     bias: Tensor | None = None
 
     def made(self, heads: int) -> Tensor:
-        found = torch.nn.functional.linear(self.x, self.weight, self.bias)
-        return found.unflatten(-1, (heads, -1)).transpose(1, 2)
+        projected = torch.nn.functional.linear(self.x, self.weight, self.bias)
+        return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class Gathered(NamedTuple):

@@ -23,8 +23,8 @@ def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
         return table.new_zeros(table.shape[0], *distance.shape, *table.shape[2:])
     index = distance - lowest
     inside = (index >= 0) & (index < table.shape[1])
-    found = table[:, index.clamp(0, table.shape[1] - 1)]
-    return torch.where(inside.reshape(inside.shape + (1,) * (table.dim() - 2)), found, 0)
+    values = table[:, index.clamp(0, table.shape[1] - 1)]
+    return torch.where(inside.reshape(inside.shape + (1,) * (table.dim() - 2)), values, 0)
 
 
 def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
@@ -34,8 +34,8 @@ def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tens
     if relative.factor is not None:
         scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest).transpose(0, 1)
     if relative.keys is not None:
-        asked = q if relative.shift is None else q + relative.shift.to(q.dtype)
-        scores = scores + scoring.scale * _met(asked, relative.keys.to(q.dtype), distance, relative.lowest)
+        shifted = q if relative.shift is None else q + relative.shift.to(q.dtype)
+        scores = scores + scoring.scale * _met(shifted, relative.keys.to(q.dtype), distance, relative.lowest)
     if relative.bias is not None:
         scores = scores + relative_at(relative.bias, distance, relative.lowest).transpose(0, 1)
     return scores
@@ -44,22 +44,22 @@ def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tens
 def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     """q_i . table[d_ij] [batch, heads, m, n], one of the queries or of the keys at a time, whichever are fewer."""
     if distance.shape[1] <= distance.shape[2]:
-        rows = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(1))
-        return torch.stack([(row @ each[..., None])[..., 0] for row, each in zip(rows, q.unbind(2), strict=True)], 2)
-    columns = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(2))
+        rows = (relative_at(table, part, lowest).transpose(0, 1) for part in distance.unbind(1))
+        return torch.stack([(row @ part[..., None])[..., 0] for row, part in zip(rows, q.unbind(2), strict=True)], 2)
+    columns = (relative_at(table, part, lowest).transpose(0, 1) for part in distance.unbind(2))
     return torch.stack([(q * column).sum(-1) for column in columns], 3)
 
 
 def mixed(weights: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
     """sum_j weights_ij table[d_ij] [batch, heads, m, head_dim] of ``weights`` [batch, heads, m, n]."""
     if distance.shape[1] <= distance.shape[2]:
-        rows = (relative_at(table, each, lowest).transpose(0, 1) for each in distance.unbind(1))
+        rows = (relative_at(table, item, lowest).transpose(0, 1) for item in distance.unbind(1))
         return torch.stack(
-            [(each[:, :, None] @ row)[:, :, 0] for row, each in zip(rows, weights.unbind(2), strict=True)], 2
+            [(item[:, :, None] @ row)[:, :, 0] for row, item in zip(rows, weights.unbind(2), strict=True)], 2
         )
     out = weights.new_zeros(())
-    for column, each in zip(distance.unbind(2), weights.unbind(3), strict=True):
-        out = out + each[..., None] * relative_at(table, column, lowest).transpose(0, 1)
+    for column, part in zip(distance.unbind(2), weights.unbind(3), strict=True):
+        out = out + part[..., None] * relative_at(table, column, lowest).transpose(0, 1)
     return out
 
 

@@ -187,8 +187,8 @@ class Compressive(RecomputesKV, CausalMixer):
 
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
         """``x`` of one segment of sequences that have ``seen`` tokens before it; a query sees all that is before it."""
-        own, time = seen % self.segment, x.shape[1]
-        remembered, edge = min(seen - own, self.memory), state.hidden_states.shape[2] - own
+        begun, time = seen % self.segment, x.shape[1]
+        remembered, edge = min(seen - begun, self.memory), state.hidden_states.shape[2] - begun
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
         q, k, v = self.projection(call.norm(x))
         v, recent = self.position.values(v), slice(edge - remembered, None)
@@ -207,10 +207,10 @@ class Compressive(RecomputesKV, CausalMixer):
         y, sums = self._attend(q, keys, values, call)
         if self.compression.counts:
             usage = pad(state.usage, (0, 0, 0, time))
-            usage[:, :, recent] += sums[:, -(remembered + own + time) :].unsqueeze(1).unsqueeze(-1)
+            usage[:, :, recent] += sums[:, -(remembered + begun + time) :].unsqueeze(1).unsqueeze(-1)
             state = state._replace(usage=usage)
         if call.watch is not None:
-            start = len(call.watch) - self.segment + own + time - keys.shape[2]
+            start = len(call.watch) - self.segment + begun + time - keys.shape[2]
             call.watch[start : start + keys.shape[2]] += sums.sum(0)
         hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
         return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
@@ -241,18 +241,18 @@ class Compressive(RecomputesKV, CausalMixer):
         start = state.hidden_states.shape[2] - lookback
         old, usage = state.hidden_states[:, 0, start : start + falling], None
         if self.compression.counts:
-            asked = torch.arange(lookback, lookback - falling, -1, device=old.device)
-            usage = state.usage[:, 0, start : start + falling, 0] / asked
+            wanted = torch.arange(lookback, lookback - falling, -1, device=old.device)
+            usage = state.usage[:, 0, start : start + falling, 0] / wanted
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
             cost = self._cost(state.hidden_states[:, 0, -self.segment :], old, new, norm)
             state = state._replace(aux=state.aux + cost)
-        kept = new.detach().to(state.hidden_states.dtype)[:, None]
+        new_states = new.detach().to(state.hidden_states.dtype)[:, None]
         if not torch.is_grad_enabled():
-            pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(kept, norm), strict=True)
+            pairs = zip((state.compressed_k, state.compressed_v), self._keys_values(new_states, norm), strict=True)
             k, v = (torch.cat(pair, dim=2) for pair in pairs)
             state = state._replace(compressed_k=k, compressed_v=v)
-        return state._replace(compressed=torch.cat([state.compressed, kept], dim=2))
+        return state._replace(compressed=torch.cat([state.compressed, new_states], dim=2))
 
     def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
         """[batch], a segment's worth: ``tokens`` of the segment that is over, ``old`` and ``new`` before and after."""
