@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from kinformer.positions.slots import AtTokens
 
 from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
@@ -42,7 +43,6 @@ from kinformer.patterns.combined import Intersection
 from kinformer.patterns.full import Full
 from kinformer.patterns.local import Local
 from kinformer.positions.none import NoPosition
-from kinformer.positions.slots import AtTokens
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, ContractError, EncoderModelSubject, ModelSubject
 from kinformer.testing.errors import agree
