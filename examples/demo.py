@@ -88,7 +88,7 @@ def main() -> None:
         f"  kinformer generate {RUN} --prompt 'import ' --samples 3\n"
         "  kinformer train linear-transformer --minutes 10 --out runs/linear   which generates in constant memory\n"
         "  kinformer train gpt --data YOUR_FILE --minutes 10 --out runs/mine\n"
-        "  kinformer estimate gpt --recipe paper --length 1024 --batch 8\n"
+        "  kinformer estimate gpt --recipe paper --length 1024 --batch-size 8\n"
     )
 
 

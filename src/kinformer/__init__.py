@@ -9,6 +9,8 @@
     kinformer.evaluate("runs/linear").figures                # {"bits_per_byte": ...}
     model = kinformer.load("runs/linear")                    # a trained run's model, in eval mode
     new = kinformer.generate(model, prompt, max_new_tokens=100, temperature=0.8, seed=1)
+    kinformer.estimate("gpt", length=1024, batch_size=8).train_bytes
+    kinformer.compare(["gpt", "linear-transformer"], data="stdlib", steps=500).finished
 
 Nothing here imports PyTorch before it is needed.
 """
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +39,24 @@ if TYPE_CHECKING:
     from kinformer.tasks.task import Task
 
 __version__ = "0.2.0"
-__all__ = ["build", "evaluate", "generate", "load", "members", "open_run", "tasks", "train"]
+__all__ = [
+    "bench",
+    "build",
+    "calibrate",
+    "compare",
+    "draw",
+    "estimate",
+    "evaluate",
+    "generate",
+    "import_checkpoint",
+    "index",
+    "load",
+    "members",
+    "open_run",
+    "show",
+    "tasks",
+    "train",
+]
 
 
 def members() -> list[Member]:

@@ -114,7 +114,7 @@ def test_what_the_gate_refuses_is_told_and_the_others_are_timed(cli, monkeypatch
         (["gpd"], "did you mean 'gpt'"),
         (["--lengths", "a"], "--lengths a: is not a list of whole numbers"),
         (["--work", "forwards"], "--work: 'forwards' is unknown; did you mean 'forward'"),
-        (["--batch", "0"], "--batch is 0 but must be 1 or more"),
+        (["--batch-size", "0"], "--batch-size is 0 but must be 1 or more"),
     ],
 )
 def test_bad_options_are_one_sentence(cli, flags, told):

@@ -265,7 +265,7 @@ def test_rules_of_thumb():
 
 
 def test_command_prints_json(capsys):
-    assert run(Options(member="gpt", recipe="paper", length=1024, batch=8, json=True)) == 0
+    assert run(Options(member="gpt", recipe="paper", length=1024, batch_size=8, json=True)) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["parameters"] == 124_439_808
     assert data["flops_forward"] < data["flops_step"] < 4 * data["flops_forward"]
@@ -307,15 +307,15 @@ def test_command_prints_tables(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(member="gpt", recipe="tiny", length=4096), "end at max_length = 128"),
-        (Options(member="gpt", recipe="tiny", length=0), "length must be 1 or more"),
-        (Options(member="gpt", recipe="tiny", length=8, batch=0), "batch must be 1 or more"),
-        (Options(member="gpt", recipe="tiny", set=("layers",)), "is not path=value"),
+        ({"length": 4096}, "end at max_length = 128"),
+        ({"length": 0}, "length is 0 but must be 1 or more"),
+        ({"length": 8, "batch_size": 0}, "batch-size is 0 but must be 1 or more"),
+        ({"set": ("layers",)}, "is not path=value"),
     ],
 )
 def test_command_refuses(options, message):
     with pytest.raises(KinformerError, match=message):
-        run(options)
+        run(Options(member="gpt", recipe="tiny", **options))
 
 
 @pytest.mark.parametrize("name", ["t5", "local", "linear-transformer", "transformer-xl", "etc", "speech-lstm"])

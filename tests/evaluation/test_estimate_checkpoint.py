@@ -97,7 +97,7 @@ def test_long_lengths_are_continued_exactly():
 
 
 def test_command_shows_the_row(capsys):
-    assert run(Options(member="rope", recipe="tiny", set=("stack.checkpoint=true", "layers=8"), batch=4)) == 0
+    assert run(Options(member="rope", recipe="tiny", set=("stack.checkpoint=true", "layers=8"), batch_size=4)) == 0
     assert "checkpoints" in capsys.readouterr().out
     fewer, more = (configure("rope", "tiny", set={"layers": 8, "stack.checkpoint": on}) for on in (True, False))
     assert activations(fewer, length=512) < activations(more, length=512) / 3

@@ -25,7 +25,7 @@ from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.tasks.evaluation import EvaluationSettings
+from kinformer.tasks.evaluation import EvaluationSettings, TextTable
 from kinformer.tasks.shared.text import HeldOut, held_out
 
 CALIBRATION = "calibration"
@@ -38,11 +38,42 @@ class Calibrated:
     used; ``exits`` of the new tokens with it; the ``data`` that it was found on; how long it took."""
 
     run: Run
+    options: CalibrateOptions
     tested: list[Tested]
     chosen: Tested | None
     exits: Exited | None
     data: HeldOut
     seconds: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        best, options = self.chosen, self.options
+        return {
+            "run": str(self.run.folder),
+            "threshold": None if best is None else best.threshold,
+            "risk": options.risk,
+            "confidence": options.confidence,
+            "consistency": options.consistency,
+            "measured": None if best is None else best.risk,
+            "samples": options.prompts,
+            "data": self.data.identity,
+            "tested": [step._asdict() for step in self.tested],
+            "exits": None if self.exits is None else self.exits.facts,
+            "seconds": self.seconds,
+        }
+
+    @property
+    def text(self) -> tuple[TextTable | str, ...]:
+        """The thresholds that were tested, and what the chosen one is worth."""
+        options, best = self.options, self.chosen
+        rows = [(f"{step.threshold:.4f}", f"{step.risk:.4f}", f"{step.p:.3g}") for step in self.tested]
+        what = f"a loss of at most {options.risk:g} with confidence {options.confidence:g} ({options.prompts} samples)"
+        if best is None or self.exits is None:
+            result = f"{self.run.folder}: no threshold has {what}; all tokens go through all layers"
+        else:
+            result = f"{self.run.folder}: threshold {best.threshold:.4f} has {what}: {self.exits.text}"
+        return TextTable(("threshold", f"{options.consistency} loss", "p"), rows, (0, 1, 2)), result
 
 
 def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated:
@@ -63,7 +94,8 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
         kept = keep(run, () if best is None else (best.threshold,), _said(best, options), held)
-    return Calibrated(run=kept, tested=tested, chosen=best, exits=exits, data=held, seconds=time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    return Calibrated(run=kept, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds)
 
 
 def _told(samples: Samples, progress: ProgressCallback, most: int) -> Any:

@@ -46,6 +46,31 @@ class SearchResult:
     data: HeldOut
     seconds: float
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "run": str(self.run.folder),
+            "thresholds": self.thresholds,
+            "bits_per_byte": self.bits_per_byte,
+            "all_layers_bits_per_byte": self.whole,
+            "data": self.data.identity,
+            "exits": None if self.exits is None else self.exits.facts,
+            "seconds": self.seconds,
+            "curve": [draw._asdict() for draw in self.curve],
+        }
+
+    @property
+    def text(self) -> tuple[str]:
+        """The thresholds, and what they cost and save."""
+        if self.exits is None:
+            return (f"{self.run.folder}: no thresholds cost so little; all tokens go through all layers",)
+        thresholds = ", ".join(f"{threshold:.4f}" for threshold in self.thresholds)
+        return (
+            f"{self.run.folder}: thresholds {thresholds}: {self.bits_per_byte:.4f} bits per byte, with all layers "
+            f"{self.whole:.4f}; {self.exits.text}",
+        )
+
 
 def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
     """Search the thresholds of the run in ``folder`` and write them into its config, in place of those before."""

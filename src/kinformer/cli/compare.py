@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
 
 from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
 from kinformer.cli.output import print_blocks, print_json
-from kinformer.comparison.options import CompareOptions, default_budget
-from kinformer.runtime.files import reading
+from kinformer.comparison.options import CompareOptions
 
 TASK_OPTIONS = "Options"
 Entrants = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
@@ -38,26 +35,15 @@ class Options(CompareOptions, CommonOptions):
 
 def run(options: Options) -> int:
     """Compare, write the report, and print it; returns 1 where a member is out."""
-    from kinformer.comparison.compare import compare
-    from kinformer.comparison.files import write
-    from kinformer.comparison.record import as_json, merged, read
+    from kinformer.comparison.record import as_json
+    from kinformer.comparison.run import report
 
-    if options.merge:
-        files = (*options.merge, *options.members)
-        comparison = merged([(Path(path), read(Path(path))) for path in files])
-    else:
-        given = asked(CompareOptions, options)
-        values = {each.name: getattr(given, each.name) for each in fields(CompareOptions)}
-        request = replace(given, **default_budget(options.members, values))
-        comparison = compare(options.members, request, _command())
-    merges_by_itself = options.merge and options.out == CompareOptions.out
-    with reading(" ".join((*options.merge, *options.members))) if options.merge else nullcontext():
-        written = write(comparison, Path("merged" if merges_by_itself else options.out))
+    written = report(options.members, asked(CompareOptions, options), options.merge, _command())
     if options.json:
-        print_json(as_json(comparison))
+        print_json(as_json(written.comparison))
     else:
         print_blocks(written.text)
-    return int(any(each.error for each in comparison.entrants))
+    return int(any(entrant.error for entrant in written.comparison.entrants))
 
 
 def _command() -> str:

@@ -36,8 +36,7 @@ def run(options: Options) -> int:
     for note in done.notes if not options.quiet else ():
         print(f"kinformer: {note}", file=sys.stderr)
     if options.json:
-        facts = {"out": str(run.folder), "member": run.member, "recipe": run.recipe, "parameters": done.parameters}
-        print_json(facts | {"tokenizer": done.tokenizer})
+        print_json(done.facts)
     else:
         print(f"{run.folder}: {run.member} ({run.recipe}), {done.parameters:,} parameters")
     return 0

@@ -33,9 +33,7 @@ def run(options: Options) -> int:
     done = index(options.folder, asked(IndexOptions, options), quiet=options.json or options.quiet)
     store, new = done.store, done.new
     if options.json:
-        facts = {"datastore": str(store.folder), "run": options.folder, "entries": store.entries, "new_entries": new}
-        shape = {"dim": store.dim, "dtype": store.record.dtype, "bytes": done.bytes, "seconds": done.seconds}
-        print_json(facts | shape | {"text": done.text, "lists": done.lists})
+        print_json(done.facts)
         return 0
     speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
     print(f"{store.folder}: {new:,} new entries{speed}; {store.entries:,} in all, {size(done.bytes)}")

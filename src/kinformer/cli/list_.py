@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json, print_table
@@ -28,10 +28,10 @@ def run(options: Options) -> int:
     """Print the family."""
     found = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
-        listed = [facts(member) for member in found]
+        listed = [member.facts for member in found]
         groups = None if options.by is None else _groups(found, options.by)
         print_json(
-            listed if groups is None else {name: [facts(each) for each in group] for name, group in groups.items()}
+            listed if groups is None else {name: [each.facts for each in group] for name, group in groups.items()}
         )
         return 0
     if options.by is not None:
@@ -90,12 +90,3 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
 def _short(text: str, width: int) -> str:
     """``text`` in so many columns: without what stands in parentheses, or its last words, where it is longer."""
     return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
-
-
-def facts(member: Member) -> dict[str, Any]:
-    """A member's record as JSON-ready data."""
-    names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
-    return {name: getattr(member, name) for name in names} | {
-        "cost": member.growth_of_cost,
-        "recipes": list(member.recipes),
-    }

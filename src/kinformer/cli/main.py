@@ -64,7 +64,7 @@ COMMANDS = {
     "estimate": Command(
         "kinformer.cli.estimate",
         "Parameters, FLOPs, memory and state size before anything is run.",
-        "kinformer estimate gpt --recipe paper --length 1024 --batch 8",
+        "kinformer estimate gpt --recipe paper --length 1024 --batch-size 8",
     ),
     "compare": Command(
         "kinformer.cli.compare",

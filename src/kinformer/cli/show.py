@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.list_ import facts
-from kinformer.cli.options import Changes, CommonOptions, Member, require
+from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
-from kinformer.family.record import Member as MemberRecord
 from kinformer.family.table import FAMILY, member
-from kinformer.runtime.errors import KinformerError
 from kinformer.training.metric import size
 
-LENGTHS = (1, 128, 1024, 8192, 65536)
 MOST_PICTURES = 8
 DEFAULTS = ""
 
@@ -40,72 +36,16 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the member."""
-    changes = overrides(options.set)
-    require("--vocab-size", options.vocab_size, 1)
-    is_run = options.member not in FAMILY and Path(options.member).is_dir()
-    record = None if is_run else member(options.member)  # before PyTorch is imported
-    import torch
+    if options.member in FAMILY or not Path(options.member).is_dir():
+        member(options.member)  # an unknown name is an error before PyTorch is imported
+    from kinformer.runs.description import describe
 
-    from kinformer.core.config import to_dict
-    from kinformer.estimation.state_size import state_bytes
-    from kinformer.family.build import configure
-    from kinformer.figures.formulas import formulas, symbols
-    from kinformer.figures.text_picture import pictures
-
-    if record is None:
-        record, recipe, config = _of_run(options, changes)
-    else:
-        recipe = options.recipe or "small"
-        config = configure(record.name, recipe, options.vocab_size, changes)
-    with torch.device("meta"):
-        model = config.build()
-    page = facts(record) | {
-        "recipe": recipe,
-        "computes": [formula._asdict() for formula in formulas(config)],
-        "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
-        "config": to_dict(config),
-        "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
-        "max_length": model.max_length,
-        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
-        "patterns": pictures(model),
-    }
+    described = describe(options.member, options.recipe, options.vocab_size, overrides(options.set))
     if options.json:
-        print_json(page)
+        print_json(described.facts)
     else:
-        _print(page, to_dict(config) if options.full else folded(config))
+        _print(described.facts, described.facts["config"] if options.full else folded(described.config))
     return 0
-
-
-def _of_run(options: Options, changes: Mapping[str, Any]) -> tuple[MemberRecord, str, Any]:
-    """The member, recipe and config of a run folder."""
-    from kinformer.core.config import override
-    from kinformer.family.kinds import kinds
-    from kinformer.runs.run import open_run
-
-    run = open_run(options.member)
-    for flag, given in (("--recipe", options.recipe), ("--vocab-size", options.vocab_size)):
-        if given is not None:
-            raise KinformerError(f"{flag} {given}: the run in {run.folder} has its own; leave it out.")
-    return member(run.member), run.recipe, override(run.config, changes, kinds())
-
-
-def _parameters(model: Any) -> dict[str, int]:
-    """Parameters of each part, like parts of all layers together."""
-    parts: dict[str, int] = {}
-    for name, child in model.named_children():
-        inner = [(name, child)]
-        if child is model.stack:
-            inner = [(f"layers.*.{part}", each) for unit in child.units for part, each in unit.named_children()]
-            inner.append(("shared", child.shared))
-        for part, module in inner:
-            parts[part] = parts.get(part, 0) + sum(each.numel() for each in module.parameters())
-    return {part: count for part, count in parts.items() if count}
-
-
-def _lengths(model: Any) -> list[int]:
-    ends = (model.max_length, getattr(model, "max_source_length", None))
-    limit = min((end for end in ends if end is not None), default=None)
-    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
 def _print(page: dict[str, Any], config: dict[str, Any]) -> None:

@@ -87,8 +87,8 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     found = Bench(
         members=(*models, *peers), timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
         crossings=(), machine=machine(device),
-        facts={"recipe": options.recipe, "batch": options.batch, "rounds": options.rounds, "set": dict(options.set),
-               "date": time.strftime("%Y-%m-%d"),
+        facts={"recipe": options.recipe, "batch": options.batch_size, "rounds": options.rounds,
+               "set": dict(options.set), "date": time.strftime("%Y-%m-%d"),
                "peers": {name: peer.version for name, peer in peers.items()}},
     )  # fmt: skip
     return Bench(**{**vars(found), "crossings": tuple(_crossings(found, options))})
@@ -144,11 +144,11 @@ def _timed(
         if not works.room_for(model, work, length, options.rounds):
             note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
             continue
-        ready[name] = known[work](model, options.batch, length)
+        ready[name] = known[work](model, options.batch_size, length)
     found = in_turns(ready, options.rounds, device)
     share = works.DECODED if work == "decode" else 1
     return [
-        Timing(name, work, length, each, _share(models[name], work, (options.batch, length), each, floor))
+        Timing(name, work, length, each, _share(models[name], work, (options.batch_size, length), each, floor))
         for name, each in ((name, found[name] / share) for name in models if name in found)
     ]
 
@@ -168,7 +168,7 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
 
 
 def _memory(config: Any, options: BenchOptions, device: str) -> dict[int, int]:
-    found = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch, device)
+    found = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch_size, device)
     return {int(length): size for length, size in found}
 
 

@@ -16,8 +16,9 @@ JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"
 
 @dataclass(frozen=True)
 class Written:
-    """``paths`` of the files, and what is printed."""
+    """A comparison, the ``paths`` of its files, and what is printed."""
 
+    comparison: Comparison
     paths: tuple[Path, ...]
     text: tuple[str | TextTable, ...]
 
@@ -50,7 +51,7 @@ def write(comparison: Comparison, folder: Path) -> Written:
         *notes,
         *(f"wrote {path}" for path in paths),
     ]
-    return Written(tuple(paths), (table, "", *told))
+    return Written(comparison, tuple(paths), (table, "", *told))
 
 
 def _text_file(path: Path, text: str) -> None:

@@ -112,8 +112,8 @@ class BenchOptions(Machine):
     """Which of the members' recipes."""
     lengths: str = "128,512,2048"
     """Tokens of a row, as in 512,2048,8192; in decoding, of the prompt."""
-    batch: int = 1
-    """Rows."""
+    batch_size: int = 1
+    """Sequences of a batch."""
     work: str = "forward,step,prefill,decode"
     """What is timed: forward, step (a forward with its loss and the backward), prefill (reading a prompt), decode (a
     token)."""
@@ -129,7 +129,7 @@ class BenchOptions(Machine):
     """Decides weights and tokens."""
 
     def __post_init__(self) -> None:
-        require("--batch", self.batch, 1)
+        require("--batch-size", self.batch_size, 1)
         require("--rounds", self.rounds, 1)
         for name in self.works:
             choose(name, WORKS, "--work")

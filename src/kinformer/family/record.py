@@ -49,3 +49,12 @@ class Member:
     def growth_of_cost(self) -> Cost:
         """How the operations of a whole sequence grow with its length: as the state does, unless said otherwise."""
         return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The record as data for JSON."""
+        names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
+        return {name: getattr(self, name) for name in names} | {
+            "cost": self.growth_of_cost,
+            "recipes": list(self.recipes),
+        }

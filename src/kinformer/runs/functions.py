@@ -6,12 +6,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.store import attach_store
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_types
 from kinformer.tasks.evaluation import Evaluation
 from kinformer.tasks.table import OptionKind, option_names
 
@@ -22,10 +24,10 @@ def train(member: str, options: Mapping[str, Any]) -> Run:
     """See :func:`kinformer.train`."""
     from kinformer.runs import train as training
 
-    given = dict(options)
-    quiet = given.pop("quiet", False) or not sys.stderr.isatty()
+    quiet = bool(options.get("quiet")) or not sys.stderr.isatty()
+    named = {name: value for name, value in options.items() if name != "quiet"}
     try:
-        summary = training.train(_request(TrainOptions, {"member": member, **given}, "Options", "train"), quiet)
+        summary = training.train(request(TrainOptions, {"member": member, **named}, "train", "Options"), quiet)
     except InterruptedError:
         raise KeyboardInterrupt from None
     if summary.result.signal:
@@ -37,9 +39,9 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
     """See :func:`kinformer.evaluate`."""
     from kinformer.runs.evaluate import evaluate
 
-    given = dict(options)
-    quiet = given.pop("quiet", False)
-    return evaluate([run], _request(EvaluateOptions, given, "EvaluationOptions", "evaluate"), quiet).evaluations[0]
+    named = {name: value for name, value in options.items() if name != "quiet"}
+    wanted = request(EvaluateOptions, named, "evaluate", "EvaluationOptions")
+    return evaluate([run], wanted, bool(options.get("quiet"))).evaluations[0]
 
 
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
@@ -48,14 +50,29 @@ def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
     return attach_store(opened, opened.model(changes))
 
 
-def _request(kind: type[O], given: dict[str, Any], tasks: OptionKind, function: str) -> O:
-    """What was given by name, sorted into general options and tasks' own; paths are text."""
-    general = {each.name for each in fields(kind)} - {"own"}  # type: ignore[arg-type]
-    own = option_names(tasks)
-    for name in given:
-        if name not in general and name not in own:
-            known = sorted(general | own.keys() | {"quiet"})
-            raise KinformerError(f"kinformer.{function}: {name!r} is not an option; {nearest(name, known)}")
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    values["own"] = {name: values.pop(name) for name in list(values) if name not in general}
+def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: OptionKind | None = None) -> O:
+    """The ``options`` of ``kinformer.<function>`` as the dataclass ``kind``; those of tasks stand in ``own``.
+
+    A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
+
+    Errors: ``KinformerError`` for an unknown name, and for a value of another type.
+    """
+    texts = {option.name for option in fields(kind) if option.type in ("str", "str | None")}  # type: ignore[arg-type]
+    general = {option.name for option in fields(kind)} - {"own"}  # type: ignore[arg-type]
+    of_tasks = {} if tasks is None else option_names(tasks)
+    for name in options:
+        if name not in general and name not in of_tasks:
+            names = sorted(general | of_tasks.keys())
+            raise KinformerError(f"kinformer.{function}: {name!r} is not an option; {nearest(name, names)}")
+    values = {name: _text(value, name in texts) for name, value in options.items()}
+    if tasks is not None:
+        values["own"] = {name: values.pop(name) for name in list(values) if name not in general}
+    defaults = {option.name: option.default for option in fields(kind)}  # type: ignore[arg-type]
+    require_types(SimpleNamespace(**defaults | values), kind)
     return kind(**values)
+
+
+def _text(value: Any, is_text: bool) -> Any:
+    if isinstance(value, list | tuple) and is_text:
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, Path) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,18 @@ class ImportedRun:
     parameters: int
     tokenizer: bool
     notes: tuple[str, ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        run = self.run
+        return {
+            "out": str(run.folder),
+            "member": run.member,
+            "recipe": run.recipe,
+            "parameters": self.parameters,
+            "tokenizer": self.tokenizer,
+        }
 
 
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A datastore after a build that wrote ``new`` entries of ``text`` in ``seconds``."""
+    """A datastore of ``run`` after a build that wrote ``new`` entries of ``text`` in ``seconds``; ``lists``: into how
+    many it is sorted, None where it is not."""
 
+    run: Path
     store: Datastore
     text: dict[str, Any]
     new: int
@@ -38,6 +40,23 @@ class Indexed:
     def bytes(self) -> int:
         """Bytes of the datastore's files."""
         return sum(path.stat().st_size for path in self.store.folder.rglob("*") if path.is_file())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        store = self.store
+        return {
+            "datastore": str(store.folder),
+            "run": str(self.run),
+            "entries": store.entries,
+            "new_entries": self.new,
+            "dim": store.dim,
+            "dtype": store.record.dtype,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "text": self.text,
+            "lists": self.lists,
+        }
 
 
 def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:
@@ -51,7 +70,8 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
         new = _write(run, keys, text, options, quiet)
         seconds = time.perf_counter() - begun
         lists = _sort(options, quiet)
-    return Indexed(Datastore(options.datastore), text.identity, new, seconds, None if lists is None else lists.count)
+    count = None if lists is None else lists.count
+    return Indexed(Path(folder), Datastore(options.datastore), text.identity, new, seconds, count)
 
 
 def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOptions, quiet: bool) -> int:

@@ -1,0 +1,184 @@
+"""Functions of the package that do what a command does. Nothing here imports PyTorch before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kinformer.calibration.calibrate import Calibrated
+    from kinformer.calibration.search import SearchResult
+    from kinformer.comparison.bench import Bench
+    from kinformer.comparison.record import Comparison
+    from kinformer.runs.description import Description
+    from kinformer.runs.drawing.draw import Drawing
+    from kinformer.runs.estimate import MemberEstimate
+    from kinformer.runs.importing import ImportedRun
+    from kinformer.runs.index import Indexed
+
+
+def show(
+    member: str,
+    *,
+    recipe: str | None = None,
+    vocab_size: int | None = None,
+    set: Mapping[str, Any] | None = None,
+) -> Description:
+    """All about one member or run without computing anything: ``.member`` (its record), ``.config``, ``.facts``.
+
+    The facts are data for JSON: paper, formulas, config, parameters by part, bytes of the state by length, and patterns
+    as text.
+
+    member: a member of the family, or a run's folder.
+    recipe: which of the member's recipes ("small" if not given).
+    vocab_size: how many ids the model knows; the recipe's own if not given.
+    set: overrides of the recipe by their paths.
+
+    Errors: ``KinformerError`` for unknown names, and for ``recipe`` or ``vocab_size`` of a run, which has its own.
+    """
+    from kinformer.runs.description import describe
+
+    return describe(member, recipe, vocab_size, set)
+
+
+def estimate(member: str, **options: Any) -> MemberEstimate:
+    """What a member costs, before anything is run.
+
+    The result has ``parameters``; ``flops_forward`` and ``flops_step`` (additions and multiplications for the
+    batch); ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a process on a CPU);
+    ``parts`` and ``memory``, which break these down; and ``rules_of_thumb``.
+
+    member: a member of the family.
+    options: ``recipe`` ("small"), ``vocab_size``, ``set``, ``length`` (tokens of a sequence, 1024), ``batch_size`` (1),
+        ``optimizer`` ("adamw") and ``precision`` ("fp32"); see ``estimation.options.EstimateOptions``.
+
+    Errors: ``KinformerError`` for unknown names, sizes below 1 and lengths beyond the model's positions.
+    """
+    from kinformer.estimation.options import EstimateOptions
+    from kinformer.runs.estimate import estimate_member
+    from kinformer.runs.functions import request
+
+    return estimate_member(request(EstimateOptions, {"member": member, **options}, "estimate"))
+
+
+def draw(subject: str | Path, **options: Any) -> Drawing:
+    """Draw attention patterns, encodings of positions, spans, early exits or what a model looks at in an image.
+
+    The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (what each panel shows) and
+    ``facts`` (all of it as data for JSON). It needs matplotlib.
+
+    subject: a member, a run's folder, a kind of pattern or position, or one as JSON.
+    options: ``out``, ``recipe``, ``set``, ``length`` (tokens), ``layer`` and ``head`` (from 1), ``pattern``,
+        ``position``, ``spans``, ``exits``, ``image``, ...; see ``runs.drawing.options.DrawOptions``.
+
+    Errors: ``KinformerError`` for what cannot be drawn, and for options that do not go together.
+    """
+    from kinformer.runs.drawing.draw import draw
+    from kinformer.runs.drawing.options import DrawOptions
+    from kinformer.runs.functions import request
+
+    return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
+
+
+def bench(members: Sequence[str] = (), **options: Any) -> Bench:
+    """Time members in turns with plain attention (gpt), each behind a gate of correctness.
+
+    The result has ``timings`` (seconds by member, work and length), ``failed`` (members that the gate refused, and
+    why), ``memory`` (bytes by member and length), ``floor`` (what this machine can do at most) and ``crossings``.
+
+    members: of the family; linear-transformer, fast-weights and local if there are none.
+    options: ``lengths`` (tokens, as in ``[128, 512]``), ``batch_size``, ``work`` ("forward,step,prefill,decode"),
+        ``rounds``, ``memory``, ``peers``, ``recipe``, ``set``, ``device``, ...;
+        see ``comparison.options.BenchOptions``.
+
+    Errors: ``KinformerError`` for unknown names, members that read no tokens, and where gpt itself fails its gate.
+    """
+    from kinformer.comparison.bench import bench
+    from kinformer.comparison.options import BenchOptions
+    from kinformer.runs.functions import request
+
+    return bench(members, request(BenchOptions, options, "bench"))
+
+
+def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **options: Any) -> Comparison:
+    """Train members under one budget, measure them in turns, and write a report into the folder ``out``.
+
+    The result has ``finished`` (the members that have a metric, the best first), ``entrants`` (all, with
+    ``error`` where one is out), ``deciding`` (the metric) and ``seconds`` (by stage).
+
+    members: of the family; hybrids as "linear-transformer:3,gpt:1"; "wide=gpt" for another name. Without any, a small
+        comparison of five.
+    merge: files of finished comparisons of one task and data; they are put together and nothing is computed.
+    options: ``data``, ``out``, one budget of ``steps``, ``tokens``, ``minutes`` or ``total_minutes``, ``parameters``,
+        ``seeds``, ``sweep``, ``set``, ...; see ``comparison.options.CompareOptions``. And the task's own.
+
+    Errors: ``KinformerError`` for what is wrong of all members; a member that fails alone is out.
+    """
+    from kinformer.comparison.options import CompareOptions
+    from kinformer.comparison.run import report
+    from kinformer.runs.functions import request
+
+    wanted = request(CompareOptions, options, "compare", "Options")
+    arguments = [repr(list(members)), *(f"{name}={value!r}" for name, value in options.items())]
+    command = f"kinformer.compare({', '.join(arguments)})"
+    return report(members, wanted, [str(path) for path in merge], command).comparison
+
+
+def calibrate(run: str | Path, *, quiet: bool = True, **options: Any) -> Calibrated | SearchResult:
+    """Find thresholds of early exits on held-out text and write them into the run.
+
+    The lowest threshold whose risk is bounded (Learn then Test) is in ``.chosen``, None where there is none;
+    ``.tested`` has the others. With ``search``, the result has ``.thresholds`` of every exit and ``.bits_per_byte``.
+    Both have ``.exits`` (layers per token), ``.facts`` and ``.run``.
+
+    run: the run's folder.
+    quiet: no progress on a terminal.
+    options: ``risk``, ``confidence``, ``consistency``, ``prompts``, ``prompt_tokens`` and ``new_tokens`` (tokens),
+        ``data``, ``split``, ``search``, ``tolerance`` (bits per byte), ...;
+        see ``calibration.options.CalibrateOptions``.
+
+    Errors: ``KinformerError`` for runs without thresholds, and for too few samples.
+    """
+    from kinformer.calibration.options import CalibrateOptions
+    from kinformer.calibration.run import calibrate
+    from kinformer.runs.functions import request
+
+    return calibrate(run, request(CalibrateOptions, options, "calibrate"), quiet)
+
+
+def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: Any) -> Indexed:
+    """Write what a run makes of every context of a text, and the token that came next, into a datastore for kNN-LM.
+
+    A build that was stopped continues where it was. The result has ``store``, ``new`` (entries that were written),
+    ``seconds``, ``bytes``, ``lists`` and ``facts``.
+
+    run: the run's folder.
+    datastore: a new folder, or with ``append=True`` one that this run made.
+    quiet: no progress on a terminal.
+    options: ``data``, ``split``, ``max_bytes``, ``append``, ``approximate``, ``dtype``, ``context``, ...; see
+        ``runs.options.IndexOptions``.
+
+    Errors: ``KinformerError`` for a datastore of another run or text.
+    """
+    from kinformer.runs.functions import request
+    from kinformer.runs.index import index
+    from kinformer.runs.options import IndexOptions
+
+    return index(run, request(IndexOptions, {"datastore": datastore, **options}, "index"), quiet)
+
+
+def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
+    """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder that computes the same logits.
+
+    The result has ``run``, ``parameters``, ``tokenizer`` (whether there was one) and ``notes``.
+
+    folder: the checkpoint, of GPT-2, BERT, RoBERTa, Longformer, Big Bird, Marian, ViT, DeiT or Swin.
+    out: the run folder, which must be new or empty.
+    name: what the run calls its recipe.
+
+    Errors: ``KinformerError`` that names what cannot be imported faithfully.
+    """
+    from kinformer.runs.importing import import_checkpoint
+
+    return import_checkpoint(folder, out, name)

@@ -1,0 +1,35 @@
+"""What an estimate is asked for. Free of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kinformer.runtime.errors import flag_of, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions:
+    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
+
+    member: str
+    """A member of the family (see: kinformer list)."""
+    recipe: str = "small"
+    """Which of the member's recipes (see: kinformer show MEMBER)."""
+    vocab_size: int | None = None
+    """Size of the vocabulary; the recipe's own if not given."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""
+    length: int | None = None
+    """Tokens of a sequence (1024, or what an image of the recipe's size has)."""
+    batch_size: int = 1
+    """Sequences of a batch."""
+    optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
+    """Whose state is counted; sgd has momentum."""
+    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """Precision of the activations in training, and of the weights in inference."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "length", "batch_size"):
+            require(flag_of(name), getattr(self, name), 1)

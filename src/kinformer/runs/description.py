@@ -1,0 +1,95 @@
+"""All about one member or run without computing anything: its record, config, sizes, formulas and pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kinformer.core.config import override, to_dict
+from kinformer.core.model_config import ModelConfig
+from kinformer.estimation.state_size import state_bytes
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.record import Member
+from kinformer.family.table import FAMILY, member
+from kinformer.figures.formulas import formulas, symbols
+from kinformer.figures.text_picture import pictures
+from kinformer.runs.run import open_run
+from kinformer.runtime.errors import KinformerError, flag_of, require
+
+LENGTHS = (1, 128, 1024, 8192, 65536)
+"""Tokens at which the bytes of the state are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A member in a recipe, or the model of a run.
+
+    member: its record. recipe, config: the model's.
+    facts: the record and all that follows from the config, as data for JSON: ``computes`` (formulas), ``symbols``,
+        ``config``, ``parameters`` (total and by part), ``max_length``, ``state_bytes`` (by length), ``patterns``.
+    """
+
+    member: Member
+    recipe: str
+    config: ModelConfig
+    facts: dict[str, Any]
+
+
+def describe(
+    name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
+) -> Description:
+    """See :func:`kinformer.show`."""
+    require(flag_of("vocab_size"), vocab_size, 1)
+    if name not in FAMILY and Path(name).is_dir():
+        record, recipe, config = _of_run(name, recipe, vocab_size, changes or {})
+    else:
+        record, recipe = member(name), recipe or "small"
+        config = configure(record.name, recipe, vocab_size, changes or {})
+    with torch.device("meta"):
+        model = config.build()
+    facts = record.facts | {
+        "recipe": recipe,
+        "computes": [formula._asdict() for formula in formulas(config)],
+        "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
+        "config": to_dict(config),
+        "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
+        "max_length": model.max_length,
+        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
+        "patterns": pictures(model),
+    }
+    return Description(member=record, recipe=recipe, config=config, facts=facts)
+
+
+def _of_run(
+    folder: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, Any]
+) -> tuple[Member, str, ModelConfig]:
+    """The member, recipe and config of a run folder."""
+    run = open_run(folder)
+    for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
+        if value is not None:
+            raise KinformerError(f"{flag_of(option)} {value}: the run in {run.folder} has its own; leave it out.")
+    return member(run.member), run.recipe, override(run.config, changes, kinds())
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """Parameters of each part, like parts of all layers together."""
+    parts: dict[str, int] = {}
+    for name, child in model.named_children():
+        inner = [(name, child)]
+        if child is model.stack:
+            inner = [(f"layers.*.{part}", each) for unit in child.units for part, each in unit.named_children()]
+            inner.append(("shared", child.shared))
+        for part, module in inner:
+            parts[part] = parts.get(part, 0) + sum(each.numel() for each in module.parameters())
+    return {part: count for part, count in parts.items() if count}
+
+
+def _lengths(model: Any) -> list[int]:
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    limit = min((end for end in ends if end is not None), default=None)
+    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])

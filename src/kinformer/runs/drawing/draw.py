@@ -1,0 +1,98 @@
+"""Draws what is asked for into a file, and says what stands in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kinformer.figures.draw import draw as draw_panels
+from kinformer.figures.exits import draw_exits
+from kinformer.figures.image import draw_image
+from kinformer.figures.panels import Panel, PatternPanel
+from kinformer.figures.style import check
+from kinformer.runs.drawing.exits import coloured_text
+from kinformer.runs.drawing.image import looked_at
+from kinformer.runs.drawing.options import DrawOptions
+from kinformer.runs.drawing.subject import find
+from kinformer.runtime.errors import KinformerError
+
+MOST_PANELS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A picture in the file ``out``: its ``title``, ``lines`` that say what each part shows, and all of it as ``facts``
+    for JSON."""
+
+    out: Path
+    title: str
+    lines: tuple[str, ...]
+    facts: dict[str, Any]
+
+
+def draw(options: DrawOptions) -> Drawing:
+    """See :func:`kinformer.draw`."""
+    out = Path(options.out or f"{_file_name(options.subject)}.png")
+    check(out)
+    torch.manual_seed(options.seed)
+    if options.image is not None:
+        return _image(options, out)
+    if options.exits and not options.spans:
+        return _exits(options, out)
+    if options.data is not None and not options.spans:
+        raise KinformerError(f"--data {options.data}: is for --exits; add --exits, or leave it out.")
+    subject = find(options)
+    panels = subject.panels()
+    if not panels:
+        raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
+    shown = panels[:MOST_PANELS]
+    draw_panels(shown, subject.title, out)
+    more = f" ({len(shown)} of {len(panels)}; choose with --layer and --head)" if len(panels) > len(shown) else ""
+    facts = {"drawn": len(shown), "panels": [_facts(panel) for panel in panels]}
+    return _drawing(options, out, subject.kind, subject.title + more, list(_lines(shown)), facts)
+
+
+def _exits(options: DrawOptions, out: Path) -> Drawing:
+    text = coloured_text(options)
+    draw_exits(text, out)
+    return _drawing(options, out, "run", text.title, [text.exited.text], text.exited.facts)
+
+
+def _image(options: DrawOptions, out: Path) -> Drawing:
+    drawing = looked_at(options)
+    draw_image(drawing, out)
+    names = [panel.name.replace("\n", ", ") for panel in drawing.panels]
+    return _drawing(options, out, "run", drawing.title, names, {"image": drawing.title, "panels": names})
+
+
+def _drawing(
+    options: DrawOptions, out: Path, kind: str, title: str, lines: Sequence[str], facts: dict[str, Any]
+) -> Drawing:
+    facts = {"subject": options.subject, "kind": kind, "out": str(out)} | facts
+    return Drawing(out=out, title=title, lines=tuple(lines), facts=facts)
+
+
+def _lines(panels: Sequence[Panel]) -> Iterator[str]:
+    for panel in panels:
+        line = ", ".join(part.replace("\n", ", ") for part in (panel.place, panel.name) if part)
+        if isinstance(panel, PatternPanel):
+            share = panel.allowed_pairs / panel.length**2
+            line += f" ({panel.allowed_pairs:,} of {panel.length**2:,} pairs of {panel.length} tokens, {share:.1%})"
+        yield line
+
+
+def _facts(panel: Panel) -> dict[str, Any]:
+    """For JSON: a panel without its numbers."""
+    shown = {name: value for name, value in asdict(panel).items() if not isinstance(value, np.ndarray)}
+    return {"panel": type(panel).__name__.removesuffix("Panel").lower()} | shown
+
+
+def _file_name(subject: str) -> str:
+    name = "pattern" if subject.startswith("{") else Path(subject).name
+    return re.sub(r"[^\w-]+", "-", name).strip("-") or "drawing"
