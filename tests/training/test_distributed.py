@@ -49,9 +49,14 @@ def test_two_processes_train_as_one(runs: tuple[Path, dict[str, Any]], name: str
     assert len(validated[0]) == 2 and validated[0] == pytest.approx(validated[1], rel=tolerance)
 
 
-def _validations(folder: Path) -> list[float]:
+def test_two_processes_average_as_one(runs: tuple[Path, dict[str, Any]]) -> None:
+    means = [_validations(runs[0] / name, "averaged_loss") for name in ("fsdp mean", "one fsdp mean")]
+    assert len(means[0]) == 1 and means[0] == pytest.approx(means[1], rel=1e-6)
+
+
+def _validations(folder: Path, name: str = "validation_loss") -> list[float]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["validation_loss"] for record in records if "validation_loss" in record]
+    return [record[name] for record in records if name in record]
 
 
 @pytest.mark.parametrize("name", AGAIN)

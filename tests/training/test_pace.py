@@ -63,6 +63,7 @@ def live(clock: Clock, monkeypatch: pytest.MonkeyPatch, corpus: Corpus, folder: 
     """A run of ten minutes in which nothing but steps (by ``clock``) and validations (20 s) takes time."""
     monkeypatch.setattr("kinformer.training.loop.time", clock)
     monkeypatch.setattr("kinformer.training.update.time", clock)
+    monkeypatch.setattr("kinformer.training.pace.time", clock)
     run = trainer(corpus, folder, steps=None, minutes=10.0, **{"checkpoint_every": 0, "validate_every": 0} | changes)
     update, validation, rates = run.update, run.validation, list[float]()
     done = Done(torch.tensor(1.0), torch.tensor(1.0), torch.ones(1), 64)

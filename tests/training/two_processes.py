@@ -26,6 +26,7 @@ FRESH: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp segments": ("fsdp", {"segments": True, "model": LINEAR}),
     "fsdp muon": ("fsdp", {"optimizer": "muon"}),
     "fsdp average": ("fsdp", {"ema": 0.5}),
+    "fsdp mean": ("fsdp", {"average": 2}),
     "fsdp shared": ("fsdp", {"model": {"member": "t5"}}),
     "fsdp spans": ("fsdp", {"segments": True, "model": SPANS, "optimizer": "adagrad", "lr": 0.07, "clip": 0.03}),
     "ddp sparse": ("ddp", {"model": {"member": "pkm"}, "accumulate": 2}),

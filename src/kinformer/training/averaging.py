@@ -9,7 +9,7 @@ so that it looks back over about a ``share`` of the steps so far, whenever it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -48,26 +48,22 @@ class MovingAverage:
             mean.copy_(like(mean, tensors[name]))
 
 
-def mean_weights(checkpoints: Checkpoints, count: int) -> dict[str, Tensor]:
-    """The mean of the last ``count`` checkpoints' weights, or of as many as there are; what is no floating-point number
-    is the last one's."""
-    total: dict[str, Tensor] = {}
-    steps = checkpoints.steps()[-count:]
+def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int]) -> dict[str, Tensor]:
+    """The mean of the weights of ``model`` and of the checkpoints of ``steps``, spread over processes as the model's
+    are; what is no floating-point number is the model's."""
+    local = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
+    total = {name: weight.double() for name, weight in local.items()}
     for step in steps:
         weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]
-        for name, weight in weights.items():
-            total_weight = total.get(name) if weight.is_floating_point() else None
-            total[name] = weight if total_weight is None else total_weight.double() + weight
-    return {
-        name: (weight / len(steps)).to(weights[name].dtype) if weight.is_floating_point() else weight
-        for name, weight in total.items()
-    }
+        for name, weight in local.items():
+            total[name] += like(weight, weights[name]).to(weight.device)
+    return {name: (weight / (len(steps) + 1)).to(local[name].dtype) for name, weight in total.items()}
 
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """``model`` with other weights meanwhile, whole tensors by name."""
+    """``model`` with other weights meanwhile, by name, spread over processes as the model's are."""
     local = model.state_dict()
-    return _swapped(local, {name: like(weight, weights[name]) for name, weight in local.items()})
+    return _swapped({name: local[name] for name in weights}, weights)
 
 
 @contextmanager

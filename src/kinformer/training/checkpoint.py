@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -61,19 +62,19 @@ class Checkpoints:
         final = self.path(checkpoint.step)
         partial = final.with_name(f".{final.name}{_PARTIAL}")
         try:
-            self.clean()
-            _fill(partial, checkpoint)
-            _pause("before-fsync")
-            sync_folder(partial)
-            _pause("before-rename")
-            self._remove(final)
-            partial.rename(final)
-            sync_folder(self.folder)
-        except (KinformerError, OSError) as error:
+            with self.surviving(final):
+                self.clean()
+                _fill(partial, checkpoint)
+                _pause("before-fsync")
+                sync_folder(partial)
+                _pause("before-rename")
+                self._remove(final)
+                partial.rename(final)
+                sync_folder(self.folder)
+        except KinformerError:
             shutil.rmtree(partial, ignore_errors=True)
-            raise KinformerError(self._failed(final, error)) from error
-        for step in self.steps()[: -self.keep]:
-            self._remove(self.path(step))
+            raise
+        self.tidy()
 
     def load(self) -> Checkpoint | None:
         """The newest checkpoint, verified to the last byte; None if there is none."""
@@ -96,6 +97,12 @@ class Checkpoints:
             remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
             raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
 
+    def tidy(self) -> None:
+        """Remove what is older than the ones to keep, and what an interrupted write or removal left behind."""
+        self.clean()
+        for step in self.steps()[: -self.keep]:
+            self._remove(self.path(step))
+
     def clean(self) -> None:
         """Remove what an interrupted write or removal left behind; only one process may write at a time."""
         for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
@@ -109,11 +116,17 @@ class Checkpoints:
             _pause("before-removal")
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _failed(self, final: Path, error: BaseException) -> str:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        steps = self.steps()
-        remedy = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space and start again"
-        return f"{final}: the checkpoint could not be written ({reason.rstrip('.')}); {remedy}."
+    @contextmanager
+    def surviving(self, place: Path) -> Iterator[None]:
+        """Where ``place`` cannot be written inside, one sentence says from where the run can go on."""
+        try:
+            yield
+        except (KinformerError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+            steps = self.steps()
+            remedy = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space, start again"
+            raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
 
 
 def _fill(folder: Path, checkpoint: Checkpoint) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_weights, reading
 from kinformer.runtime.lock import is_here
 from kinformer.training.averaging import MovingAverage, mean_weights, replaced
-from kinformer.training.best import Best
+from kinformer.training.best import WEIGHTS, Best
 from kinformer.training.carried import Carried
 from kinformer.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.training.data_module import DataModule
@@ -29,7 +29,7 @@ from kinformer.training.interrupt import Interrupt
 from kinformer.training.logging import Log, Silence, TrainingProgress
 from kinformer.training.objective import Objective, ObjectiveModule
 from kinformer.training.optimiser import Optimiser, finite, gather
-from kinformer.training.pace import Course, Pace
+from kinformer.training.pace import Course, Pace, seconds_of
 from kinformer.training.result import Result
 from kinformer.training.schedule import Schedule
 from kinformer.training.settings import PARTS_OF_A_RUN, Settings
@@ -120,6 +120,7 @@ class Trainer:
         """Train to the end, or until the time is over or a signal comes."""
         pace = self._pace() if self.settings.minutes else None
         self.window = Window(self.group)
+        self.group.on_first(self.checkpoints.tidy)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
@@ -157,14 +158,14 @@ class Trainer:
             saves = last or stopped or old or (checkpoint_every and self.step % checkpoint_every == 0)
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
-            validating = _seconds(self._validate) if validates else 0.0
-            saving = _seconds(self._save) if saves else 0.0
+            validating = seconds_of(self._validate) if validates else 0.0
+            if last:
+                self._finish(bool(validate_every))
+            saving = seconds_of(self._save) if saves else 0.0
             if validates or saves:
                 self.window.restart()
                 if pace:
                     pace.spent(validating, saving)
-            if last and not stopped and validate_every:
-                self._average()
             if stopped or last:
                 interrupt.signal = stopped
                 break
@@ -222,12 +223,15 @@ class Trainer:
             "a longer --warmup or a smaller --clip."
         )
 
-    def _average(self) -> None:
-        """Measure the mean of the last checkpoints' weights, and keep it where it is the best."""
-        count = min(self.settings.average, len(self.checkpoints.steps()))
-        if count > 1:
-            with replaced(self.model, mean_weights(self.checkpoints, count)):
-                self._measure(f"mean of {count} checkpoints", "averaged")
+    def _finish(self, measures: bool) -> None:
+        """What belongs to the end of a run: all of it is done before the last checkpoint, which says that the run is
+        over, so that a run that is killed here makes its last steps and its end again."""
+        if self.step < self.total:  # the time is over
+            self.course.turn(self.step, self.step)
+        earlier = self.checkpoints.steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
+        if measures and earlier:
+            with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier)):
+                self._measure(f"mean of {len(earlier) + 1} checkpoints", "averaged")
 
     def _validate(self) -> None:
         with self.moving.applied():
@@ -258,7 +262,8 @@ class Trainer:
 
     def _write_best(self, weights: Mapping[str, Tensor]) -> None:
         self._require_home()
-        self.best.write(weights, self.step)
+        with self.checkpoints.surviving(self.folder / WEIGHTS):
+            self.best.write(weights, self.step)
 
     def _require_home(self) -> None:
         """Whoever moves the folder meanwhile must not get a second one, with half a run."""
@@ -272,9 +277,9 @@ class Trainer:
         self._require_home()
         if not finite(checkpoint.files["model"]):
             raise self._diverged(f"a weight is no longer finite after step {self.step}")
-        self.checkpoints.save(checkpoint)
         if self.best.step is None:
-            self.best.write({**checkpoint.files["model"], **checkpoint.files.get("average", {})}, checkpoint.step)
+            self._write_best({**checkpoint.files["model"], **checkpoint.files.get("average", {})})
+        self.checkpoints.save(checkpoint)
 
     def _pace(self) -> Pace:
         """How many steps the minutes buy, and how often to validate and to save meanwhile."""
@@ -291,10 +296,3 @@ class Trainer:
             validate_every = -(-self.total // parts)
         pace.every = (validate_every, checkpoint_every)
         return pace
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """How long ``work`` takes."""
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,13 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
         marks.append(clock())
     later = marks[(len(marks) - 1) // 2 :]
     return (later[-1] - later[0]) / (len(later) - 1)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long ``work`` takes."""
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
 @dataclass

@@ -1,0 +1,111 @@
+"""The end of a run, killed at each of its disk calls and resumed. Prints what became of it as JSON.
+
+    python kills.py FOLDER DATA
+
+Lives are forks of this process, which has computed nothing before and loaded all that they need. A disk call is
+anything that opens a file to write, or makes, renames, removes or flushes one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+
+from kinformer.data import Corpus, open_corpus
+from kinformer.family.kinds import kinds
+from kinformer.training.update import Done, Updater
+from tests.training.tiny import train
+
+STEPS = 6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean of checkpoints": {"validate_every": 2, "average": 3, "lr": 0.03, "warmup": 0.0, "min_lr_ratio": 1.0},
+    "never validated": {"validate_every": 0, "keep": 1},
+}
+CALLS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+def live(work: Callable[[], object], killed_at: int = 0, calls: Path | None = None) -> int:
+    """Do ``work`` in a fork, which is killed at disk call number ``killed_at`` and writes the number of its ``calls``;
+    returns its exit code."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            counter = _Counter(killed_at)
+            work()
+            if calls is not None:
+                calls.write_text(str(counter.calls))
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class _Counter:
+    def __init__(self, killed_at: int) -> None:
+        self.calls, self.killed_at, flush = 0, killed_at, os.fsync
+
+        def fsync(handle: int) -> None:
+            self._call()
+            flush(handle)
+
+        os.fsync = fsync
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in CALLS:
+            self._call()
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.calls == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> list[int]:
+    """Kill a run at each disk call that follows its last update, and resume it; the folders ``whole`` and ``killed-N``
+    are left in ``place``. Returns the exit codes of all lives."""
+
+    def run(folder: Path) -> Callable[[], object]:
+        return lambda: train(corpus, folder, steps=STEPS, checkpoint_every=1, log_every=1, **options)
+
+    def begin() -> None:
+        update = Updater.__call__
+
+        def killed(self: Updater, step: int, rate: float, progress: float) -> Done:
+            if step == STEPS - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(self, step, rate, progress)
+
+        Updater.__call__ = killed  # type: ignore[method-assign]
+        run(place / "begun")()
+
+    codes = [live(run(place / "whole")), live(begin)]
+    shutil.copytree(place / "begun", place / "counted")
+    codes.append(live(run(place / "counted"), calls=place / "calls"))
+    for number in range(1, int((place / "calls").read_text()) + 1):
+        folder = shutil.copytree(place / "begun", place / f"killed-{number}")
+        codes += [live(run(folder), killed_at=number), live(run(folder))]
+    return codes
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kinds()
+    text = open_corpus(sys.argv[2])
+    outcomes = {}
+    for name, chosen in OPTIONS.items():
+        (folder := Path(sys.argv[1]) / name).mkdir()
+        outcomes[name] = kill_everywhere(folder, text, chosen)
+    print(json.dumps(outcomes))
