@@ -166,7 +166,7 @@ BAD_ARRAYS = {
     "names": ({"arr_0": pixels(9, 4, 4)}, "holds arr_0"),
     "labels": ({"x": pixels(9, 4, 4), "y": np.zeros((9, 14), np.uint8)}, "its labels of train are uint8, 9 x 14"),
     "sizes": ({"x": pixels(9, 4, 4), "x_test": pixels(9, 4, 5)}, "unlike sizes"),
-    "pickle": ({"images": np.array([{}] * 9, object)}, "is a pickle, which is never loaded"),
+    "pickle": ({"images": np.array([{}] * 9, object)}, "only a pickle can hold"),
     "few": ({"images": pixels(2, 4, 4)}, "too few images"),
 }
 

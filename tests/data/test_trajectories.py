@@ -124,6 +124,14 @@ BAD = {
     "NaN": ({"rewards": np.where(np.arange(12) == 7, np.nan, 0)}, "rewards of step 7 hold nan, but all must be finite"),
     "infinite": ({"observations": np.full((12, 2), np.inf)}, "observations of step 0 hold inf"),
     "words": ({"actions": np.array(["left"] * 12)}, "actions are of the type <U4, but must be numbers"),
+    "huge": (
+        {"actions": np.arange(12) + (1 << 62)},
+        "the action 4611686018427387915, but discrete actions",
+    ),
+    "too large": (
+        {"rewards": np.full(12, 1e300)},
+        "rewards of step 0 hold 1e.300, but all must be finite in",
+    ),
     "negative": ({"actions": np.arange(12) - 1}, "holds the action -1, but discrete actions count from 0"),
     "few": ({"episode_ends": np.array([5, 12])}, "holds 2 episodes, but 3 or more are needed"),
     "wide rewards": ({"rewards": np.zeros((12, 2))}, r"rewards are \[12, 2\], but must be \[steps\]"),
@@ -145,7 +153,7 @@ def test_what_is_no_archive(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "empty").mkdir()
     for name, told in (
-        ("text.npz", "is no .npz of arrays"),
+        ("text.npz", "is truncated or no NumPy archive"),
         ("one.npy", "is a single array"),
         ("nothing.npz", "is neither a file nor a folder"),
         ("empty", "holds no .npz files"),

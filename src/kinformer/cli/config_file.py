@@ -9,22 +9,24 @@ set = {dim = 256, "layers.*.dropout" = 0.1}
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kinformer.cli.form import bare, is_positional
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.files import require_file
+from kinformer.runtime.parsing import parse_toml
 
 
 def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The positional arguments by name, and the options as arguments. ``known`` are all with their types."""
+    require_file(Path(path))
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        given = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
     positional: dict[str, Any] = {}
     arguments: list[str] = []

@@ -38,7 +38,7 @@ class Cache:
         if not path.is_file():
             return None
         data = read_json(path)
-        require_signature(data, path)
+        require_signature(data, path, required=True)
         return data["value"]
 
     def put(self, kind: str, key: str, value: Any) -> None:

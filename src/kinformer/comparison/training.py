@@ -18,6 +18,7 @@ from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import CONFIG
 from kinformer.runs.train import train
 from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note
 from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.logging import METRICS
@@ -156,7 +157,10 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
 
 def _log(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [
+        parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
+        for number, line in enumerate(lines, start=1)
+    ]
 
 
 def curve(found: Mapping[str, Any], figure: Metric, flops_step: float | None) -> list[dict[str, Any]]:

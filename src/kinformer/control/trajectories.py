@@ -26,6 +26,7 @@ SHARES = {"validation": 0.05, "test": 0.05}
 FEWEST_EPISODES = 3
 _SHUFFLED = 0x53544550
 SMALLEST_STD = 1e-6
+MOST_ACTIONS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,18 +167,25 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
 def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
     if values.dtype.kind not in "biuf":
         raise KinformerError(f"{place}: {what} are of the type {values.dtype}, but must be numbers.")
-    bad = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite there
+        bad = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1).astype(np.float32)).all(1))
     if len(bad):
         worst = values.reshape(len(values), -1)[bad[0]]
-        shown = worst[~np.isfinite(worst)][0]
-        raise KinformerError(f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite; mend or drop it.")
+        shown = worst[np.argmax(np.where(np.isfinite(worst), np.abs(worst), np.inf))]
+        raise KinformerError(
+            f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
+        )
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:
     """Whole numbers are discrete actions, others continuous ones."""
     if actions.dtype.kind in "biu" and actions.size == len(actions):
-        if int(actions.min()) < 0:
-            raise KinformerError(f"{place}: holds the action {actions.min()}, but discrete actions count from 0.")
+        least, most = int(actions.min()), int(actions.max())
+        if least < 0 or most >= MOST_ACTIONS:
+            raise KinformerError(
+                f"{place}: holds the action {least if least < 0 else most}, but discrete actions count from 0 to at "
+                f"most {MOST_ACTIONS - 1}; number those that occur, or save continuous actions as floats."
+            )
         return actions.reshape(-1).astype(np.int64)
     return np.ascontiguousarray(actions.reshape(len(actions), -1), np.float32)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kinformer.data.files import reading
+from kinformer.runtime.archives import read_arrays
 from kinformer.runtime.errors import KinformerError
 
 Arrays = dict[str, np.ndarray]
@@ -31,50 +30,25 @@ def read_npz(path: Path) -> Arrays:
 
     Errors: ``KinformerError`` for what is no archive, lacks an array, or holds one as a pickle.
     """
-    with reading(path):
-        try:
-            loaded = np.load(path, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                raise KinformerError(
-                    f"{path}: is a single array, but must be an .npz of several; write one with numpy.savez."
-                )
-            with loaded as archive:
-                found = _found(archive, path)
-        except (zipfile.BadZipFile, EOFError, ValueError) as error:
-            if isinstance(error, KinformerError):
-                raise
-            raise KinformerError(
-                f"{path}: is no .npz of arrays ({str(error).splitlines()[0].rstrip('.')}); write one with numpy.savez."
-            ) from None
-    return _cut(found, str(path))
-
-
-def _found(archive: Any, path: Path) -> Arrays:
+    known = {name: meaning for meaning, names in NAMES.items() for name in names}
+    arrays, names = read_arrays(path, lambda name: name in known)
     found: Arrays = {}
-    for meaning, names in NAMES.items():
-        for name in names:
-            if name in archive.files and meaning not in found:
-                found[meaning] = _array(archive, name, path)
+    for name in known:
+        if name in arrays:
+            _require_steps(arrays[name], name, path)
+            found.setdefault(known[name], arrays[name])
     for meaning in ("observations", "actions", "rewards"):
         if meaning not in found:
             raise KinformerError(
-                f"{path}: has no {meaning} (named {' or '.join(NAMES[meaning])}), but {', '.join(archive.files)}; give "
+                f"{path}: has no {meaning} (named {' or '.join(NAMES[meaning])}), but {', '.join(names)}; give "
                 "observations, actions, rewards, and episode_ends or terminals."
             )
-    return found
+    return _cut(found, str(path))
 
 
-def _array(archive: Any, name: str, path: Path) -> np.ndarray:
-    try:
-        array = archive[name]
-    except ValueError:
-        raise KinformerError(
-            f"{path}: {name} is an array of Python objects, which only a pickle can hold, and none is ever loaded; "
-            f"save it as numbers."
-        ) from None
+def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
     if array.ndim < 1:
         raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
-    return array
 
 
 def _cut(found: Arrays, place: str) -> Arrays:

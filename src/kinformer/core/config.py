@@ -11,7 +11,6 @@ package carries the name of that ``package`` beside its ``kind`` (see ``runtime.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
+from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
@@ -161,8 +161,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return value
 
 

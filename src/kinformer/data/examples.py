@@ -11,7 +11,7 @@ import numpy as np
 
 from kinformer.data.stored import save_joined, stored
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, eq=False)

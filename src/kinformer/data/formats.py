@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from kinformer.data.files import reading
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.parsing import parse_json, parse_json_line
 
 _HEAD = 1 << 16
 _PACKED = {
@@ -45,12 +45,7 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
     """The texts of the field ``name`` of a file of JSON lines, each with a line's end, into ``target``."""
     with reading(path), open(path, "rb") as file:
         for number, line in _lines(file):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise KinformerError(
-                    f"{path}, line {number}: is not JSON ({error}); --text-field reads JSON lines."
-                ) from None
+            row = parse_json_line(path, number, line, "--text-field reads JSON lines")
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 text_fields = (
                     [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
@@ -58,7 +53,7 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
                 raise KinformerError(
                     f"{path}, line {number}: has no text in the field {name!r}; {nearest(name, text_fields)}"
                 )
-            target.write(row[name].encode("utf-8", "surrogatepass") + b"\n")
+            target.write(row[name].encode() + b"\n")
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -89,7 +84,7 @@ def _fields(head: bytes) -> list[str] | None:
     whole = head.splitlines()[: -1 if len(head) == _HEAD else None]
     lines = [line for line in whole if line.strip()][:3]
     try:
-        rows = [json.loads(line) for line in lines]
+        rows = [parse_json(line) for line in lines]
     except ValueError:
         return None
     return list(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else None

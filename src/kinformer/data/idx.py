@@ -18,14 +18,12 @@ import numpy as np
 
 from kinformer.data.files import reading
 from kinformer.data.image_source import ImageSet, Part, array_part
+from kinformer.runtime.archives import GZIP, check_ratio
 from kinformer.runtime.errors import KinformerError
 
 _BYTES = 8
 """The type of unsigned bytes."""
-_GZIP = b"\x1f\x8b"
 _NAME = re.compile(r"images?[-.]idx\d[-.]ubyte(\.gz)?$")
-_LIKELY_RATIO, _SUSPECT = 200, 64 << 20
-"""Real images are not compressed to less than a two-hundredth; beyond 64 MiB such a file is refused."""
 
 
 def is_images(name: str) -> bool:
@@ -36,7 +34,7 @@ def is_images(name: str) -> bool:
 def read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     """The array in the IDX file ``path``, uint8; it must have one of these numbers of dimensions."""
     with reading(path), path.open("rb") as raw:
-        packed = raw.read(2) == _GZIP
+        packed = raw.read(2) == GZIP
         raw.seek(0)
         try:
             return _read(path, gzip.GzipFile(fileobj=raw) if packed else raw, dimensions, packed)  # type: ignore[arg-type]
@@ -64,15 +62,6 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
         shown = " x ".join(map(str, shape))
         raise KinformerError(f"{path}: has {amount} bytes than the {shown} that its head announces; fetch it again.")
     return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def check_ratio(path: Path, unpacked: int, packed: int) -> None:
-    """Refuse what is compressed far more than images can be: it is made to fill the memory."""
-    if unpacked > _SUSPECT and unpacked > _LIKELY_RATIO * packed:
-        raise KinformerError(
-            f"{path}: would unpack to {unpacked} bytes, {unpacked // max(packed, 1)} times its size, which no file of "
-            "images does; fetch it from a source that you trust."
-        )
 
 
 def read_idx_file(path: Path) -> ImageSet:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kinformer.data.idx import check_ratio
 from kinformer.data.image_source import SPLITS, ImageSet, array_part
+from kinformer.runtime.archives import read_arrays
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading
 
 _IMAGES, _LABELS = ("images", "image", "pixels", "x"), ("labels", "label", "y")
 _LIKE = "images and labels, x_train and y_train, or train_images and train_labels"
@@ -24,15 +20,10 @@ def read_npz(path: Path) -> ImageSet:
     Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
     behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives.
     """
-    with (
-        reading(path, "is truncated or no NumPy archive", "make it with numpy.savez_compressed"),
-        zipfile.ZipFile(path) as archive,
-    ):
-        named = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-        roles = {name: role for name in named if (role := _role(name)) is not None}
-        arrays = {role: _array(path, archive, named[name]) for name, role in roles.items()}
+    named, names = read_arrays(path, lambda name: _role(name) is not None)
+    arrays = {role: array for name, array in named.items() if (role := _role(name)) is not None}
     if "train" not in {split for split, what in arrays if what == "images"}:
-        raise KinformerError(f"{path}: holds {', '.join(sorted(named)) or 'nothing'}; name its arrays {_LIKE}.")
+        raise KinformerError(f"{path}: holds {', '.join(sorted(names)) or 'nothing'}; name its arrays {_LIKE}.")
     parts = {}
     for (split, what), images in arrays.items():
         if what == "images":
@@ -49,23 +40,6 @@ def _role(name: str) -> tuple[str, str] | None:
     rest = "_".join(word for word in words if word not in SPLITS)
     what = "images" if rest in _IMAGES else "labels" if rest in _LABELS else None
     return None if what is None else (split, what)
-
-
-def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """One array, whose head is looked at before memory is taken for it."""
-    check_ratio(path, entry.file_size, entry.compress_size)
-    with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        read_head: Any = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read_head(file)
-    if dtype.hasobject:
-        raise KinformerError(f"{path}: {entry.filename} is a pickle, which is never loaded; save numbers.")
-    if math.prod(shape) * dtype.itemsize > entry.file_size:
-        raise KinformerError(f"{path}: {entry.filename} is shorter than its head announces; make it again.")
-    with archive.open(entry) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _check_images(path: Path, images: np.ndarray, train: np.ndarray) -> None:

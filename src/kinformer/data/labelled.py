@@ -10,7 +10,6 @@ folder (``train.tsv``). What is missing of them is held out of the rest, 5 % eac
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.texts import Example, Texts
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import parse_json_line
 
 HELD_OUT = 0.05
 _NAMES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
@@ -174,17 +174,14 @@ def _columns(cells: Sequence[bytes]) -> tuple[int, int] | None:
 
 def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[Example]:
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise KinformerError(f"{path}, line {number}: is not JSON ({error}); write one object per line.") from None
+        row = parse_json_line(path, number, line, "write one object per line")
         text = _field(row, _TEXT_COLUMNS)
         label = _field(row, ("label",))
         if not isinstance(text, str) or not isinstance(label, str | int):
             raise KinformerError(
                 f'{path}, line {number}: lacks text or label; write {{"text": "...", "label": "..."}}.'
             )
-        yield _example(path, number, text.encode("utf-8", "surrogatepass"), str(label))
+        yield _example(path, number, text.encode(), str(label))
 
 
 def _field(row: object, names: Sequence[str]) -> object:

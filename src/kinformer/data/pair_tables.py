@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import parse_json_line
 
 TABLES = (".tsv", ".jsonl")
 Row = tuple[str, str]
@@ -68,10 +68,7 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise KinformerError(f"{path}, line {number}: is not JSON ({error}); write one object per line.") from None
+        row = parse_json_line(path, number, line, "write one object per line")
         row = row.get("translation", row) if isinstance(row, dict) else row
         chosen = chosen if all(chosen) else _fields(row, chosen)
         pair = [row.get(name) if isinstance(row, dict) else None for name in chosen]

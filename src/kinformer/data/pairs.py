@@ -11,9 +11,7 @@ others are for training; a part that is missing is held out of the rest, 5 % eac
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,6 +23,7 @@ from kinformer.data.corpus import fingerprint_of
 from kinformer.data.files import SourceFile, folder_files, reading, single_file
 from kinformer.data.pair_tables import TABLES, read_table
 from kinformer.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.runtime.archives import read_unpacked
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note_once
 
@@ -188,13 +187,7 @@ def _of_tables(tables: Mapping[str, SourceFile], asked: Languages) -> tuple[Lang
 
 def _text(path: Path) -> str:
     """What a file holds, unpacked and decoded."""
-    with reading(path):
-        data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise KinformerError(f"{path}: cannot be unpacked ({error}); restore it from a copy.") from None
+    data = read_unpacked(path)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from array import array
@@ -15,7 +14,7 @@ import numpy as np
 
 from kinformer.data.files import remove_abandoned
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import checksum, reading, write_json
+from kinformer.runtime.files import checksum, read_json, reading, require_signature, signed, write_json
 from kinformer.runtime.lock import locked
 
 _ABOUT = "about.json"
@@ -34,7 +33,8 @@ def stored(folder: Path, schema: int, fill: Fill) -> tuple[dict[str, Any], dict[
     if not (folder / _ABOUT).is_file():
         _fill(folder, schema, fill)
     with reading(folder, remedy="delete this folder, it will be written again"):
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        about = read_json(folder / _ABOUT)
+        require_signature(about, folder / _ABOUT, required=True)
         for file, expected in about["files"].items():
             if checksum(folder / file) != expected:
                 raise ValueError(f"{file} does not match its checksum")
@@ -69,7 +69,7 @@ def _fill(folder: Path, schema: int, fill: Fill) -> None:
         with locked(partial):
             about = fill(partial)
             files = {path.name: checksum(path) for path in sorted(partial.glob("*.npy"))}
-            write_json(partial / _ABOUT, {"schema": schema, **about, "files": files})
+            write_json(partial / _ABOUT, signed({"schema": schema, **about, "files": files}))
             try:
                 os.rename(partial, folder)
             except OSError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -116,7 +117,7 @@ def read_json(path: Path) -> Any:
     """The JSON value in ``path``; a missing or damaged file is one clear sentence."""
     require_file(path)
     with reading(path, "is not readable JSON"):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
 
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,8 +125,12 @@ def signed(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, CHECKSUM: json_digest(data)}
 
 
-def require_signature(data: Mapping[str, Any], path: Path) -> None:
-    """Raise where ``data``, as read from ``path``, is not what :func:`signed` made; data without a checksum passes."""
+def require_signature(data: Any, path: Path, required: bool = False) -> None:
+    """Raise where ``data``, as read from ``path``, is not what :func:`signed` made; a table without a checksum passes
+    unless it is ``required``."""
+    if not isinstance(data, dict) or (required and CHECKSUM not in data):
+        lacks = "has no checksum" if isinstance(data, dict) else f"is {type(data).__name__}, not a table"
+        raise KinformerError(f"{path}: is damaged or by another version (it {lacks}); delete it, or restore a copy.")
     rest = dict(data)
     if CHECKSUM in rest and rest.pop(CHECKSUM) != json_digest(rest):
         raise KinformerError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.runtime.files import load_tensors, reading, save_tensors
+from kinformer.runtime.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
     metadata = load_tensors(folder / WEIGHTS)[1]
     with reading(folder / WEIGHTS):
-        return (dict(json.loads(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
+        return (dict(parse_json(metadata[_FIGURES])), int(metadata[_STEP])) if _FIGURES in metadata else None
 
 
 class Best:

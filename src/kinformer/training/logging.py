@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kinformer.runtime.files import write_atomic
+from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.progress import tolerant
 
 METRICS, EVENTS = "metrics.jsonl", "events"
@@ -60,8 +61,8 @@ def _lines(path: Path) -> list[str]:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.spans import span_panel
 from kinformer.runs.run import CONFIG, open_run
 from kinformer.runtime.errors import KinformerError, flag_of, nearest
+from kinformer.runtime.parsing import parse_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,10 +130,10 @@ def _means_part(options: DrawOptions) -> bool:
 
 def _expression(options: DrawOptions) -> Subject:
     try:
-        data = json.loads(options.subject)
-    except json.JSONDecodeError as error:
+        data = parse_json(options.subject)
+    except ValueError as error:
         raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
-    if str(data.get("kind")) not in (table := _parts(options)):
+    if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
         raise KinformerError(
             f"{options.subject}: does not say what is to be drawn; {nearest(str(data.get('kind')), table)}"
         )

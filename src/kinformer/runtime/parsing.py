@@ -1,0 +1,84 @@
+"""JSON and TOML that somebody else wrote, as plain values; whatever is wrong with the text is a ``ValueError``.
+
+The parsers of the standard library raise ``RecursionError`` for text that nests deep, and pass what cannot be written
+again: numbers of thousands of digits in TOML, and halves of surrogate pairs, which are no characters of any encoding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from kinformer.runtime.errors import KinformerError
+
+MOST_DEPTH = 200
+"""Lists and tables inside one another; what we write nests less than a tenth of it."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that ``text`` spells. Errors: ``ValueError`` for what is no JSON (bytes: in UTF-8), nests deeper than
+    ``MOST_DEPTH``, or holds a number too long or half of a surrogate pair."""
+    text = text if isinstance(text, str) else text.decode("utf-8-sig")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("it holds a whole number of thousands of digits") from None
+    _check_depth(value, text.count("[") + text.count("{"))
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: str) -> Any:
+    """The value of line ``number`` of a file of JSON lines; anything else is one sentence that ends in ``remedy``."""
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise KinformerError(f"{path}, line {number}: is not JSON ({error}); {remedy}.") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that ``text`` spells. Errors: ``ValueError`` as in :func:`parse_json`."""
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"it holds a number or a date that cannot be read: {str(error).partition(';')[0]}") from None
+    _check_depth(table, len(text))
+    return table
+
+
+def _check_depth(value: Any, most: int) -> None:
+    """Raise where ``value``, which has ``most`` lists and tables at most, nests too deep for functions that recurse."""
+    if most <= MOST_DEPTH:
+        return
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    if any(isinstance(item, dict | list) for item in level):
+        raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"its lists and tables nest deeper than {MOST_DEPTH}")

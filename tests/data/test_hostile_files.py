@@ -1,0 +1,118 @@
+"""Files that are made to harm their reader: each reader answers with one sentence that names the file, and takes
+neither the memory nor the time that the file asks for."""
+
+import gzip
+import io
+import json
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kinformer.cli.config_file import read as read_options
+from kinformer.comparison.cache import Cache
+from kinformer.control.trajectories import open_trajectories
+from kinformer.core.config import KinformerError
+from kinformer.data.formats import check_plain, write_field
+from kinformer.data.images import read_images
+from kinformer.data.labelled import open_labelled
+from kinformer.data.pairs import open_pairs
+from kinformer.interop.checkpoint import read_checkpoint
+from kinformer.runtime.files import read_json
+
+MOST_MEMORY = 500 << 20
+
+
+def deep(text: str) -> str:
+    return text.replace("VALUE", "[" * 100_000 + "]" * 100_000)
+
+
+def long(text: str) -> str:
+    return text.replace("VALUE", "1" * 5_000)
+
+
+def half(text: str) -> str:
+    return text.replace("VALUE", '"\\ud800"')
+
+
+JSON_READERS = {
+    "json": ("a.json", '{"a": VALUE}', lambda path: read_json(path)),
+    "labelled": ("a.jsonl", '{"text": VALUE, "label": 1}\n', lambda path: open_labelled(str(path))),
+    "pairs": ("a.jsonl", '{"source": VALUE, "target": "b"}\n', lambda path: open_pairs(str(path))),
+    "field": ("a.jsonl", '{"text": VALUE}\n', lambda path: write_field(path, "text", io.BytesIO())),
+    "checkpoint": ("config.json", '{"model_type": VALUE}', lambda path: read_checkpoint(path.parent)),
+    "cache": ("run-key.json", '{"value": VALUE}', lambda path: Cache(path.parent).get("run", "key")),
+}
+
+
+@pytest.mark.parametrize("bomb", [deep, long, half])
+@pytest.mark.parametrize("name", JSON_READERS)
+def test_json(tmp_path, name, bomb):
+    file, text, read = JSON_READERS[name]
+    (tmp_path / file).write_text(bomb(text) * 3 if file.endswith("jsonl") else bomb(text))
+    what = {deep: "nest deeper than 200", long: "thousands of digits", half: "half of a surrogate pair"}[bomb]
+    with pytest.raises(KinformerError, match=f"{file}.*{what}"):
+        read(tmp_path / file)
+
+
+def test_what_json_nests_is_limited_in_depth_and_not_in_length(tmp_path):
+    for content in ({"a": [[1]] * 9_000}, "[" * 9_000, json.loads("[" * 200 + "]" * 200)):
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        assert read_json(tmp_path / "a.json") == content
+    (tmp_path / "a.json").write_text("[" * 201 + "]" * 201)
+    with pytest.raises(KinformerError, match="nest deeper than 200"):
+        read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", ["[" * 9_000, "[" * 300 + "]" * 300, "1" * 5_000, "{a=" * 5_000, "2000-99-99"])
+def test_toml(tmp_path, value):
+    (tmp_path / "run.toml").write_text(f"steps = {value}\n")
+    with pytest.raises(KinformerError, match="run.toml: is not TOML"):
+        read_options(str(tmp_path / "run.toml"), {"steps": int})
+
+
+def member(name: str, size: int, announced: int) -> bytes:
+    """A .npz whose array ``name`` has a head for ``announced`` bytes and ``size`` zeros, which compress to little."""
+    head = b"\x93NUMPY\x01\x00v\x00" + f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({announced},), }}".encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive, archive.open(f"{name}.npy", "w") as file:
+        file.write(head.ljust(127) + b"\n")
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    return packed.getvalue()
+
+
+def zeros(size: int) -> bytes:
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb") as file:
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    return packed.getvalue()
+
+
+IDX = gzip.compress(bytes([0, 0, 8, 3]) + np.array([1 << 11, 1 << 10, 1 << 10], ">u4").tobytes() + bytes(1 << 20))
+ARCHIVES = {
+    "pairs": ("a.tsv.gz", zeros(1 << 30), open_pairs, "times its size"),
+    "trajectories": ("a.npz", member("observations", 1 << 30, 1 << 30), open_trajectories, "times its size"),
+    "trajectories that lie": ("a.npz", member("observations", 0, 1 << 60), open_trajectories, "shorter than its head"),
+    "images": ("a.npz", member("images", 1 << 30, 1 << 30), read_images, "times its size"),
+    "images that lie": ("a.npz", member("images", 0, 1 << 60), read_images, "shorter than its head"),
+    "IDX": ("images-idx3-ubyte.gz", IDX, read_images, "times its size"),
+    "text": ("a", zeros(1 << 20), lambda path: check_plain(Path(path)), "is gzip-compressed"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archives(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, content, read, what = ARCHIVES[name]
+    (tmp_path / file).write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(KinformerError, match=f"{file}.*{what}"):
+            read(str(tmp_path / file))
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
