@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kinformer.positions.slots import AtTokens
 
 from kinformer.blocks.encoder_layer import EncoderLayer
 from kinformer.blocks.feed_forward import MLP
@@ -84,7 +83,7 @@ class Combination(NamedTuple):
     def config(self) -> Any:
         """The model's, of one layer."""
         parts = self.parts
-        at_tokens = isinstance(parts["position"], AtTokens)
+        at_tokens = stands_at_tokens(parts["position"])
         encoder = self.model == "encoder"
         pattern = parts["pattern"]
         if not encoder and pattern.build().ahead != 0:
@@ -100,6 +99,15 @@ class Combination(NamedTuple):
             position=parts["position"] if at_tokens else NoPosition.Config(),
             head=parts["head"],
         )
+
+
+def stands_at_tokens(position: Any) -> bool:
+    """Whether a position is a model's, and not a mixer's."""
+    try:
+        position.build_model(DIM, 1)
+    except KinformerError:
+        return False
+    return True
 
 
 def smallest(config: type[Config]) -> Config:

@@ -6,7 +6,7 @@ import random
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
-from combinations import DIM, NEEDED, OWN_SIZES, SMALL, VOCAB
+from combinations import DIM, NEEDED, OWN_SIZES, SMALL, VOCAB, stands_at_tokens
 from kinformer.core.config import Config, field_types, to_dict
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
@@ -15,7 +15,6 @@ from kinformer.models.encoder import Encoder
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Intersection
 from kinformer.positions.none import NoPosition
-from kinformer.positions.slots import AtTokens
 from kinformer.runtime.errors import KinformerError
 
 SIZES: dict[str, Any] = SMALL | {
@@ -119,7 +118,7 @@ def _ends(random_: random.Random, whole: bool) -> dict[str, Any]:
     return {
         "dim": DIM,
         "input": input,
-        "position": position if isinstance(position, AtTokens) else NoPosition.Config(),
+        "position": position if stands_at_tokens(position) else NoPosition.Config(),
         "head": _head(random_, input, whole),
     }
 
