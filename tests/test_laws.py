@@ -20,12 +20,12 @@ GROUND = {"core", "runtime"}
 PARTS = {"projections", "positions", "scores", "patterns", "features", "decays"}
 MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models", "datastore"}
 LEARNING = {"data", "control", "training", "generation", "evaluation"}
-BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures", "interop", "testing"}
+BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures", "interop"}
 BELOW_RUNS = BELOW_TASKS | {"family", "tasks"}
 MAY_IMPORT = {
     "runtime": set(),
     "core": {"runtime"},
-    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", "interop", "testing", *PARTS), GROUND),
+    **dict.fromkeys(("kernels", "data", "inputs", "stacks", "blocks", "interop", *PARTS), GROUND),
     "heads": GROUND | {"inputs"},
     "mixers": GROUND | PARTS | {"kernels"},
     "models": GROUND | {"blocks", "stacks"},
@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "tasks": GROUND | LEARNING | {"figures", "stacks"},
     "family": BELOW_TASKS,
     "runs": BELOW_RUNS,
+    "testing": GROUND | {"runs", "tasks", "training"},
     "calibration": BELOW_RUNS | {"runs"},
-    "comparison": BELOW_RUNS | {"runs"},
-    "cli": BELOW_RUNS | {"runs", "calibration", "comparison"},
+    "comparison": BELOW_RUNS | {"runs", "testing"},
+    "cli": BELOW_RUNS | {"runs", "calibration", "comparison", "testing"},
 }
 """Folder to the other folders of the package that it may import."""
 

@@ -1,4 +1,4 @@
-"""The contract as an executable battery, for Kinformer's own mixers and models and for anybody else's.
+"""The contract as an executable battery, for Kinformer's own mixers, models and tasks and for anybody else's.
 
     from kinformer.testing import verify_mixer
 
@@ -21,18 +21,21 @@ from kinformer.testing.encoder_subject import EncoderMixerSubject, EncoderModelS
 from kinformer.testing.errors import ContractError
 from kinformer.testing.roundtrip import verify_config
 from kinformer.testing.subject import MixerSubject, ModelSubject, SourceModelSubject, Subject
+from kinformer.testing.task_subject import TaskSubject
 from kinformer.testing.verify import (
     CHECKS,
     ENCODER_CHECKS,
     ENCODER_MODEL_CHECKS,
     IMAGE_MODEL_CHECKS,
     MODEL_CHECKS,
+    TASK_CHECKS,
     Check,
     Report,
     examine,
     verify_encoder,
     verify_mixer,
     verify_model,
+    verify_task,
 )
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "ENCODER_MODEL_CHECKS",
     "IMAGE_MODEL_CHECKS",
     "MODEL_CHECKS",
+    "TASK_CHECKS",
     "Check",
     "ContractError",
     "EncoderMixerSubject",
@@ -51,9 +55,11 @@ __all__ = [
     "Report",
     "SourceModelSubject",
     "Subject",
+    "TaskSubject",
     "examine",
     "verify_config",
     "verify_encoder",
     "verify_mixer",
     "verify_model",
+    "verify_task",
 ]

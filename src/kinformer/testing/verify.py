@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.testing import declared, encoders, laws, numerics, ownership
+from kinformer.testing import declared, encoders, laws, numerics, ownership, tasks
 from kinformer.testing.encoder_subject import EncoderMixerSubject
 from kinformer.testing.errors import ContractError
 from kinformer.testing.subject import MixerSubject, ModelSubject
+from kinformer.testing.task_subject import TaskSubject
+
+if TYPE_CHECKING:
+    from kinformer.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,20 @@ IMAGE_MODEL_CHECKS: dict[str, Check] = _table(
 
 MODEL_CHECKS: dict[str, Check] = LAWS
 """The checks of a model; each takes a :class:`ModelSubject`."""
+
+
+TASK_CHECKS: dict[str, Check] = _table(
+    Check("record", tasks.record),
+    Check("train", tasks.train, needs=("record",)),
+    Check("rows", tasks.rows, needs=("train",)),
+    Check("objective", tasks.objective, needs=("train",)),
+    Check("validation", tasks.validation, needs=("train",)),
+    Check("resume", tasks.resume, needs=("rows",)),
+    Check("evaluate", tasks.evaluate, needs=("train",)),
+    Check("generate", tasks.generate, needs=("train",)),
+    Check("options", tasks.options, needs=("evaluate", "generate")),
+)
+"""The checks of a task; each takes an open :class:`TaskSubject`."""
 
 
 @dataclass
@@ -171,6 +189,32 @@ def verify_encoder(
     if not impls:
         skip.setdefault("implementations", "no other implementation is listed")
     return _verdict(examine(ENCODER_CHECKS, EncoderMixerSubject(make, dim=dim, impls=impls), skip))
+
+
+def verify_task(
+    make: Callable[[], Task],
+    *,
+    member: str = "gpt",
+    set: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+    generate: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+) -> Report:
+    """Hold the task that ``make()`` returns against what the trainer and the command line rely on, by tiny runs.
+
+    ``member`` is trained, with the overrides ``set`` of its recipe tiny. ``train``, ``evaluate`` and ``generate`` are
+    options by name, the task's own among them: those of ``kinformer.train`` (``{"data": ..., "length": 8}``; None
+    leaves out a default of the battery, such as the length), of ``kinformer.evaluate``, and of ``kinformer generate``
+    with ``prompt``. ``unread`` maps an option that these runs do not look at to the reason, such as "is for several
+    runs". ``skip`` maps the name of a check to the reason why the task lacks that property.
+
+    Returns the report, or raises the :class:`ContractError` of the first failed check; see :func:`verify_mixer`.
+    """
+    subject = TaskSubject(make, member, set or {}, train or {}, evaluate or {}, generate or {}, unread or {})
+    with subject.open():
+        return _verdict(examine(TASK_CHECKS, subject, skip))
 
 
 def _verdict(report: Report) -> Report:

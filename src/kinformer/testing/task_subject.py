@@ -1,0 +1,136 @@
+"""What is examined of a task: a tiny run of it in a scratch folder, with options that note who reads them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kinformer.runs.run import Run
+    from kinformer.tasks.evaluation import Evaluation
+    from kinformer.tasks.task import Task
+    from kinformer.training.data_module import DataModule
+
+KINDS = ("Options", "EvaluationOptions", "GenerationOptions")
+TINY = {
+    "recipe": "tiny",
+    "steps": 4,
+    "length": 16,
+    "batch_size": 4,
+    "checkpoint_every": 2,
+    "validate_every": 2,
+    "device": "cpu",
+}
+_COPIES = ("dataclasses", "kinformer.runtime.fields")
+"""Modules that read every field of options, to store or to check them; that is no use."""
+
+
+@dataclass
+class TaskSubject:
+    """A task and how it is tried.
+
+    ``changes`` are those of the recipe, ``train`` options of ``kinformer.train`` beside those of :data:`TINY` (None
+    leaves one of these out), ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of
+    ``runs.options.GenerateOptions`` with ``prompt``; the task's own options stand among them. ``unread`` are options
+    that these do not reach, with the reasons. :meth:`open` it first.
+    """
+
+    make: Callable[[], Task]
+    member: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    evaluate: Mapping[str, Any] = field(default_factory=dict)
+    generate: Mapping[str, Any] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    read: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in KINDS})
+
+    @contextmanager
+    def open(self) -> Iterator[TaskSubject]:
+        """The subject while its task stands in the table of tasks and its runs in a scratch folder."""
+        from kinformer.tasks.table import TASKS
+
+        self.task = copy.copy(self.make())
+        for kind in KINDS:
+            setattr(self.task, kind, _watched(getattr(self.task, kind), self.read[kind]))
+        before = TASKS.get(self.task.name)
+        TASKS[self.task.name] = self.task
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self.folder = Path(folder)
+                yield self
+        finally:
+            if before is None:
+                del TASKS[self.task.name]
+            else:
+                TASKS[self.task.name] = before
+
+    @cached_property
+    def run(self) -> Run:
+        """A tiny run, trained to its end."""
+        import kinformer
+
+        options = {name: value for name, value in {**TINY, **self.train}.items() if value is not None}
+        out = self.folder / "run"
+        return kinformer.train(self.member, out=out, task=self.task.name, set=self.changes, quiet=True, **options)
+
+    def resumed(self) -> Run:
+        """The same run, thrown back to its last checkpoint but one and trained to its end again."""
+        import kinformer
+
+        folder = self.folder / "resumed"
+        shutil.copytree(self.run.folder, folder)
+        shutil.rmtree(max((folder / "checkpoints").iterdir()))
+        return kinformer.train(self.member, out=folder, resume=True, quiet=True, device="cpu")
+
+    def rows(self) -> DataModule:
+        """The run's rows, made anew."""
+        from kinformer.runs.rows import plan_of, rows_of
+        from kinformer.training.settings import Settings
+
+        return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), "cpu")
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """How good the run is."""
+        import kinformer
+
+        return kinformer.evaluate(self.run.folder, quiet=True, device="cpu", **self.evaluate)
+
+    @cached_property
+    def generated(self) -> Any:
+        """What the run generates."""
+        from kinformer.runs.generate import generate
+        from kinformer.runs.options import GenerateOptions
+
+        given = dict(self.generate)
+        prompt = given.pop("prompt", None)
+        general = {each.name for each in fields(GenerateOptions)}
+        own = {name: given.pop(name) for name in list(given) if name not in general}
+        options = GenerateOptions(device="cpu", seed=0, quiet=True, own=own, **given)
+        return generate(self.run.folder, prompt, options, write=None)
+
+
+def _watched(options: type, read: set[str]) -> type:
+    """A subclass of a dataclass of options that adds the name of every field that is looked at to ``read``."""
+    names = {each.name for each in fields(options)}
+
+    def look(self: Any, name: str) -> Any:
+        if name in names and sys._getframe(1).f_globals.get("__name__") not in _COPIES:
+            read.add(name)
+        return object.__getattribute__(self, name)
+
+    def initialise(self: Any, **given: Any) -> None:
+        before = set(read)
+        options.__init__(self, **given)  # type: ignore[misc]
+        read.intersection_update(before)  # a check of values is no use of them
+
+    watched = {"__getattribute__": look, "__init__": initialise, "__module__": options.__module__}
+    return type(options.__name__, (options,), watched | {"__qualname__": options.__qualname__})

@@ -1,0 +1,145 @@
+"""The laws of a task: what the trainer, the command line and the documentation rely on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kinformer.runtime.errors import KinformerError
+from kinformer.testing.errors import require
+from kinformer.testing.task_subject import KINDS, TaskSubject
+
+STEPS = (5, 0, 3)
+
+
+def record(subject: TaskSubject) -> None:
+    """The record says what the command line and the documentation print."""
+    task = subject.task
+    for name in ("name", "title", "description"):
+        require(bool(getattr(task, name, "")), f"the record has no {name}")
+    require(bool(task.metrics), "the record has no metrics; the first decides which weights are the best")
+    require(bool(task.objectives), "the record has no objectives; the first is the usual one")
+    for metric in task.metrics:
+        require(bool(metric.unit), f"the metric {metric.name} has no unit")
+    for kind in KINDS:
+        require(is_dataclass(getattr(task, kind)), f"{kind} is no dataclass")
+
+
+def train(subject: TaskSubject) -> None:
+    """A tiny run comes to its end."""
+    require(bool(subject.run.metrics), "a run of the task was never validated")
+
+
+def rows(subject: TaskSubject) -> None:
+    """The batch of a step depends on the step's number alone, and the validation is always the same."""
+    first, second = subject.rows(), subject.rows()
+    before = [first.batch(step, 0, 1) for step in range(max(STEPS) + 1)]
+    validation = list(first.validation(0, 1))
+    for step in STEPS:
+        _same(f"batch of step {step}", second.batch(step, 0, 1), before[step])
+    require(len(validation) == first.validations, f"{len(validation)} validation batches, not {first.validations}")
+    for number, batch in enumerate(second.validation(0, 1)):
+        _same(f"validation batch {number}", batch, validation[number])
+
+
+def objective(subject: TaskSubject) -> None:
+    """Every objective returns a float32 loss with a graph and detached sums, those that the rows report among them."""
+    data, run = subject.rows(), subject.run
+    torch.manual_seed(0)
+    model = run.build().train()
+    data.begin(model, {})
+    function: Any = run.task.objective(run.training["objective"], model, data)
+    state = model.initial_state(len(_tensors(data.batch(0, 0, 1))[0])) if data.carries else None
+    loss, metrics, _ = function(model, data.batch(0, 0, 1), state, 0.5)
+    require(loss.shape == () and loss.dtype == torch.float32, f"the loss is {loss.dtype} {list(loss.shape)}")
+    require(loss.requires_grad and math.isfinite(loss.item()), f"the loss is {loss.item()}, or without a graph")
+    for name in ("predicted", *data.sums):
+        require(name in metrics, f"the objective returned no metric {name!r}, but {sorted(metrics)}")
+        require(not metrics[name].requires_grad, f"the metric {name!r} is not detached")
+
+
+def validation(subject: TaskSubject) -> None:
+    """Training reports the metrics of the rows, the deciding one first."""
+    names = [metric.name for metric in subject.rows().metrics]
+    metrics = subject.run.metrics
+    require(list(metrics)[:1] == names[:1], f"the best validation has {list(metrics)}, not {names}")
+    for name, value in metrics.items():
+        require(math.isfinite(value), f"the validation's {name} is {value}")
+
+
+def resume(subject: TaskSubject) -> None:
+    """A run that was stopped and resumed ends with the weights of one that was not."""
+    from kinformer.runtime.files import load_tensors
+
+    whole, again = (
+        load_tensors(max((run.folder / "checkpoints").iterdir()) / "model.safetensors")[0]
+        for run in (subject.run, subject.resumed())
+    )
+    for name, weight in whole.items():
+        require(torch.equal(weight, again[name]), f"the weight {name} of a resumed run differs")
+
+
+def evaluate(subject: TaskSubject) -> None:
+    """An evaluation reports finite metrics with unit and direction, as text and as JSON."""
+    found = subject.evaluation
+    units = {metric.name: metric for metric in found.units}
+    require(bool(found.metrics), "the evaluation has no metrics")
+    for name, value in found.metrics.items():
+        require(name in units, f"the metric {name} has no unit; units are of {sorted(units)}")
+        require(math.isfinite(value), f"the metric {name} is {value}")
+    for name, value in found.baselines.items():
+        require(math.isfinite(value), f"the baseline {name} is {value}")
+    require(bool(found.text), "the evaluation has no text")
+    facts = json.loads(json.dumps(found.facts))
+    missing = [name for name in found.metrics if name not in facts]
+    require(not missing, f"the facts lack the metrics {missing}")
+
+
+def generate(subject: TaskSubject) -> None:
+    """The task generates, or refuses to with a :class:`KinformerError`."""
+    if _generates(subject):
+        require(subject.generated is not None, "nothing was generated")
+
+
+def options(subject: TaskSubject) -> None:
+    """Training, evaluation and generation look at every option that the task declares."""
+    _ = subject.run, subject.rows(), subject.evaluation
+    generate(subject)
+    names = {kind: {each.name for each in fields(getattr(subject.task, kind))} for kind in KINDS}
+    for name in subject.unread:
+        require(any(name in each for each in names.values()), f"unread: {name!r} is no option of the task")
+    for kind in KINDS if _generates(subject) else KINDS[:2]:
+        unread = sorted(names[kind] - subject.read[kind] - subject.unread.keys())
+        require(not unread, f"nothing looks at {', '.join(unread)} of its {kind}; use it, remove it, or say why not")
+
+
+def _generates(subject: TaskSubject) -> bool:
+    try:
+        subject.task.check_generation(subject.run)
+    except KinformerError:
+        return False
+    return True
+
+
+def _same(place: str, got: Any, want: Any) -> None:
+    pairs = list(zip(_tensors(got), _tensors(want), strict=True))
+    require(all(torch.equal(*pair) for pair in pairs), f"the {place} differs when it is made again")
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+
+    def walk(item: Any) -> Iterator[Tensor]:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            for each in item:
+                yield from walk(each)
+
+    return list(walk(batch))

@@ -1,0 +1,189 @@
+"""Every task of the library passes the battery of tasks, and tasks that break a law are caught."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kinformer.family.kinds import kinds
+from kinformer.family.table import MEMBERS
+from kinformer.tasks.table import TASKS
+from kinformer.testing import TASK_CHECKS, ContractError, verify_task
+
+from . import toy_task
+from .test_speech import call
+
+QUICK = {"validation_tokens": 64}
+WHOLE = QUICK | {"length": None}  # rows as long as the data have them
+CASES = {
+    "next-token": {
+        "train": QUICK,
+        "evaluate": {"max_bytes": 100},
+        "generate": {"prompt": "ab", "max_new_tokens": 2},
+        "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl"),
+    },
+    "recall": {"train": QUICK | {"pairs": "2", "symbols": 32}, "evaluate": {"rows": 8}, "generate": {"prompt": "1 2"}},
+    "algorithm": {
+        "train": QUICK | {"digits": "1-2"},
+        "evaluate": {"problems": 4},
+        "generate": {"prompt": "12=", "max_new_tokens": 2},
+    },
+    "image": {
+        "member": "image-transformer",
+        "train": WHOLE,
+        "evaluate": {"images": 2},
+        "generate": {"complete": "digits", "rows": 4},
+        "unread": {"occluded": "is for images whose rows are not named"},
+    },
+    "trajectories": {
+        "member": "decision",
+        "train": {"data": "shortest-path", "length": 12, "trajectories": 8},
+        "evaluate": {"episodes": 2, "cloning_steps": 2},
+    },
+    "control": {
+        "member": "gtrxl",
+        "train": {"env": "t-maze:2", "environments": 4, "length": 6, "batch_size": 2},
+        "evaluate": {"episodes": 2},
+        "skip": {"rows": "the model that learns makes them"},
+    },
+    "mlm": {"member": "bert", "train": QUICK, "evaluate": {"max_bytes": 100}},
+    "classify": {"member": "bert", "train": QUICK},
+    "listops": {"member": "bert", "train": QUICK | {"examples": 20, "example_tokens": "10-100"}},
+    "speech": {
+        "member": "speech-softmax",
+        "train": QUICK | {"length": 64},
+    },
+    "vision": {
+        "member": "vit",
+        "train": WHOLE,
+        "evaluate": {"images": 8},
+        "generate": {"image": "digits"},
+        "unread": dict.fromkeys(
+            ("distillation", "distillation_weight", "distillation_temperature"), "is for a run with a teacher"
+        ),
+    },
+    "dino": {
+        "member": "vit",
+        "train": WHOLE | {"prototypes": 8, "local_views": 1, "batch_size": 2, "validate_every": 2},
+        "evaluate": {"images": 8},
+    },
+    "translate": {
+        "member": "vanilla",
+        "train": QUICK | {"tokenizer": "bytes", "length": 32},
+        "evaluate": {"first": 2},
+        "generate": {"prompt": [b"two"]},
+    },
+}
+
+
+def test_the_table_of_this_test_is_whole():
+    assert CASES.keys() == TASKS.keys()
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Data for the tasks that have none of their own, or too much of it."""
+    text = tmp_path / "text"
+    text.write_text("she sells sea shells by the sea shore\n" * 60)
+    labelled = tmp_path / "labelled.tsv"
+    labelled.write_text("".join(f"{'ab'[row % 2]}\t{'xy'[row % 2] * 5} {row}\n" for row in range(60)))
+    return {"next-token": text, "mlm": text, "classify": labelled}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_passes(name, sources, tmp_path):
+    case = dict(CASES[name])
+    if name == "speech":
+        case["generate"] = {"audio": str(call(tmp_path / "call.wav"))}
+    if name in sources:
+        case["train"] = case["train"] | {"data": str(sources[name])}
+    report = verify_task(lambda: TASKS[name], **case)
+    assert set(report.passed) | report.skipped.keys() == set(TASK_CHECKS)
+
+
+class UnsteadyRows(toy_task.WaveRows):
+    """Rows that depend on how many were drawn before."""
+
+    drawn = 0
+
+    def batch(self, step: int, rank: int, world: int) -> toy_task.Waves:
+        self.drawn += 1
+        return super().batch(step + self.drawn, rank, world)
+
+
+class ShortRows(toy_task.WaveRows):
+    """Fewer batches of validation than are promised."""
+
+    def validation(self, rank: int, world: int) -> Iterator[toy_task.Waves]:
+        yield self.data.rows(0, 8, self.settings.length)
+
+
+class Unsteady(toy_task.Regression):
+    def data_module(self, plan: Any) -> Any:
+        return UnsteadyRows(plan)
+
+
+class Short(toy_task.Regression):
+    def data_module(self, plan: Any) -> Any:
+        return ShortRows(plan)
+
+
+def uncounted(*given: Any) -> Any:
+    """The objective without the number of predictions."""
+    loss, metrics, state = toy_task.squared_error(*given)
+    return loss, {"squares": metrics["squares"]}, state
+
+
+class Uncounted(toy_task.Regression):
+    objectives = {"squared-error": lambda model: uncounted}
+
+
+class Unused(toy_task.Regression):
+    @dataclass(frozen=True, kw_only=True)
+    class Options(toy_task.WaveOptions):
+        colour: int = 0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            assert self.colour >= 0
+
+
+class Undirected(toy_task.Regression):
+    def measure(self, *given: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(super().measure(*given), units=())
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A member that can do the toy task."""
+    monkeypatch.setitem(MEMBERS, "toy", toy_task.MEMBER)
+    monkeypatch.setitem(kinds()["input"].own, "frames", toy_task.Frames.Config)
+    monkeypatch.setitem(kinds()["head"].own, "frequency", toy_task.Frequency.Config)
+
+
+TOY = {"member": "toy", "train": {"length": 8, "recipe": "small"}, "evaluate": {"waves": 8}}
+
+
+def test_a_stranger_s_task_passes_and_leaves_the_table_as_it_was(toy):
+    report = verify_task(toy_task.Regression, **TOY)
+    assert report.passed == list(TASK_CHECKS)
+    assert toy_task.TASK.name not in TASKS
+
+
+@pytest.mark.parametrize(
+    ("task", "check", "message"),
+    [
+        (Unsteady, "rows", "the batch of step 5 differs when it is made again"),
+        (Short, "rows", "1 validation batches, not 2"),
+        (Uncounted, "train", "no metric 'predicted'"),
+        (Unused, "options", "nothing looks at colour of its Options"),
+        (Undirected, "evaluate", "the metric mean_squared_error has no unit"),
+    ],
+)
+def test_a_broken_law_is_caught(toy, task, check, message):
+    with pytest.raises(ContractError, match=message) as error:
+        verify_task(task, **TOY)
+    assert error.value.check == check
