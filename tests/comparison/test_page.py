@@ -2,13 +2,16 @@
 sorting, tooltips by pointer and keys, themes, phone width, no complaint of the console or of axe."""
 
 import re
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from kinformer.comparison.charts import Chart, Series, svg
 from kinformer.comparison.page import ASSETS, page
+from kinformer.comparison.report import markdown
 from tests.comparison.browser import Browser
 from tests.comparison.conftest import comparison, entrant
 
@@ -38,6 +41,24 @@ def test_text_of_strangers_is_escaped():
     html = page(made)
     assert "<script>alert" not in html and html.count("<script>") == 1
     assert "&lt;script&gt;alert(1)" in html
+
+
+LINK = "[x](http://y.z)![p](q) **b** _i_ `c` a|b ~~s~~ # h http://y.z"
+
+
+def test_the_page_of_markdown_shows_the_text_of_strangers_as_it_is():
+    made = comparison(
+        entrant(HOSTILE, [2.0, 2.1]), entrant(LINK, [2.3]), entrant("broken", [], error=LINK),
+        command="a\n\n" + HOSTILE, unit=HOSTILE, task=LINK,
+        data={"name": HOSTILE, "version": LINK}, baselines={LINK: 2.0},
+    )  # fmt: skip
+    text = markdown(made)
+    html = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text)
+    assert not re.findall("<(script|a|img|em|strong|code|s)[ >]", re.sub("(?s)<pre>.*?</pre>", "", html))
+    assert html.count("<h1>") == 1 and "<h2" not in html
+    cells = re.findall("<td>(.*?)</td>", html)
+    assert {unescape(cell) for cell in cells} >= {HOSTILE, LINK}
+    assert len({len(re.findall("<t[dh]\\b", row)) for row in html.split("<tr>")[1:]}) == 1
 
 
 def test_points_without_a_place_on_the_axes_are_left_out():

@@ -43,7 +43,8 @@ def test_files(tmp_path):
     pytest.importorskip("matplotlib")
     points = ((16, 2.0), (32, 2.5))
     for name in ("a.png", "deep/b.svg"):
-        plot([Curve(name="one", trained=16, lengths=points, positions=points)], tmp_path / name)
+        curves = [Curve(name=each, trained=16, lengths=points, positions=points) for each in ("one", "$x_1^{2 $")]
+        plot(curves, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
     for name, told in (("c.gif", "in '.gif'"), ("none", "ends in .png or .svg")):
         with pytest.raises(KinformerError, match=told):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import escape
 from typing import Any
 
 from kinformer.comparison import words
@@ -68,22 +70,29 @@ def markdown(comparison: Comparison) -> str:
     """The comparison as a page of Markdown."""
     shown = columns(comparison)
     told = [*words.summary(comparison), *words.crossovers_of(comparison)]
-    lines = [f"# {title(comparison)}", "", *(f"- {_plain(each)}" for each in told), ""]
+    lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(each)}" for each in told), ""]
     lines += [
-        "| member | " + " | ".join(column.title for column in shown) + " |",
+        "| member | " + " | ".join(_prose(column.title) for column in shown) + " |",
         "| --- |" + " ---: |" * len(shown),
     ]
     for each in ordered(comparison):
-        lines.append(f"| {_plain(each.name)} | " + " | ".join(column.cell(each) for column in shown) + " |")
-    lines += ["", f"{conditions(comparison)}", "", "    " + _plain(comparison.command), ""]
+        lines.append(f"| {_prose(each.name)} | " + " | ".join(_prose(column.cell(each)) for column in shown) + " |")
+    lines += ["", _prose(conditions(comparison)), "", "    " + _line(comparison.command), ""]
     for each in comparison.entrants:
         if each.runs:
-            lines += [f"{_plain(each.name)} alone:", "", "    " + _plain(each.runs[0].command), ""]
+            lines += [f"{_prose(each.name)} alone:", "", "    " + _line(each.runs[0].command), ""]
     return "\n".join(lines)
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+def _prose(text: str) -> str:
+    """``text``, which may hold a stranger's names, so that Markdown shows it as it is: no HTML, no links, no marks."""
+    marked = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", _line(text))
+    return escape(marked, quote=False).replace("://", "&#58;//")
+
+
+def _line(text: str) -> str:
+    """``text`` in one line, as it may stand in a block of code."""
+    return " ".join(text.split())
 
 
 def title(comparison: Comparison) -> str:

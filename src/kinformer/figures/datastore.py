@@ -13,6 +13,8 @@ Points = Sequence[tuple[float, float]]
 
 def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
     """Both curves as PNG or SVG; ``alone`` is what the model reaches without a store. ``sizes`` may be empty."""
+    from matplotlib.ticker import EngFormatter
+
     with figure(10.0 if sizes else 5.2, 3.8) as drawn:
         panels = drawn.subplots(1, 2 if sizes else 1, squeeze=False)[0]
         _panel(panels[0], alone, weights, BLUE)
@@ -21,6 +23,7 @@ def plot(alone: float, weights: Points, sizes: Points, path: Path) -> None:
         if sizes:
             _panel(panels[1], alone, sizes, RED)
             panels[1].set_xscale("log")
+            panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
             panels[1].set_xlabel("entries in the store")
         drawn.tight_layout(w_pad=2.0)
         save(drawn, path)

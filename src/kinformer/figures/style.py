@@ -36,6 +36,7 @@ STYLE = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "svg.hashsalt": "kinformer",
+    "text.parse_math": False,  # names and tokens may hold dollar signs
 }
 
 
