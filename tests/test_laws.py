@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -158,6 +159,17 @@ def test_reference_and_kernels_are_strangers(path):
 def test_triton_is_imported_by_its_kernels_alone(path):
     imported = {name.split(".")[0] for name in imports_of(tree_of(path), module_name(path))}
     assert ("triton" in imported) == (path.name == "triton.py")
+
+
+@each_module
+def test_powers_and_quotients_are_not_of_sizes(path):
+    """While a step is recorded, sizes are tensors, and these float32 (``core.contract.width_of``)."""
+    if path.relative_to(PACKAGE).parts[0] not in MODELS:
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.Div):
+            sizes = [side for side in (node.left, node.right) if re.search(r"\.shape\[[^\]]*\]$", ast.unparse(side))]
+            assert not sizes, f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

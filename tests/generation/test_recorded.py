@@ -49,6 +49,22 @@ def test_recorded_steps_are_the_models_own(name):
     assert states.difference(state, expected._state) < 1e-5
 
 
+WIDTHS = {"sha-rnn": {"dim": 48, "layers.*.feed_forward.hidden_dim": 96}}
+"""Of heads whose roots are no binary fractions."""
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_recorded_steps_in_float64_round_nothing_to_float32(name):
+    model = tiny(name, **WIDTHS.get(name, {"dim": 48}))
+    length, batch = (400, 1) if name == "reformer" else (24, 2)  # by then its state grows no more
+    prompt = torch.randint(17, (batch, length), generator=torch.Generator().manual_seed(2))
+    ours, expected = session(model, prompt), session(model, prompt, recorded=False)
+    for _ in range(6):
+        assert torch.equal(ours.step(), expected.step())
+        torch.testing.assert_close(ours._logits, expected._logits, atol=1e-12, rtol=1e-12)
+    assert (ours._stepping.running is not None) == (name == "reformer" or name not in IN_PYTHON)
+
+
 def test_a_recorded_session_is_forked_and_fed_and_its_rows_are_picked(model, prompt):
     ours, expected = session(model, prompt), session(model, prompt, recorded=False)
     for _ in range(5):

@@ -138,6 +138,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def width_of(x: Tensor) -> int:
+    """The last size of ``x`` as a number of Python's. While PyTorch writes a step down, sizes are tensors of whole
+    numbers, whose powers and quotients are float32."""
+    return int(x.shape[-1])
+
+
 def activation_dtype(weight: Tensor) -> torch.dtype:
     """The dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
     dtype = autocast_dtype(weight.device)

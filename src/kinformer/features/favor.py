@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import state_dtype
+from kinformer.core.contract import state_dtype, width_of
 from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 from kinformer.core.learning import Resampled
 from kinformer.features.directions import directions
@@ -80,14 +80,14 @@ class Favor(FeatureMap, Resampled):
         if not self.scaled:
             return features, None
         x = k.to(state_dtype(k.dtype))
-        square = x.square().sum(-1) / (2 * k.shape[-1] ** 0.5)
+        square = x.square().sum(-1) / (2 * width_of(k) ** 0.5)
         return features, square if largest is None else largest - square
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Features, and of positive ones the exponent [..., time] that was taken from all of a token."""
         wide = state_dtype(x.dtype)
         with no_autocast(x.device):
-            u = (x.to(wide) * x.shape[-1] ** -0.25) @ self.weight.to(wide).mT
+            u = (x.to(wide) * width_of(x) ** -0.25) @ self.weight.to(wide).mT
         if self.form == "relu":
             return (u.relu() + self.eps).to(x.dtype), None
         if self.form == "trigonometric":

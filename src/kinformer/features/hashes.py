@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import state_dtype
+from kinformer.core.contract import state_dtype, width_of
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError
 
@@ -57,4 +57,4 @@ class Hashes(nn.Module):
 def normalised(q: Tensor) -> Tensor:
     """Keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares (the authors' code)."""
     wide = q.to(state_dtype(q.dtype))
-    return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * q.shape[-1] ** -0.5).to(q.dtype)
+    return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)

@@ -31,6 +31,6 @@ def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=bias.dtype).flatten(1).amax(1) for x in (q, k))
     products = (longest_q * longest_k).view(-1, heads).amax(0)
     ahead = bias.flip(-1).cummax(-1).values.flip(-1) - bias[..., :1]
-    lost = math.log(torch.finfo(bias.dtype).eps / 8 / k.shape[1]) - 2 * _ROUNDING * products
+    lost = math.log(torch.finfo(bias.dtype).eps / 8) - math.log(k.shape[1]) - 2 * _ROUNDING * products
     counts = ~(ahead.amax(1) < lost[:, None])  # where anything is NaN, all count
     return counts.sum(-1).tolist()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import state_dtype
+from kinformer.core.contract import state_dtype, width_of
 from kinformer.kernels.bucketed.layout import gathered
 from kinformer.runtime.autocast import no_autocast
 
@@ -38,7 +38,7 @@ def balanced_attention(
     asking = similar[0].topk(min(window, time), dim=2).indices.mT
     keys = asking if similar[1] is None else similar[1].topk(min(window, time), dim=2).indices.mT
     with no_autocast(q.device):
-        scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * q.shape[-1] ** -0.5
+        scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * width_of(q) ** -0.5
     hidden = torch.zeros((), dtype=torch.bool, device=q.device)
     if valid is not None:
         real = valid[:, None, None].expand(-1, *keys.shape[1:3], -1)
