@@ -17,6 +17,8 @@ from kinformer.family.build import configure, model_config, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, MEMBERS, member
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.plugins import warn_once
+from kinformer.tasks.table import ALL, task_for
 from kinformer.testing import verify_config, verify_mixer
 from tests.family.foreign import MODULE, PARTS, look_again, write_metadata, write_module
 
@@ -222,7 +224,7 @@ def test_the_member_is_one_of_the_family(package, told):
     assert code == 0 and "pattern: same_parity" in out
 
 
-@pytest.mark.parametrize("fault", ["import no_such_module", "raise SystemExit(3)", "1 / 0"])
+@pytest.mark.parametrize("fault", ["import no_such_module", "raise SystemExit(3)", "1 / 0", "raise BaseException"])
 def test_a_broken_package_breaks_nothing_else(package, told, fault):
     write_module(package, source=fault)
     code, out, err = told("list", "--json")
@@ -232,6 +234,33 @@ def test_a_broken_package_breaks_nothing_else(package, told, fault):
     assert told("show", "gpt", "--recipe", "tiny")[0] == 0
     code, _, err = told("show", "leaky", "--recipe", "tiny")
     assert code == 2 and "the member 'leaky' of the package 'foreign-parts' (1.2) cannot be imported" in err
+
+
+def test_a_broken_package_is_told_of_once(package):
+    write_module(package, source="1 / 0")
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning) as warned:
+        for _ in range(5):
+            kinformer.members()
+            kinformer.tasks()
+    assert [str(each.message)[:16] for each in warned] == ["the member 'leak", "the task 'next-b"]
+
+
+def test_a_package_that_interrupts_is_named(package, told):
+    write_module(package, source="raise KeyboardInterrupt")
+    code, _, err = told("show", "leaky", "--recipe", "tiny")
+    assert code == 130 and err == (
+        "kinformer: interrupted while the member 'leaky' of the package 'foreign-parts' (1.2) was imported from "
+        "foreign_parts:MEMBER.\n"
+    )
+
+
+def test_names_are_read_without_an_import(package):
+    assert "leaky" in FAMILY and "leaky" in list(FAMILY) and "next-byte" in list(ALL)
+    assert FAMILY.package("leaky") == "foreign-parts 1.2" and "leaky" in kinds()["mixer"]
+    assert task_for("next-token", configure("gpt", "tiny"), "gpt").name == "next-token"
+    fails("member: 'leeky' is unknown; did you mean 'leaky'?", member, "leeky")
+    assert MODULE not in sys.modules
 
 
 def test_a_config_that_no_name_leads_to_is_not_stored(module):

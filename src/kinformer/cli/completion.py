@@ -11,7 +11,7 @@ import tyro
 from kinformer.cli.form import flags, form_of, is_positional
 from kinformer.cli.options import CommonOptions
 from kinformer.cli.output import print_json
-from kinformer.family.table import members
+from kinformer.family.table import FAMILY
 
 _SCRIPT = """_kinformer() {{
   local words
@@ -55,6 +55,6 @@ def words() -> dict[str, list[str]]:
     for name, command in COMMANDS.items():
         module: Any = import_module(command.module)
         found = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
-        first = [each.name for each in members()] if "member" in found else []
+        first = list(FAMILY) if "member" in found else []
         known[name] = first + [f"--{flag}" for flag, hint in found.items() if not is_positional(hint)]
     return known

@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KinformerError as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return _fail(str(error), 130) if error.args else 130
     except BrokenPipeError:
         abandon(sys.stdout)
         return 141
@@ -179,9 +179,9 @@ def overview() -> str:
     )
 
 
-def _fail(sentence: str) -> int:
+def _fail(sentence: str, status: int = 2) -> int:
     print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
-    return 2
+    return status
 
 
 def _open_standard_streams() -> None:

@@ -5,7 +5,6 @@ Members of other packages are found by their entry points (see ``runtime.plugins
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from kinformer.family import (
@@ -146,7 +145,7 @@ def member(name: str, package: str | None = None) -> Member:
     return FAMILY[choose(spelt, FAMILY, "member")]
 
 
-def members(complain: Callable[[str], object] = warnings.warn) -> list[Member]:
+def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:
     """The records of the family, Kinformer's own first, in the order of the table.
 
     ``complain`` gets a sentence for every member of another package that cannot be had, and is left out.

@@ -8,7 +8,8 @@ A package says in its metadata what it adds, for example in ``pyproject.toml``::
     [project.entry-points."kinformer.members"]
     my-member = "my_package.member:MEMBER"
 
-Names are read without importing anything; what is behind a name is imported when it is asked for by that name.
+Names are read without importing anything; what is behind a name is imported when it is asked for by that name. All are
+asked for where records are shown (``kinformer list``), and by commands to which tasks add options (``train``).
 """
 
 from __future__ import annotations
@@ -44,12 +45,21 @@ def load(entry: EntryPoint, what: str) -> Any:
     """The object behind an entry point; ``what`` is how messages call it ("the mixer 'my_mixer'")."""
     try:
         return entry.load()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt as error:  # the user's, most likely; the package's, where it comes every time
+        place = f"{what} of {_told(_package(entry))} was imported from {entry.value}"
+        raise KeyboardInterrupt(f"interrupted while {place}.") from error
+    except BaseException as error:  # whatever a stranger's module raises, it ends nothing but its own import
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise KinformerError(
             f"{what} of {_told(_package(entry))} cannot be imported from {entry.value} ({reason}); "
             "mend that package, or uninstall it."
         ) from error
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Warn of what each look at the installed packages meets again, once in a process."""
+    warnings.warn(sentence, stacklevel=2)
 
 
 class Registry(Mapping[str, T]):
@@ -89,7 +99,7 @@ class Registry(Mapping[str, T]):
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
         return sorted(name.removeprefix(self.prefix) for name in names)
 
-    def available(self, complain: Callable[[str], object] = warnings.warn) -> list[T]:
+    def available(self, complain: Callable[[str], object] = warn_once) -> list[T]:
         """All that can be had, Kinformer's own first; ``complain`` gets a sentence for each that cannot."""
         found = list(self.own.values())
         for name in self.added():
@@ -144,10 +154,10 @@ def package_of(thing: object, group: str, name: str) -> str | None:
     """The package ("name version") whose entry point ``name`` of ``group`` leads to ``thing``, or None."""
     for entry in entry_points_of(group).get(name, ()):
         try:
-            found = entry.load()
-        except (Exception, SystemExit):  # reported when it is asked for by its name
+            result = load(entry, repr(name))
+        except KinformerError:  # reported when it is asked for by its name
             continue
-        if found is thing:
+        if result is thing:
             return _package(entry)
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,7 +53,7 @@ ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 """Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""
 
 
-def tasks(complain: Callable[[str], object] = warnings.warn) -> list[Task]:
+def tasks(complain: Callable[[str], object] = plugins.warn_once) -> list[Task]:
     """The records of all tasks, Kinformer's own first, in the order of the table.
 
     ``complain`` gets a sentence for every task of another package that cannot be had, and is left out.
@@ -74,12 +73,13 @@ def task(name: str, package: str | None = None) -> Task:
 
 def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
     """The task to train a member on: the one asked for, or the first for models like it."""
-    known = tasks()
     if asked is None:
-        return _first([each for each in known if each.takes(config)], member)
+        return _first([each for each in tasks() if each.takes(config)], member)
     found = task(asked)
     if not found.takes(config):
-        raise KinformerError(f"--task {asked}: {member} is {what_fits(config, known)}; choose one, or another member.")
+        raise KinformerError(
+            f"--task {asked}: {member} is {what_fits(config, tasks())}; choose one, or another member."
+        )
     return found
 
 
