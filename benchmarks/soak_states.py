@@ -241,12 +241,13 @@ def _subject(kind: str, config: Any) -> Any:
 
 
 def _plan(random_: random.Random, subject: Any) -> Plan:
-    """Chunks of random sizes with padding and resets; gradients are looked at too."""
+    """Chunks of random sizes with padding and resets, the first without; gradients are looked at too."""
     sizes = [random_.choice((1, 2, 3, 6)) for _ in range(5)]
     masks = [
         subject.mask(torch.tensor([random_.randint(0, size) for _ in range(2)]), size, seed=random_.randrange(2**31))
         for size in sizes
     ]
+    masks[0][:] = True
     valid = torch.cat(masks, dim=1)
     inputs = subject.inputs(2, sum(sizes), seed=random_.randrange(2**31))
     reset = torch.tensor([[random_.random() < 0.15 for _ in range(sum(sizes))] for _ in range(2)])

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from kinformer.family.build import configure
+from kinformer.heads.classification import ClassificationHead
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.modulus import ModulusHead
+from kinformer.heads.policy import PolicyAndValue
 from kinformer.runtime.errors import KinformerError
 from tests.heads.table import Table
 
@@ -31,3 +34,12 @@ def test_gradient_at_zero_is_finite():
 def test_odd_widths_are_refused():
     with pytest.raises(KinformerError, match="dim is 7; use an even one"):
         ModulusHead.Config().build(7, Table(vocab_size=5))
+
+
+def test_what_stands_around_a_head_of_whole_sequences_is_one():
+    head = ModulusHead.Config(inner=ModulusHead.Config(inner=ClassificationHead.Config(classes=3)))
+    assert not head.per_position and ModulusHead.Config().per_position
+    with pytest.raises(KinformerError, match="'modulus' reads a whole sequence at once, which a decoder must not"):
+        configure("gpt", "tiny", set={"head": head})
+    with pytest.raises(KinformerError, match="'modulus', which reads a whole sequence at once"):
+        PolicyAndValue.Config(policy=head)

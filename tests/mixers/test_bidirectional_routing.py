@@ -90,6 +90,18 @@ def test_one_cluster_that_holds_the_text_is_attention_over_all():
     assert (less(x)[0] - want).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_of_equal_tokens_the_first_are_taken_whatever_the_padding(name):
+    """Without positions the same word is the same vector everywhere, so that clusters choose among equals."""
+    mixer = MIXERS[name].replace(num_clusters=3, window=4).build(16).double()
+    words = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = words[torch.randint(4, (3, 40), generator=torch.Generator().manual_seed(1))]
+    for length in (5, 9, 17, 31):
+        valid = (torch.arange(40) < length).expand(3, -1)
+        padded = mixer(x.masked_fill(~valid[..., None], torch.nan), SequenceContext(valid=valid))
+        assert (padded[:, :length] - mixer(x[:, :length])).abs().max() < 1e-12
+
+
 def test_masked_it_leaks():
     """With other tokens from 48 of 96 on, two fifths of the outputs before them change: clusters take others."""
     generator = torch.Generator().manual_seed(0)

@@ -36,6 +36,10 @@ PUBLISHED = {
     "performer, relu": LinearAttention.Config(
         num_heads=2, feature_map=Favor.Config(features=5, form="relu", orthogonal=False, eps=1e-3)
     ),
+    "relu of random features, of length 1": LinearAttention.Config(
+        num_heads=2, feature_map=Unit.Config(inner=Favor.Config(features=5, form="relu")), rule="delta",
+        normaliser="none",
+    ),
     "retnet": LinearAttention.Config(
         num_heads=2, value_dim=6, feature_map=Identity.Config(), decay=Fixed.Config(first=2.0), normaliser="none",
         scale=True, position=Rope.Config(layout="interleaved"), head_norm="layer", gate=True, bias=False,

@@ -4,7 +4,8 @@ A state is a tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedS
 first. Tensor leaves whose third axis counts right-aligned past slots are named in the class attribute
 ``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots.
 The class attribute ``outlives_reset`` says of a ``NamedTuple`` that a new sequence begins with it (a source).
-The class attribute ``derived`` names leaves that a mixer makes again of the others where they have no slots.
+The class attribute ``derived`` (``{"k": "hidden_states"}``) says of which leaf a mixer makes another again that has
+fewer slots.
 A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
 """
 
@@ -147,7 +148,8 @@ def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
 
 
 def join_rows(states: list[Any]) -> Any:
-    """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest)."""
+    """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest; what is
+    derived has none if one of ``states`` lacks it)."""
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
@@ -161,10 +163,14 @@ def join_rows(states: list[Any]) -> Any:
         )
     if isinstance(first, Tensor):
         return torch.cat(states)
-    slots = getattr(first, "slots", ())
+    slots, derived = getattr(first, "slots", ()), getattr(first, "derived", {})
     names = getattr(first, "_fields", [""] * len(first))
     joined = []
     for name, *items in zip(names, *states, strict=True):
+        if name in derived:
+            sources = [getattr(state, derived[name]) for state in states]
+            if any(item.shape[2] < source.shape[2] for item, source in zip(items, sources, strict=True)):
+                items = [item[:, :, :0] for item in items]
         joined.append(torch.cat(_same_slots(items)) if name in slots else join_rows(items))
     return _rebuild(first, joined)
 

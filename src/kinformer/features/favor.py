@@ -72,8 +72,8 @@ class Favor(FeatureMap, Resampled):
     def size(self, head_dim: int) -> int:
         return self.count * (2 if self.form == "trigonometric" else 1)
 
-    def queries(self, q: Tensor) -> Tensor:
-        return self._features(q)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        return self._features(x)[0]
 
     def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         features, largest = self._features(k)

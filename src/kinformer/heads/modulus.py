@@ -30,6 +30,11 @@ class ModulusHead(nn.Module):
             if not self.divisor > 0:
                 raise KinformerError(f"divisor must be above 0, but is {self.divisor:g}.")
 
+        @property
+        def per_position(self) -> bool:  # type: ignore[override]
+            """That of the head inside."""
+            return self.inner.per_position
+
         def check(self, dim: int, input: Input) -> None:
             self.inner.check(dim // 2, input)
 

@@ -71,7 +71,7 @@ class SegmentState(NamedTuple):
     seen: Tensor
 
     slots = ("hidden_states", "k", "v")  # type: ignore[misc]
-    derived = ("k", "v")  # type: ignore[misc]
+    derived = {"k": "hidden_states", "v": "hidden_states"}  # type: ignore[misc]
 
     def reserve(self, length: int) -> SegmentState | ReservedSlots:
         """A single-owner state with room for ``length`` more tokens; one that was made with gradients stays a value."""

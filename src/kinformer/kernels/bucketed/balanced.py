@@ -34,9 +34,9 @@ def balanced_attention(
         of queries and of keys, whose second is None where both are the same tokens; then a token sees itself only
         where it sees nothing else. valid: [batch, time] bool, of keys.
     """
-    wide, time = state_dtype(q.dtype), q.shape[2]
-    asking = similar[0].topk(min(window, time), dim=2).indices.mT
-    keys = asking if similar[1] is None else similar[1].topk(min(window, time), dim=2).indices.mT
+    wide = state_dtype(q.dtype)
+    asking = _most(similar[0], window)
+    keys = asking if similar[1] is None else _most(similar[1], window)
     with no_autocast(q.device):
         scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * width_of(q) ** -0.5
     hidden = torch.zeros((), dtype=torch.bool, device=q.device)
@@ -54,3 +54,8 @@ def balanced_attention(
     out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(output), output)
     counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
     return (out / (counts + _EPS)).to(v.dtype)
+
+
+def _most(similar: Tensor, window: int) -> Tensor:
+    """[batch, heads, clusters, window]: the most similar tokens of each cluster; of equal ones the first."""
+    return similar.sort(dim=2, descending=True, stable=True).indices[:, :, :window].mT

@@ -24,5 +24,10 @@ class CompressiveState(NamedTuple):
     seen: Tensor
 
     slots = ("hidden_states", "k", "v", "usage", "compressed", "compressed_k", "compressed_v")  # type: ignore[misc]
-    derived = ("k", "v", "compressed_k", "compressed_v")  # type: ignore[misc]
+    derived = {  # type: ignore[misc]
+        "k": "hidden_states",
+        "v": "hidden_states",
+        "compressed_k": "compressed",
+        "compressed_v": "compressed",
+    }
     aux_name = "compression"  # type: ignore[misc]
