@@ -295,6 +295,10 @@ SPOILT = {
     "an unknown tensor": ({"bert.adapter.weight": torch.ones(2)}, r"holds 'adapter.weight', which no such encoder"),
     "an untied matrix": ({"cls.predictions.decoder.weight": torch.ones(61, 16)}, "differs from the embedding"),
     "an untied bias": ({"cls.predictions.decoder.bias": torch.ones(61)}, "two biases differ"),
+    "a query of bools": (
+        {"bert.encoder.layer.0.attention.self.query.weight": torch.ones(16, 16, dtype=torch.bool)},
+        "query.weight is torch.bool, but weights must be",
+    ),
     "whole numbers": ({"bert.more": torch.ones(2, dtype=torch.int8)}, "torch.int8, but weights must be"),
 }
 

@@ -161,6 +161,15 @@ def test_a_missing_tensor_is_named(folder, missing, told, tmp_path):
         imported(folder, tmp_path / "run")
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_weight_of_masks_is_refused(folder, dtype):
+    name = "vit.encoder.layer.1.attention.attention.key.weight"
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: weights[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=f"{name} is {dtype}, but weights must be floating-point"):
+        read_checkpoint(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -182,6 +191,15 @@ def test_windows_of_images_of_any_size(peers, size, tmp_path):
     model, x = imported(peers["swin"].folder, tmp_path / "run").double(), images(*size)
     with torch.no_grad():
         assert_close(model(x), peers["swin"](x), 1e-9)
+
+
+def test_windows_of_old_files_which_hold_an_index(peers, tmp_path):
+    folder = shutil.copytree(peers["swin"].folder, tmp_path / "checkpoint")
+    index = {"swin.encoder.layers.0.blocks.1.attention.self.relative_position_index": torch.zeros(4, 4).long()}
+    save_file(load_file(folder / "model.safetensors") | index, folder / "model.safetensors")
+    x = images(24, 24)
+    with torch.no_grad():
+        assert_close(imported(folder, tmp_path / "run").double()(x), peers["swin"](x), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["swin", "swin, v2"])

@@ -5,6 +5,7 @@ Only JSON and safetensors are read, which hold data and no code; a pickled ``pyt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class _Format:
     """How checkpoints of one ``model_type`` are read: config to model config, weights to our weights.
 
     ``family`` is that of an encoder, whose head is known by its tensors. ``images``: whether it reads those.
+    ``buffers`` names the tensors that are no weights, which old checkpoints hold in any dtype.
     """
 
     member: str
@@ -49,10 +51,11 @@ class _Format:
     convert: Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], dict[str, Tensor]] = encoder_weights.convert
     family: Family | None = None
     images: bool = False
+    buffers: re.Pattern[str] = encoder_weights.BUFFERS
 
 
 FORMATS = {
-    "gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert),
+    "gpt2": _Format(member="gpt", model_config=gpt2.model_config, convert=gpt2.convert, buffers=gpt2.MASKS),
     "bert": _Format(member="bert", model_config=bert.bert_config, family=bert.BERT),
     "roberta": _Format(member="bert", model_config=bert.roberta_config, family=bert.ROBERTA),
     "longformer": _Format(member="longformer", model_config=longformer.model_config, family=longformer.LONGFORMER),
@@ -62,7 +65,7 @@ FORMATS = {
     "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
     **dict.fromkeys(
         ("swin", "swinv2"),
-        _Format(member="swin", model_config=swin.model_config, convert=swin.convert, images=True),
+        _Format(member="swin", model_config=swin.model_config, convert=swin.convert, images=True, buffers=swin.BUFFERS),
     ),
 }
 
@@ -90,15 +93,14 @@ def read_checkpoint(folder: str | Path) -> Imported:
         )
     form = FORMATS[kind]
     model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
-    tensors = _tensors(folder)
+    tensors = _weights(_tensors(folder), form.buffers, folder)
     if form.family is not None:
         tensors = form.family.plain(tensors, config, folder / CONFIG)
         model |= form.family.head(config, folder / CONFIG, tensors)
         notes = encoder_weights.notes(tensors, model)
     classes = images.classes(config, folder / CONFIG) if form.images else ()
     notes += images.notes(folder) if form.images else ()
-    weights = form.convert(_floats(tensors, folder), model, folder)
-    _require_floats(weights, folder)
+    weights = form.convert(tensors, model, folder)
     tokenizer = folder / TOKENIZER
     return Imported(
         member=form.member,
@@ -142,20 +144,13 @@ def _shards(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _floats(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Floating-point tensors as float32; masks of bytes and bools, which old checkpoints hold, as they are."""
-    import torch
-
-    wide = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in wide}
-    _require_floats({name: rest[name] for name in rest if rest[name].dtype not in (torch.uint8, torch.bool)}, folder)
-    return wide | rest
-
-
-def _require_floats(weights: Mapping[str, Tensor], folder: Path) -> None:
+def _weights(tensors: Mapping[str, Tensor], buffers: re.Pattern[str], folder: Path) -> dict[str, Tensor]:
+    """All tensors but ``buffers`` in float32; no other may be masks or whole numbers."""
+    weights = {name: tensor for name, tensor in tensors.items() if not buffers.fullmatch(name)}
     for name, weight in weights.items():
         if not weight.is_floating_point():
             raise KinformerError(
                 f"{folder}: {name} is {weight.dtype}, but weights must be floating-point numbers; import an "
                 "unquantised checkpoint."
             )
+    return {name: weight.float() for name, weight in weights.items()}

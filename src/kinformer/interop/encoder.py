@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.interop.encoder_weights import BUFFERS, POSITIONS, has_language_head, plain
+from kinformer.interop.encoder_weights import POSITIONS, has_language_head, plain
 from kinformer.interop.settings import choice, number, require, whole
 from kinformer.interop.special_tokens import special_tokens
 from kinformer.runtime.errors import KinformerError
@@ -63,7 +63,7 @@ class Family:
 
     def plain(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], place: Path) -> dict[str, Tensor]:
         """The weights among the tensors by their plain names, the position table from the first token's row on."""
-        plain_tensors = {plain(name): tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
+        plain_tensors = {plain(name): tensor for name, tensor in tensors.items()}
         if POSITIONS in plain_tensors:
             plain_tensors[POSITIONS] = plain_tensors[POSITIONS][self._skipped(self.settings(config, place), place) :]
         return plain_tensors

@@ -35,7 +35,7 @@ LAYER_NAMES = {
     "mlp.c_fc": "feed_forward.up",
     "mlp.c_proj": "feed_forward.down",
 }
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 """Causal masks and their fill, which old checkpoints keep among the weights."""
 
 
@@ -109,8 +109,6 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     weights = {}
     for name, tensor in plain.items():
-        if MASKS.fullmatch(name):
-            continue
         weights[_our_name(name, folder)] = tensor.mT.contiguous() if ".c_" in name and tensor.dim() == 2 else tensor
     if model["head"]["tied"]:
         output = weights.pop("head.output.weight", None)

@@ -54,7 +54,9 @@ LAYER_NAMES = {
     "output.dense": "feed_forward.down",
 }
 TABLES = {"relative_position_bias_table": "mixer.table", "logit_scale": "mixer.heat"}
-LEFT_OUT = re.compile(r".*\.(relative_position_index|relative_coords_table)|embeddings\.mask_token")
+LEFT_OUT = "embeddings.mask_token"
+BUFFERS = re.compile(r".*\.(relative_position_index|relative_coords_table)")
+"""Pairs of positions, which old checkpoints keep among the weights."""
 """What follows from the window, and the vector that hides patches in pretraining."""
 
 
@@ -130,7 +132,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
             weights[f"stack.merges.{merge[1]}.{merge[2]}.{last}"] = tensor
         elif stem in NAMES:
             weights[f"{NAMES[stem]}.{last}"] = tensor.flatten(1) if tensor.dim() == 4 else tensor
-        elif not LEFT_OUT.fullmatch(name):
+        elif name != LEFT_OUT:
             raise images.unknown(folder, name, "Swin")
     return weights
 
