@@ -27,8 +27,9 @@ from kinformer.runs.store import (
 )
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationReport, TextTable
+from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
 from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
+from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
@@ -172,15 +173,13 @@ def _report(
         sizes = [(float(each.entries), each.bits) for each in done] if len(done) > 1 else []
         draw(whole.at(0.0), weights, sizes, Path(plot))
         note(f"drew {plot}")
-    evaluation = Evaluation(
-        run=str(job.run.folder),
-        member=job.run.member,
-        metrics={BITS.name: whole.bits},
-        units=(BITS,),
-        baselines={"bits_per_byte_alone": whole.at(0.0)},
-        data=held.identity,
+    evaluation = evaluated(
+        LoadedRun(job.run, None),
+        {BITS: whole.bits},
+        held.identity,
+        _blocks(job, held, reported, done),
         facts=_facts(job, held, reported, done) | {"weights": [list(point) for point in weights]},
-        text=tuple(_blocks(job, held, reported, done)),
+        baselines={"bits_per_byte_alone": whole.at(0.0)},
     )
     return EvaluationReport([evaluation])
 
@@ -199,8 +198,8 @@ def _metrics(outcome: StoreMeasurement) -> dict[str, Any]:
 def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, Any]:
     whole, tuned = done[-1], done[-1].tuned_on
     return (
-        {"run": str(job.run.folder), "member": job.run.member, "datastore": str(job.store.folder)}
-        | {"data": held.identity, "bytes": reported.bytes, "tokens": whole.sweep.tokens}
+        {"datastore": str(job.store.folder)}
+        | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
         | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
         | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
         | {"approximate": job.options.probes is not None, "probes": job.options.probes}

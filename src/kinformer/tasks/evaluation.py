@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.progress import progressing
 from kinformer.training.metric import Metric
+
+if TYPE_CHECKING:
+    from kinformer.tasks.task import LoadedRun
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +93,54 @@ class EvaluationReport:
     def text(self) -> list[str | TextTable]:
         """For people."""
         return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
+
+
+def evaluated(
+    subject: LoadedRun,
+    metrics: Mapping[Metric, float],
+    data: Mapping[str, Any],
+    text: Iterable[str | TextTable],
+    *,
+    facts: Mapping[str, Any],
+    baselines: Mapping[str, float] | None = None,
+    task: str | None = None,
+    since: float | None = None,
+) -> Evaluation:
+    """The evaluation of ``subject``: one value of every metric, the deciding one first.
+
+    ``data`` is the identity of what was evaluated on, ``text`` what people read. The facts are the run, what was
+    changed of it, the data and the metrics, followed by ``facts`` and, where ``since`` is a time of
+    ``time.perf_counter``, the seconds since then.
+    """
+    run, values = subject.run, {metric.name: value for metric, value in metrics.items()}
+    head = {"run": str(run.folder), "member": run.member} | ({} if task is None else {"task": task})
+    whole = head | {"set": list(subject.changes), "data": data} | values | dict(facts)
+    if since is not None:
+        whole["seconds"] = time.perf_counter() - since
+    return Evaluation(
+        run=str(run.folder),
+        member=run.member,
+        metrics=values,
+        units=tuple(metrics),
+        baselines=baselines or {},
+        data=data,
+        facts=whole,
+        text=tuple(text),
+    )
+
+
+def by_group(keys: Sequence[K], measure: Callable[[K], dict[str, Any]], quiet: bool) -> list[dict[str, Any]]:
+    """What ``measure`` finds of the rows of every group, in the order of ``keys``, with a bar unless ``quiet``."""
+    groups = []
+    with progressing(quiet) as progress:
+        for key in keys:
+            groups.append(measure(key))
+            if progress is not None:
+                progress(len(groups), len(keys))
+    return groups
+
+
+def total(groups: Iterable[Mapping[str, Any]], *names: str) -> list[Any]:
+    """The sums over ``groups`` of what is called ``names``."""
+    groups = list(groups)
+    return [sum(group[name] for group in groups) for name in names]

@@ -96,6 +96,11 @@ class LoadedRun(NamedTuple):
     changes: tuple[str, ...] = ()
     lookup: Mapping[str, Any] | None = None
 
+    @property
+    def title(self) -> str:
+        """The folder, and in brackets the member and what was changed of it."""
+        return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"
+
 
 Load = Callable[[TrainedRun], LoadedRun]
 

@@ -16,10 +16,10 @@ from kinformer.evaluation.adaptive_computation import PONDER_STEPS
 from kinformer.evaluation.depths import noting_depths
 from kinformer.evaluation.early_exit import LAYERS_PER_TOKEN
 from kinformer.runtime.errors import KinformerError, choose, require_finite
-from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.progress import note
 from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm.rows import solved
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
 from kinformer.tasks.shared.answer_rows import AskedBatch, answers
 from kinformer.tasks.task import LoadedRun
@@ -37,78 +37,45 @@ def evaluate(
 ) -> Evaluation:
     """A run on ``rows`` new problems of each number of digits; the figures of all are over those in training's range,
     or over all where none is."""
-    run, model, changes, _ = subject
-    data: AlgorithmData = run.options.data
+    begun = time.perf_counter()
+    data: AlgorithmData = subject.run.options.data
     split = choose(measuring.split, SPLITS, "--split")
-    lengths = _lengths(model, data, at_digits)
-    found, begun = [], time.perf_counter()
-    with progressing(quiet) as progress:
-        for done, digits in enumerate(lengths):
-            found.append(_measured(model, data, split, digits, rows, measuring))
-            if progress is not None:
-                progress(done + 1, len(lengths))
-    main = [each for each in found if each["trained"]] or found
-    total = {name: sum(each[name] for each in main) for name in ("tokens", "correct", "solved", "problems", "nats")}
-    metrics = {
-        ACCURACY.name: total["correct"] / total["tokens"],
-        SEQUENCE_ACCURACY.name: total["solved"] / total["problems"],
-        BITS_PER_LABEL.name: total["nats"] / log(2) / total["tokens"],
-    }
-    units = [ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL]
-    for each in found:
-        units.append(sequence_accuracy_at(each["digits"]))
-        metrics[units[-1].name] = each["sequence_accuracy"]
-    depth = next((each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in found[0]), None)
+    lengths = _lengths(subject.model, data, at_digits)
+    groups = by_group(lengths, lambda digits: _measured(subject.model, data, split, digits, rows, measuring), quiet)
+    main = [group for group in groups if group["trained"]] or groups
+    tokens, correct, done, problems, nats = total(main, "tokens", "correct", "solved", "problems", "nats")
+    metrics = {ACCURACY: correct / tokens, SEQUENCE_ACCURACY: done / problems, BITS_PER_LABEL: nats / log(2) / tokens}
+    metrics |= {sequence_accuracy_at(group["digits"]): group["sequence_accuracy"] for group in groups}
+    depth = next((metric for metric in (PONDER_STEPS, LAYERS_PER_TOKEN) if metric.name in groups[0]), None)
     if depth is not None:
-        units.append(depth)
-        metrics[depth.name] = sum(each[depth.name] for each in main) / len(main)
-    identity = data.identity | {"split": split}
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "algorithm", "algorithm": data.algorithm,
-        "set": list(changes), "data": identity, **metrics, "by_digits": found, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
-    guessing = max(each["guessing"] for each in main)
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=tuple(units),
-        baselines={"most_frequent_token": guessing},
-        data=identity,
-        facts=facts | {"most_frequent_token": guessing},
-        text=_text(subject, data, split, metrics, total, found, depth),
+        metrics[depth] = total(main, depth.name)[0] / len(main)
+    baselines = {"most_frequent_token": max(group["guessing"] for group in main)}
+    ponder = "" if depth is None else f", {depth.text(metrics[depth])}"
+    text = (
+        f"{subject.title} on {data.algorithm} of {data.least} to {data.most} digits, {split} split",
+        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {problems:,} problems solved, {metrics[ACCURACY]:.1%} of their tokens "
+        f"right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
+        _by_digits(groups, depth),
+        *(() if depth is None else _by_difficulty(groups, depth)),
     )
+    facts = {"algorithm": data.algorithm, "by_digits": groups} | baselines
+    identity = data.identity | {"split": split}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="algorithm", since=begun)
 
 
-def _text(
-    subject: LoadedRun,
-    data: AlgorithmData,
-    split: str,
-    metrics: dict,
-    total: dict,
-    found: list[dict[str, Any]],
-    depth: Metric | None,
-) -> tuple[str | TextTable, ...]:
-    run, _, changes, _ = subject
+def _by_digits(groups: list[dict[str, Any]], depth: Metric | None) -> TextTable:
+    """A row for every number of digits; ``depth``: with the steps or layers per token."""
     names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
     steps = [] if depth is None else [depth]
     lines = [
         [
-            each["digits"], "yes" if each["trained"] else "no", each["problems"], f"{each['sequence_accuracy']:.1%}",
-            f"{each['accuracy']:.1%}", f"{each['guessing']:.1%}", *(f"{each[own.name]:.2f}" for own in steps),
+            group["digits"], "yes" if group["trained"] else "no", group["problems"],
+            f"{group['sequence_accuracy']:.1%}", f"{group['accuracy']:.1%}", f"{group['guessing']:.1%}",
+            *(f"{group[step.name]:.2f}" for step in steps),
         ]
-        for each in found
+        for group in groups
     ]  # fmt: skip
-    ponder = "" if depth is None else f", {depth.text(metrics[depth.name])}"
-    return (
-        f"{run.folder} ({', '.join((run.member, *changes))}) on {data.algorithm} of {data.least} to {data.most} "
-        f"digits, {split} split",
-        f"{metrics[SEQUENCE_ACCURACY.name]:.1%} of {total['problems']:,} problems solved, "
-        f"{metrics[ACCURACY.name]:.1%} of their tokens right, {metrics[BITS_PER_LABEL.name]:.4f} bits per "
-        f"token{ponder}\n",
-        TextTable((*names, *(own.unit for own in steps)), lines, [0, *range(2, len(names) + len(steps))]),
-        *(() if depth is None else _by_difficulty(found, depth)),
-    )
+    return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
 
 
 def _by_difficulty(found: list[dict[str, Any]], depth: Metric) -> Iterator[str | TextTable]:

@@ -16,7 +16,7 @@ from kinformer.data import Buckets, Examples, Labelled
 from kinformer.runtime.errors import choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.rows import LabelledBatch
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, whole_length
 from kinformer.tasks.task import LoadedRun, Source
@@ -67,7 +67,7 @@ def measure_labels(
 
 def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out examples, class by class, beside the most frequent class."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     found, same, examples = _examples(task, subject, measuring)
     classes = classes_of(run)
     length = whole_length(run, model)
@@ -77,28 +77,15 @@ def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, quiet
         measured = measure_labels(model, rows, len(classes), progress)
     counts, table = by_class(classes, measured, "examples")
     text = (
-        heading(run.folder, run.member, changes, found, measuring.split),
+        heading(subject, found, measuring.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
         table,
     )
-    metrics = {ACCURACY.name: measured.accuracy, BITS_PER_LABEL.name: measured.bits}
-    identity = identity_of_part(found, measuring.split, same)
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **metrics, "guessing": measured.guessing,
-        "examples": len(examples), "length": length, "classes": counts, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(ACCURACY, BITS_PER_LABEL),
-        baselines={"guessing": measured.guessing},
-        data=identity,
-        facts=facts,
-        text=text,
-    )
+    metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(found, measuring.split, same)
+    facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
 
 
 def _examples(task: Any, subject: LoadedRun, measuring: EvaluationSettings) -> tuple[Labelled, bool, Examples]:

@@ -18,7 +18,7 @@ from kinformer.runtime.progress import progressing
 from kinformer.tasks.control.data import check_environment, open_environment
 from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions
 from kinformer.tasks.control.policy import ControlAgent
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.task import LoadedRun
 from kinformer.training.metric import RETURN
@@ -51,7 +51,7 @@ def evaluate(
     subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run in new episodes of its environment, or of another like it."""
-    run, _, changes, _ = subject
+    run: Any = subject.run
     environment, seeds = _environment(subject, own), MEASURED_SEEDS + measuring.seed
     environment.close()
     env, agent = environment.name, _agent(subject, environment, own, measuring.seed)
@@ -61,31 +61,18 @@ def evaluate(
     seconds = time.perf_counter() - begun
     found = summary(acted)
     chance = summary(rollouts(RandomPolicy(environment.actions, measuring.seed), env, 0.0, own.episodes, seeds))
-    metrics = {RETURN.name: found["mean"]}
     speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
-    identity = open_environment(run.options).identity | {"env": env}
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in found else []))
-    named = ", ".join((run.member, *changes))
     text = (
-        f"{run.folder} ({named}) in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
+        f"{subject.title} in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
         f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
         TextTable(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
     )
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "control", "set": list(changes), "data": identity,
-        **metrics, "env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance,
-        "context_steps": context, "steps_per_second": speed, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(RETURN,),
-        baselines={"random": chance["mean"]},
-        data=identity,
-        facts=facts,
-        text=text,
-    )
+    facts = {"env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance}
+    facts |= {"context_steps": context, "steps_per_second": speed}
+    identity, baselines = open_environment(run.options).identity | {"env": env}, {"random": chance["mean"]}
+    metrics = {RETURN: found["mean"]}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=begun)
 
 
 def play_episode(

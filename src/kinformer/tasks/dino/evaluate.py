@@ -18,7 +18,7 @@ from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.dino.loss import level_of
 from kinformer.tasks.dino.options import DinoEvaluationOptions
 from kinformer.tasks.dino.rows import Pieces, level_config
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.shared.text import heading, identity_of_part
 from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.vision.evaluate import labelled_part
@@ -55,7 +55,7 @@ def nearest_classes(vectors: Tensor, known: Tensor, labels: Tensor, nearest: int
 
 def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluationOptions, quiet: bool) -> Evaluation:
     """A run on held-out images, beside the most frequent class."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     found, same, part = labelled_part(subject, measuring)
     count = len(part) if own.images is None else min(own.images, len(part))
     level, begun = run.options.level, time.perf_counter()
@@ -67,24 +67,12 @@ def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluat
     guesses = nearest_classes(vectors, known, labels, own.nearest, len(found.classes))
     accuracy = float((guesses == own_labels).double().mean())
     guessing = float(own_labels.bincount().max()) / count
-    identity = identity_of_part(found, measuring.split, same)
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "dino", "set": list(changes), "data": identity,
-        ACCURACY.name: accuracy, "guessing": guessing, "nearest": own.nearest, "level": level,
-        "measured_images": count, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
     text = (
-        heading(run.folder, run.member, changes, found, measuring.split),
+        heading(subject, found, measuring.split),
         f"accuracy {accuracy:.1%} by the {own.nearest} nearest training images, by vectors of level {level}: {count:,} "
         f"images, {guessing:.1%} are of the most frequent class",
     )
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics={ACCURACY.name: accuracy},
-        units=(ACCURACY,),
-        baselines={"guessing": guessing},
-        data=identity,
-        facts=facts,
-        text=text,
-    )
+    metrics, baselines = {ACCURACY: accuracy}, {"guessing": guessing}
+    facts = baselines | {"nearest": own.nearest, "level": level, "measured_images": count}
+    identity = identity_of_part(found, measuring.split, same)
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="dino", since=begun)

@@ -10,10 +10,10 @@ import torch
 
 from kinformer.core.model import device_of
 from kinformer.data.image_floors import floors
-from kinformer.data.images import ImageData, Images, read_images
+from kinformer.data.images import ImageData, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.image.rows import Sequences, nats_of, shifted
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.task import LoadedRun, TrainedRun
@@ -37,7 +37,7 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
 
 def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
     """A run on the images of a split, every value scored unless asked otherwise."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     begun = time.perf_counter()
     data = data_of(run, measuring.data)
     split = data.splits[choose(measuring.split, data.splits, "--split")]
@@ -51,42 +51,24 @@ def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet:
     every = nats / log(2) / pixels.size
     rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
     main = WITHOUT_FIRST if own.without_first else BITS_PER_DIM
-    metrics = {main.name: rest if own.without_first else every}
-    baselines = floors(data.train.pixels, pixels)
-    identity = identity_of_part(data, split.name, same)
+    value = rest if own.without_first else every
+    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * own.without_first
     facts = {
-        "run": str(run.folder), "member": run.member, "task": "image", "set": list(changes), "data": identity,
-        **metrics, "images": len(pixels), "dimensions": per_image, "scored": per_image - unscored * own.without_first,
+        "images": len(pixels), "dimensions": per_image, "scored": scored,
         "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
-        "seconds": time.perf_counter() - begun,
     }  # fmt: skip
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(main,),
-        baselines=baselines,
-        data=identity,
-        facts=facts,
-        text=_text(subject, data, split, facts, main),
-    )
-
-
-def _text(
-    subject: LoadedRun, data: ImageData, split: Images, facts: dict[str, Any], main: Metric
-) -> tuple[str | TextTable, ...]:
-    run, _, changes, _ = subject
-    scored = f"{facts['scored']} of {facts['dimensions']} values of each of {facts['images']:,} images scored"
     lines = [
-        [run.member, f"{facts[main.name]:.4f}"],
-        ["four neighbours, counted", f"{facts['neighbours_bits']:.4f}"],
-        ["histogram of every place", f"{facts['histogram_bits']:.4f}"],
+        [run.member, f"{value:.4f}"],
+        ["four neighbours, counted", f"{baselines['neighbours']:.4f}"],
+        ["histogram of every place", f"{baselines['histogram']:.4f}"],
     ]
-    return (
-        heading(run.folder, run.member, changes, data, split.name),
-        f"{main.text(facts[main.name])}; {scored}\n",
+    text = (
+        heading(subject, data, split.name),
+        f"{main.text(value)}; {scored} of {per_image} values of each of {len(pixels):,} images scored\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
+    identity, metrics = identity_of_part(data, split.name, same), {main: value}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="image", since=begun)
 
 
 def _nats(model: Any, sequences: Sequences, pixels: Any, chunk: int, quiet: bool) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from kinformer.data.bigrams import Bigrams
 from kinformer.data.masked_text import MaskedText
 from kinformer.runtime.errors import require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.mlm.global_input import has_global_input, measure_global_input
 from kinformer.tasks.mlm.rows import MaskedBatch, MaskedLanguage, masking_of, unit_of
 from kinformer.tasks.shared.text import ends_of, heading, held_out, whole_length
@@ -70,44 +70,31 @@ def measure_masked(
 
 def evaluate(subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     held = held_out(run, measuring)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    text = MaskedText(held.split, length, masking, ends_of(model.config), measuring.seed)
+    masked_text = MaskedText(held.split, length, masking, ends_of(model.config), measuring.seed)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         counts = Bigrams(held.corpus.splits["train"])
-        measured = measure_masked(model, text, counts, max(1, measuring.chunk // length), progress)
+        measured = measure_masked(model, masked_text, counts, max(1, measuring.chunk // length), progress)
     unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
-    lines = [
-        heading(run.folder, run.member, changes, held.corpus, measuring.split),
+    text = [
+        heading(subject, held.corpus, measuring.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
         f"windows of {length} tokens{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
         f"{measured.bigram_bits:.4f} by their frequency after the true {unit} before them",
     ]
-    metrics = {metric.name: measured.bits, ACCURACY.name: measured.accuracy}
+    metrics = {metric: measured.bits, ACCURACY: measured.accuracy}
     baselines = {"unigram_bits": measured.unigram_bits, "bigram_bits": measured.bigram_bits}
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "mlm", "set": list(changes), "data": held.identity,
-        **metrics, **baselines,
-        "masked": measured.masked, **asdict(run.options), "length": length, "windows": measured.windows,
-        "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    facts = baselines | {"masked": measured.masked} | asdict(run.options)
+    facts |= {"length": length, "windows": measured.windows}
     if has_global_input(model):
-        further, more = _global_input(subject, text, measuring, quiet)
-        facts, lines = facts | further, lines + more
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(metric, ACCURACY),
-        baselines=baselines,
-        data=held.identity,
-        facts=facts,
-        text=tuple(lines),
-    )
+        more_facts, more_text = _global_input(subject, masked_text, measuring, quiet)
+        facts, text = facts | more_facts, text + more_text
+    return evaluated(subject, metrics, held.identity, text, facts=facts, baselines=baselines, task="mlm", since=begun)
 
 
 def _global_input(

@@ -11,7 +11,7 @@ import numpy as np
 from kinformer.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.lengths import Length, short_names, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, held_out
@@ -42,15 +42,8 @@ def evaluate_recl(
         plot(names, contexts, found, Path(own.plot))
         note(f"drew {own.plot}")
     evaluations = [
-        Evaluation(
-            run=str(run.folder),
-            member=run.member,
-            metrics={RECL.name: each.length},
-            units=(RECL,),
-            data=held.identity,
-            facts=_facts(run, each, loss),
-        )
-        for run, each, loss in zip(runs, found, losses, strict=True)
+        evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
+        for run, result, loss in zip(runs, found, losses, strict=True)
     ]
     facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": own.hardest}
     each_run = {"runs": [evaluation.facts for evaluation in evaluations]}
@@ -90,11 +83,8 @@ def _losses(
         return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
 
 
-def _facts(run: TrainedRun, found: Recl, losses: Losses) -> dict[str, Any]:
+def _facts(found: Recl, losses: Losses) -> dict[str, Any]:
     return {
-        "run": str(run.folder),
-        "member": run.member,
-        "recl": found.length,
         "at_least": found.at_least,
         "gains": list(found.gains),
         "mean_nats": losses.mean(axis=1).tolist(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kinformer.evaluation.usage import Usage, record_usage
 from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.lengths import Length, parse_lengths, short_names, tell_untrained, trained_at
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions
 from kinformer.tasks.shared.text import HeldOut, check_positions, heading, held_out, main_windows
@@ -30,11 +30,9 @@ NGRAM_CONTEXT = 4
 class Measured:
     """Of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond its positions,
     ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``whole``: the same with all layers),
-    ``changes`` and ``lookup`` as of its subject."""
+    ``subject`` without its model."""
 
-    run: TrainedRun
-    changes: tuple[str, ...]
-    lookup: Mapping[str, Any] | None
+    subject: LoadedRun
     data: HeldOut
     first: Measurement
     rest: list[Measurement]
@@ -81,7 +79,7 @@ def _measure(
     lengths: Sequence[Length],
     quiet: bool,
 ) -> Measured:
-    run, model, changes, lookup = subject
+    run, model = subject.run, subject.model
     main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
@@ -107,7 +105,7 @@ def _measure(
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
     measured = (done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean, exits, whole)
-    return Measured(run, changes, lookup, held, *measured)
+    return Measured(subject._replace(model=None), held, *measured)
 
 
 def _without_exits(
@@ -125,31 +123,20 @@ def _without_exits(
 
 
 def _evaluation(result: Measured) -> Evaluation:
-    run, first = result.run, result.first
-    depth = {} if result.steps is None else {PONDER_STEPS.name: result.steps}
-    depth |= {} if result.exits is None else {LAYERS_PER_TOKEN.name: result.exits.layers_per_token}
+    first, metrics = result.first, {BITS_PER_BYTE: result.first.bits_per_byte}
+    metrics |= {} if result.steps is None else {PONDER_STEPS: result.steps}
+    metrics |= {} if result.exits is None else {LAYERS_PER_TOKEN: result.exits.layers_per_token}
     facts = (
-        {"run": str(run.folder), "member": run.member, "set": list(result.changes)}
-        | {"data": result.data.identity}
-        | _facts(first)
+        _facts(first)
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
         | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
-        | dict(result.lookup or {})
-        | depth
+        | dict(result.subject.lookup or {})
         | _exit_facts(result)
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics={BITS_PER_BYTE.name: first.bits_per_byte} | depth,
-        units=(BITS_PER_BYTE, *(each for each in (PONDER_STEPS, LAYERS_PER_TOKEN) if each.name in depth)),
-        baselines={} if result.ngram is None else {"ngram_bits_per_byte": result.ngram},
-        data=result.data.identity,
-        facts=facts,
-        text=tuple(_lines(result)),
-    )
+    baselines = {} if result.ngram is None else {"ngram_bits_per_byte": result.ngram}
+    return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
 
 
 def _exit_facts(result: Measured) -> dict[str, Any]:
@@ -159,13 +146,13 @@ def _exit_facts(result: Measured) -> dict[str, Any]:
 
 
 def _lines(result: Measured) -> list[str]:
-    run, data, first = result.run, result.data, result.first
+    data, first = result.data, result.first
     lines = [
-        heading(run.folder, run.member, result.changes, data.corpus, data.split.name),
+        heading(result.subject, data.corpus, data.split.name),
         f"{first.bits_per_byte:.4f} bits per byte: {first.bytes:,} bytes, {first.tokens:,} predictions, "
         f"{_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
     ]
-    if (lookup := result.lookup) is not None:
+    if (lookup := result.subject.lookup) is not None:
         lines.append(
             f"{lookup['neighbours']} neighbours of each token among the {lookup['entries']:,} entries of "
             f"{lookup['datastore']}"
@@ -251,7 +238,7 @@ def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None
         curves.append(
             Curve(
                 name=name,
-                trained=trained_at(result.run),
+                trained=trained_at(result.subject.run),
                 lengths=tuple((each.context or 0, each.bits_per_byte) for each in windowed),
                 positions=tuple((each.last, each.bits_per_byte) for each in windowed[-1].by_position),
             )

@@ -13,8 +13,7 @@ from kinformer.core import state as states
 from kinformer.core.model import device_of
 from kinformer.data.mqar import SPLITS, Recall
 from kinformer.runtime.errors import KinformerError, choose, require_finite
-from kinformer.runtime.progress import progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
 from kinformer.tasks.shared.answer_rows import AskedBatch, answers
@@ -27,49 +26,33 @@ def evaluate(
     subject: LoadedRun, measuring: EvaluationSettings, at_pairs: tuple[int, ...] | None, rows: int, quiet: bool
 ) -> Evaluation:
     """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
-    run, model, changes, _ = subject
+    run, begun = subject.run, time.perf_counter()
     data: Recall = run.options.data
     split = choose(measuring.split, SPLITS, "--split")
     pairs = at_pairs or data.pairs
-    found, begun = [], time.perf_counter()
-    with progressing(quiet) as progress:
-        for done, number in enumerate(pairs):
-            found.append(
-                _measured(model, data, split, number, max(run.training["length"], 4 * number), rows, measuring)
-            )
-            if progress is not None:
-                progress(done + 1, len(pairs))
-    asked, right, nats = (sum(each[name] for each in found) for name in ("queries", "correct", "nats"))
-    guessing = rows * len(pairs) / asked
-    metrics = {ACCURACY.name: right / asked, BITS_PER_LABEL.name: nats / log(2) / asked}
-    metrics |= {accuracy_of(each["pairs"]).name: each["accuracy"] for each in found}
-    named = ", ".join((run.member, *changes))
+
+    def measure(number: int) -> dict[str, Any]:
+        length = max(run.training["length"], 4 * number)
+        return _measured(subject.model, data, split, number, length, rows, measuring)
+
+    groups = by_group(pairs, measure, quiet)
+    queries, correct, nats = total(groups, "queries", "correct", "nats")
+    guessing = rows * len(pairs) / queries
+    metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
+    metrics |= {accuracy_of(group["pairs"]): group["accuracy"] for group in groups}
+    lines = [
+        [group["pairs"], group["length"], group["queries"], f"{group['accuracy']:.1%}", f"{1 / group['pairs']:.1%}"]
+        for group in groups
+    ]
     text = (
-        f"{run.folder} ({named}) on {data.name} {data.fingerprint}, {split} split",
-        f"{ACCURACY.text(right / asked)}, {metrics[BITS_PER_LABEL.name]:.4f} bits per value: {asked:,} queries, "
+        f"{subject.title} on {data.name} {data.fingerprint}, {split} split",
+        f"{ACCURACY.text(metrics[ACCURACY])}, {metrics[BITS_PER_LABEL]:.4f} bits per value: {queries:,} queries, "
         f"{guessing:.1%} by guessing a value of the row\n",
-        TextTable(
-            ("pairs", "length", "queries", "accuracy", "guessing"),
-            [[each["pairs"], each["length"], each["queries"], f"{each['accuracy']:.1%}", f"{1 / each['pairs']:.1%}"]
-             for each in found],
-            range(5),
-        ),
-    )  # fmt: skip
-    identity = data.identity | {"split": split}
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "recall", "set": list(changes), "data": identity,
-        **metrics, "guessing": guessing, "by_pairs": found, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(ACCURACY, BITS_PER_LABEL, *map(accuracy_of, pairs)),
-        baselines={"guessing": guessing},
-        data=identity,
-        facts=facts,
-        text=text,
+        TextTable(("pairs", "length", "queries", "accuracy", "guessing"), lines, range(5)),
     )
+    baselines, facts = {"guessing": guessing}, {"guessing": guessing, "by_pairs": groups}
+    identity = data.identity | {"split": split}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="recall", since=begun)
 
 
 def _measured(

@@ -4,7 +4,6 @@ in."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kinformer.core.pattern import Pattern
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.tasks.evaluation import EvaluationSettings
-    from kinformer.tasks.task import Data, TrainedRun, TrainingPlan
+    from kinformer.tasks.task import Data, LoadedRun, TrainedRun, TrainingPlan
 
 CARRIED = "carried"
 
@@ -130,9 +129,9 @@ def note_other_data(run: TrainedRun, data: Data, asked_for: bool) -> bool:
     return data.fingerprint == trained_on
 
 
-def heading(folder: Path | str, member: str, changes: tuple[str, ...], data: Data, split: str) -> str:
-    """The line above a run's figures."""
-    return f"{folder} ({', '.join((member, *changes))}) on {data.name} {data.version}, {split} split"
+def heading(subject: LoadedRun, data: Any, split: str) -> str:
+    """The line above the metrics of a run on a part of ``data``."""
+    return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
 class Reading(Protocol):

@@ -18,7 +18,7 @@ from kinformer.evaluation.transcripts import Errors, count_errors
 from kinformer.generation.ctc import greedy, prefix_beam
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.speech.rows import Rows, ctc_nats
 from kinformer.tasks.task import LoadedRun
@@ -29,7 +29,7 @@ SHOWN = 8
 
 def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, prefixes: int, quiet: bool) -> Evaluation:
     """A run on held-out utterances, every one of them, however long or short."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     data = _data(subject, measuring)
     same = note_other_data(run, data, measuring.data is not None)
     rows = Rows(data, choose(measuring.split, data.splits, "--split"), model.config)
@@ -39,37 +39,25 @@ def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, prefi
     said = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in each] for each in heard]
     errors = count_errors(said, heard_symbols)
-    metrics = {ERROR_RATE.name: errors.rate, BITS_PER_SYMBOL.name: nats / log(2) / errors.symbols}
+    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / errors.symbols}
     baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, said).rate}
     right = sum(a == b for a, b in zip(said, heard_symbols, strict=True))
-    identity = identity_of_part(data, measuring.split, same)
-    facts: dict[str, Any] = {
-        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **metrics, **errors._asdict(), "utterances": len(said), "right": right, "prefixes": prefixes,
-        "baselines": baselines, "unit": data.unit, "seconds": time.perf_counter() - begun,
+    facts: dict[str, Any] = errors._asdict() | {
+        "utterances": len(said), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
     }  # fmt: skip
-    more = []
+    text: list[str | TextTable] = [
+        heading(subject, data, measuring.split),
+        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], prefixes),
+        f"{right:,} of {len(said):,} utterances without an error; writing nothing has an error rate of 100 %, "
+        f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
+        _worst(rows, said, heard_symbols),
+    ]
     if data.unit == CHARACTERS:
         words = _words(said, heard_symbols)
         facts["word_error_rate"] = words.rate
-        more = [f"word error rate {words.rate:.2%} of {words.symbols:,} words\n"]
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(ERROR_RATE, BITS_PER_SYMBOL),
-        baselines=baselines,
-        data=identity,
-        facts=facts,
-        text=(
-            heading(run.folder, run.member, changes, data, measuring.split),
-            _metrics(data.unit, errors, metrics, prefixes),
-            *more,
-            f"{right:,} of {len(said):,} utterances without an error; writing nothing has an error rate of 100 %, "
-            f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
-            _worst(rows, said, heard_symbols),
-        ),
-    )
+        text.insert(2, f"word error rate {words.rate:.2%} of {words.symbols:,} words\n")
+    identity = identity_of_part(data, measuring.split, same)
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
 
 
 def _data(subject: LoadedRun, measuring: EvaluationSettings) -> Sound:
@@ -124,12 +112,12 @@ def _words(said: list[list[str]], heard: list[list[str]]) -> Errors:
     return count_errors(*([join_symbols(each, CHARACTERS).split() for each in some] for some in (said, heard)))
 
 
-def _metrics(unit: str, errors: Errors, metrics: dict[str, float], prefixes: int) -> str:
+def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
     how = "greedy" if prefixes == 1 else f"{prefixes} prefixes"
     kinds = f"{errors.substitutions} substituted, {errors.deletions} missing, {errors.insertions} too many"
     return (
         f"{unit.removesuffix('s')} error rate {errors.rate:.2%} ({how}; {kinds} of {errors.symbols:,}), "
-        f"{metrics[BITS_PER_SYMBOL.name]:.4f} bits per symbol\n"
+        f"{bits:.4f} bits per symbol\n"
     )
 
 

@@ -17,7 +17,7 @@ from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.text import note_other_data
 from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.trajectories.behaviour_cloning import Clone
@@ -41,19 +41,17 @@ def evaluate(
     subject: LoadedRun, measuring: EvaluationSettings, own: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on its held-out episodes and, where there is an environment, acting in it."""
-    run, model, changes, _ = subject
+    run, model = subject.run, subject.model
     data, begun = data_of(run, measuring.data), time.perf_counter()
     split = choose(measuring.split, SPLITS, "--split")
     note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
-    metrics, units = _held_out(model, data, split, measuring.chunk)
-    identity = data.identity | {"split": split}
-    named = ", ".join((run.member, *changes))
-    shown = ", ".join(unit.text(metrics[unit.name]) for unit in units)
-    text: list[str | TextTable] = [f"{run.folder} ({named}) on {data.name}, {split} split: {shown}"]
+    metrics = _held_out(model, data, split, measuring.chunk)
+    shown = ", ".join(metric.text(value) for metric, value in metrics.items())
+    text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
     env = own.env or data.env
     best = data.found.returns[data.found.splits["train"]]
-    of_data = {"data_best": float(best.max()), "data_mean": float(best.mean())}
-    facts: dict[str, Any] = {"env": env, **of_data}
+    baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
+    facts: dict[str, Any] = {"env": env, **baselines}
     if env is None:
         if own.target is not None or own.picture is not None:
             raise KinformerError(f"--target: {run.folder} names no environment; give --env NAME too.")
@@ -61,31 +59,23 @@ def evaluate(
     else:
         rows, clone = _acted(subject, data, env, own, measuring.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
-        for row in rows:
-            unit = return_at(row["target"])
-            units, metrics[unit.name] = (*units, unit), row["mean"]
+        metrics |= {return_at(row["target"]): row["mean"] for row in rows}
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
-            units, metrics[RANK_CORRELATION.name] = (*units, RANK_CORRELATION), facts_correlation(rows)
-        text += _told(env, rows, clone, of_data, metrics, own.episodes)
+            metrics[RANK_CORRELATION] = facts_correlation(rows)
+        text += _told(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), own.episodes)
         if own.picture is not None:
             from kinformer.figures.returns import plot
 
-            plot(rows, clone, of_data["data_best"], f"{run.member} in {env}", Path(own.picture))
+            plot(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(own.picture))
             text.append(f"wrote {own.picture}")
-    head = {"run": str(run.folder), "member": run.member, "task": "trajectories", "set": list(changes)}
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=units,
-        baselines=of_data | ({"cloning": facts["cloning"]["mean"]} if facts.get("cloning") else {}),
-        data=identity,
-        facts={**head, "data": identity, **metrics, **facts, "seconds": time.perf_counter() - begun},
-        text=tuple(text),
+        baselines |= {} if clone is None else {"cloning": clone["mean"]}
+    identity = data.identity | {"split": split}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=begun
     )
 
 
-def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple[dict[str, float], tuple[Metric, ...]]:
+def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
     """Of the actions of a split, in rows of whole episodes or as long as the model's positions."""
     found, loss = data.found, ActionLoss()
     most = int(found.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
@@ -102,8 +92,7 @@ def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> tuple
     for name in ("nats", "squares"):
         require_finite(isfinite(sums.get(name, 0.0)))
     known = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
-    units = tuple(unit for unit, name, _ in known if name in sums)
-    return {unit.name: sums[name] * factor / sums["predicted"] for unit, name, factor in known if name in sums}, units
+    return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in known if name in sums}
 
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> TrajectoryAgent:
@@ -159,7 +148,7 @@ def _told(
     rows: Sequence[Mapping[str, Any]],
     clone: Mapping[str, Any] | None,
     of_data: Mapping[str, float],
-    metrics: Mapping[str, float],
+    correlation: float | None,
     episodes: int,
 ) -> list[str | TextTable]:
     optimal = "optimal_share" in rows[0]
@@ -173,8 +162,8 @@ def _told(
     how = remembering(None if context == "carried" else context)
     told: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
     told.append(TextTable(headers, lines, range(1, len(headers))))
-    if RANK_CORRELATION.name in metrics:
-        told.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION.name]:.3f}")
+    if correlation is not None:
+        told.append(f"\nrank correlation of returns and targets {correlation:.3f}")
     return told
 
 

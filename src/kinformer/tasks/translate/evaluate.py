@@ -15,7 +15,7 @@ from kinformer.data.pairs import Pairs, Parallel
 from kinformer.data.token_batches import TokenBatches
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import progressing
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.shared.text import ends_of, heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.task import LoadedRun, Source
 from kinformer.tasks.translate.generate import Translator
@@ -55,7 +55,7 @@ def evaluate(
     task: Any, subject: LoadedRun, measuring: EvaluationSettings, own: TranslateEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
-    run, _, changes, _ = subject
+    run = subject.run
     data: Parallel = task.open(
         Source(spec_of(run, measuring.data), run.data.get("holdout"), run.tokenizer), run.options
     )
@@ -69,31 +69,27 @@ def evaluate(
     seconds = time.perf_counter() - begun
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     found, copied = scores(translations, references), scores(sources, references)
-    metrics = {BLEU.name: found.bleu, CHRF.name: found.chrf, BITS_PER_BYTE.name: bits}
+    metrics = {BLEU: found.bleu, CHRF: found.chrf, BITS_PER_BYTE: bits}
     identity = identity_of_part(data, measuring.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
         {"source": source, "translation": translation, "reference": reference}
         for source, translation, reference in zip(sources, translations, references, strict=True)
     ][:EXAMPLES]
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": task.name, "set": list(changes), "data": identity,
-        **metrics, **baselines, "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references),
-        "beam": own.beam, "length_penalty": own.length_penalty, "examples": examples, "seconds": seconds,
+    facts = baselines | {
+        "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references), "beam": own.beam,
+        "length_penalty": own.length_penalty, "examples": examples, "seconds": seconds,
     }  # fmt: skip
     how = f"beam {own.beam}, length penalty {own.length_penalty:g}" if own.beam > 1 else "greedy"
     text = (
-        heading(run.folder, run.member, changes, data, measuring.split),  # type: ignore[arg-type]
+        heading(subject, data, measuring.split),
         f"BLEU {found.bleu:.2f}, chrF2 {found.chrf:.2f} of {len(references):,} translations ({how}); the source as "
         f"it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *(line for each in examples for line in (*(f"{name:11}  {said}" for name, said in each.items()), "")),
         f"BLEU  {found.bleu_signature}\nchrF2 {found.chrf_signature}",
     )
-    return Evaluation(
-        run=str(run.folder), member=run.member, metrics=metrics, units=(BLEU, CHRF, BITS_PER_BYTE), data=identity,
-        baselines=baselines, facts=facts, text=text,
-    )  # fmt: skip
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name)
 
 
 def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:

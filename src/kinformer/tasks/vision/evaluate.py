@@ -16,7 +16,7 @@ from kinformer.data import ImageData, Images, read_images
 from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.tasks.classify.evaluate import LabelMeasurement
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
 from kinformer.tasks.shared.classes import by_class, classes_of, numbers_of
 from kinformer.tasks.shared.text import heading, identity_of_part, note_other_data, spec_of
 from kinformer.tasks.task import LoadedRun
@@ -76,41 +76,27 @@ def evaluate(
     subject: LoadedRun, measuring: EvaluationSettings, own: VisionEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on held-out images, class by class, beside the most frequent class."""
-    run, model, changes, _ = subject
     found, same, images = _images(subject, measuring)
-    classes = classes_of(run)
+    classes = classes_of(subject.run)
     count = len(images) if own.images is None else min(own.images, len(images))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        measured = measure_images(model, images, count, len(classes), progress)
+        measured = measure_images(subject.model, images, count, len(classes), progress)
     counts, table = by_class(classes, measured, "images")
     text = (
-        heading(run.folder, run.member, changes, found, measuring.split),
+        heading(subject, found, measuring.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
         f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
         table,
     )
     metrics = {
-        ACCURACY.name: measured.accuracy,
-        BITS_PER_LABEL.name: measured.bits,
-        CALIBRATION_ERROR.name: measured.calibration_error,
+        ACCURACY: measured.accuracy,
+        BITS_PER_LABEL: measured.bits,
+        CALIBRATION_ERROR: measured.calibration_error,
     }
-    identity = identity_of_part(found, measuring.split, same)
-    facts = {
-        "run": str(run.folder), "member": run.member, "task": "vision", "set": list(changes), "data": identity,
-        **metrics, "guessing": measured.guessing,
-        "measured_images": count, "per_class": counts, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
-    return Evaluation(
-        run=str(run.folder),
-        member=run.member,
-        metrics=metrics,
-        units=(ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR),
-        baselines={"guessing": measured.guessing},
-        data=identity,
-        facts=facts,
-        text=text,
-    )
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(found, measuring.split, same)
+    facts = baselines | {"measured_images": count, "per_class": counts}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=begun)
 
 
 def _images(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[ImageData, bool, Images]:
