@@ -1,9 +1,14 @@
-"""What goes wrong while a file is read."""
+"""What goes wrong while a file is read, and what a reader sees beside a writer."""
+
+import shutil
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading
+from kinformer.runtime.files import load_tensors, reading, save_tensors
 
 
 def test_its_contents_are_blamed():
@@ -14,3 +19,49 @@ def test_its_contents_are_blamed():
 def test_a_broken_installation_is_not():
     with pytest.raises(ImportError), reading("a.json"):
         raise ImportError("cannot import name")
+
+
+WRITER = """
+import os, shutil, sys
+while True:
+    for name in ("small", "large"):
+        shutil.copyfile(name, "new")
+        os.replace("new", "weights")
+"""
+
+
+def test_tensors_are_of_one_file_while_another_process_replaces_it(tmp_path):
+    versions = {"small": {"a": torch.zeros(3)}, "large": {"a": torch.ones(5000), "b": torch.ones(2, 2)}}
+    for name, tensors in versions.items():
+        save_tensors(tmp_path / name, tensors)
+    shutil.copyfile(tmp_path / "small", tmp_path / "weights")
+    writer = subprocess.Popen([sys.executable, "-c", WRITER], cwd=tmp_path)
+    try:
+        for _ in range(2000):
+            tensors, _ = load_tensors(tmp_path / "weights")
+            assert {name: len(value) for name, value in tensors.items()} in ({"a": 3}, {"a": 5000, "b": 2})
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    path, opened = tmp_path / "weights", []
+    save_tensors(path, {"a": torch.zeros(3)})
+    save_tensors(tmp_path / "new", {"a": torch.ones(3)})
+    real = sys.modules["safetensors"].safe_open
+
+    def replaced(*arguments, **options):
+        opened.append(arguments)
+        if len(opened) == 1:
+            (tmp_path / "new").replace(path)
+            raise ValueError("the head of one file, the tensors of another")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("safetensors.safe_open", replaced)
+    assert load_tensors(path)[0]["a"].tolist() == [1, 1, 1] and len(opened) == 2
+    path.write_bytes(path.read_bytes()[:-1])
+    opened[:] = [None]
+    with pytest.raises(KinformerError, match="is truncated or damaged"):
+        load_tensors(path)
+    assert len(opened) == 2

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
+_MOST_READINGS = 50
 _BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
 
 
@@ -181,7 +182,34 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence."""
+    """The tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence.
+
+    The library opens a file once for its head and again for its tensors. Where another process puts a new file in its
+    place in between, the file is read again.
+    """
+    for _ in range(_MOST_READINGS - 1):
+        before = _identity(path)
+        try:
+            found = _load_tensors(path)
+        except KinformerError:
+            if _identity(path) == before:
+                raise
+        else:
+            if _identity(path) == before:
+                return found
+    return _load_tensors(path)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What differs when another file stands in the place of this one, or when it was written to."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import safe_open
 
     require_file(path)

@@ -151,6 +151,8 @@ def _check(plan: Mapping[str, Any], step: int) -> None:
     if strange := plan["files"].keys() - _GROUPS:
         raise ValueError(f"it names {min(strange)!r}, which no checkpoint has")
     numbers = plan["numbers"]
+    if not isinstance(numbers, dict):
+        raise ValueError(f"its numbers are {type(numbers).__name__}, not a table")
     for name, kinds in (("total", (int,)), ("seconds", (int, float))):
         if name in numbers and (not isinstance(numbers[name], kinds) or isinstance(numbers[name], bool)):
             raise ValueError(f"its {name} is {numbers[name]!r}, not a number")
