@@ -101,8 +101,8 @@ def timed(options: argparse.Namespace, model: Any, split: Split, thresholds: dic
             return
         with at_threshold(model, thresholds[name]), noting_exits(model) as noted:
             generate(model, prompt, max_new_tokens=length, temperature=0.0)
-        assert noted.found is not None
-        layers[name].append(noted.found.layers_per_token)
+        assert noted.result is not None
+        layers[name].append(noted.result.layers_per_token)
 
     contestants = [Contestant(name, partial(step, name)) for name in ("all layers", *thresholds)]
     interleave(contestants, options.rounds or (2 if options.quick else 9))

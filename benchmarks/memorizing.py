@@ -42,7 +42,7 @@ def layer(search: str, memories: int) -> Memorizing:
 
 def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
     """A state whose memory is full, ``segments`` segments after memories were put away."""
-    size, recent = mixer.config.memory_size, mixer.kept
+    size, recent = mixer.config.memory_size, mixer.most_past
     seen = 4 * max(size, mixer.batch_of) + segments * SEGMENT
     new, old = (points(HEADS, count) for count in (recent, size))
     assignments = torch.zeros(1, HEADS, size, 0, dtype=torch.int64)

@@ -222,7 +222,7 @@ def test_dropout_repeats_its_seed_and_no_other():
 
 
 def test_dropout_keeps_its_share_without_pattern():
-    mask = AttentionDropout(0.3, 11).kept((2, 4, 128, 128), torch.device("cpu")).double()
+    mask = AttentionDropout(0.3, 11).retained_mask((2, 4, 128, 128), torch.device("cpu")).double()
     noise = 0.46 / math.sqrt(128)
     assert abs(float(mask.mean()) - 0.7) < 4 * 0.46 / math.sqrt(mask.numel())
     for axes in ((0, 1, 2), (0, 1, 3)):
@@ -272,11 +272,11 @@ def test_the_kernel_describes_itself_to_torch():
 
 def test_memory_is_linear_in_time():
     """What the backward keeps is inputs, outputs and one number per query, never a pair of tokens."""
-    time, kept = 256, []
+    time, retained_mask = 256, []
     q, k, v = (x.requires_grad_() for x in operands(14, 1, 2, 2, time, 0, 8, 8))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: retained_mask.append(x.numel()) or x, lambda x: x):
         softmax_attention(q, k, v, span=Band(), scale=0.5, impl="chunked")
-    assert 0 < sum(kept) <= 2 * time * (4 * 8 + 1)
+    assert 0 < sum(retained_mask) <= 2 * time * (4 * 8 + 1)
 
 
 @pytest.mark.parametrize("span", [Band(), Band(behind=15), Band(behind=12, ahead=6)], ids=str)

@@ -7,7 +7,7 @@ import torch
 from kinformer.core.head import Neighbours
 from kinformer.datastore import neighbours
 from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.neighbours import NeighbourTable, neighbours_of, others, own_neighbours, table
+from kinformer.datastore.neighbours import NeighbourTable, neighbours_of, neighbours_without_self, others, table
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import entries, write
 
@@ -26,7 +26,7 @@ def planned(near=NEAR, tokens=TOKENS):
 
 def built(store, plan=None, progress=None):
     plan = plan or planned()
-    return table(store, plan, own_neighbours(store, ExactSearch(store), FIRST, plan), progress)
+    return table(store, plan, neighbours_without_self(store, ExactSearch(store), FIRST, plan), progress)
 
 
 def test_an_entry_is_never_its_own_neighbour(store):
@@ -44,7 +44,7 @@ def test_an_own_entry_among_equal_keys_is_left_out_and_a_small_store_leaves_gaps
     assert others(found, torch.tensor([0, 1]), 3).tolist() == [[5, 7, -1], [6, -1, -1]]
     small = write(tmp_path / "small", 2)
     plan = NeighbourTable(name="train", tokens=2, neighbours=4, source={})
-    got = table(small, plan, own_neighbours(small, ExactSearch(small), 0, plan))
+    got = table(small, plan, neighbours_without_self(small, ExactSearch(small), 0, plan))
     assert got.tolist() == [[small.tokens[1], -1, -1, -1], [small.tokens[0], -1, -1, -1]]
 
 

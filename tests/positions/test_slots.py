@@ -7,7 +7,7 @@ import kinformer
 from kinformer.family.kinds import kinds
 from kinformer.runtime.errors import KinformerError
 
-POSITIONS = sorted(set(kinds()["position"].own) - {"none"})
+POSITIONS = sorted(set(kinds()["position"].builtin) - {"none"})
 MEMBERS = {"gpt": "layers.*.mixer.position", "bert": "layers.*.mixer.position"}
 
 

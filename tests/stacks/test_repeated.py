@@ -35,7 +35,7 @@ class Repeated(Stack):
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch):
-    monkeypatch.setitem(table.kinds()["stack"].own, "repeated", Repeated.Config)
+    monkeypatch.setitem(table.kinds()["stack"].builtin, "repeated", Repeated.Config)
 
 
 def build(member, stack="repeated", **changes):

@@ -138,7 +138,7 @@ def test_layers_of_tokens_that_leave_early():
     model, batch = model.eval(), AskedBatch.of(AlgorithmData(most=4).rows("test", 0, 9))
     with noting_depths(model) as depths, noting_exits(model) as exits, torch.no_grad():
         answers(model, batch)
-    assert float(depths.last[batch.valid].double().mean()) == pytest.approx(exits.found.layers_per_token)
+    assert float(depths.last[batch.valid].double().mean()) == pytest.approx(exits.result.layers_per_token)
     assert not depths.last[~batch.valid].any() and depths.figure.name == "layers_per_token"
     with noting_depths(kinformer.build("gpt", recipe="tiny")) as depths:
         assert depths is None

@@ -30,7 +30,7 @@ def restored(text: MaskedText, rows: int) -> tuple[list[list[int]], int]:
                     tokens[row, place] = label
                     masked += 1
         valid = np.ones(tokens.shape, bool) if shown.rows.valid is None else shown.rows.valid
-        found += [row[kept].tolist() for row, kept in zip(tokens, valid, strict=True)]
+        found += [row[state_tensors].tolist() for row, state_tensors in zip(tokens, valid, strict=True)]
     return found, masked
 
 

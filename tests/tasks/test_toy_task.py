@@ -24,8 +24,8 @@ def the_line(monkeypatch):
     """The task's line in its table, and a member that can do it."""
     monkeypatch.setitem(TASKS, toy_task.TASK.name, toy_task.TASK)
     monkeypatch.setitem(MEMBERS, toy_task.MEMBER.name, toy_task.MEMBER)
-    monkeypatch.setitem(kinds()["input"].own, "frames", toy_task.Frames.Config)
-    monkeypatch.setitem(kinds()["head"].own, "frequency", toy_task.Frequency.Config)
+    monkeypatch.setitem(kinds()["input"].builtin, "frames", toy_task.Frames.Config)
+    monkeypatch.setitem(kinds()["head"].builtin, "frequency", toy_task.Frequency.Config)
 
 
 def test_from_the_command_line(cli, tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PostNorm, ResidualConfig
-from kinformer.blocks.sublayers import Sublayers, fed, feeding, reading
+from kinformer.blocks.sublayers import Sublayers, encode_branch, fed, feed_forward_branch
 from kinformer.core.config import Config
 from kinformer.core.contract import PartialOutput
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
@@ -47,7 +47,10 @@ class EncoderLayer(PartialOutput, Sublayers):
 
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
-        return (reading(self.mixer, self.mixer_residual), feeding(self.feed_forward_residual, self.feed_forward))
+        return (
+            encode_branch(self.mixer, self.mixer_residual),
+            feed_forward_branch(self.feed_forward_residual, self.feed_forward),
+        )
 
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         y = self.mixer(self.mixer_residual.enter(x), text)

@@ -44,8 +44,8 @@ class Reordered(Residual):
     def enter(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def given(self, y: Tensor) -> Tensor:
-        return super().given(y.relu())
+    def add(self, y: Tensor) -> Tensor:
+        return super().add(y.relu())
 
 
 class Gated(Reordered):

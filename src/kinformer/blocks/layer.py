@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
-from kinformer.blocks.sublayers import Sublayers, fed, feeding, mixed, mixing
+from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixed, mixing
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.parts import FeedForwardConfig
@@ -97,7 +97,11 @@ class DecoderLayer(PartialOutput, Sublayers):
     def branches(self) -> tuple[Branch, ...]:
         """The sublayers without their residual sums, in order."""
         mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
-        return tuple(mixers) if self._transition else (*mixers, feeding(self.feed_forward_residual, self.feed_forward))
+        return (
+            tuple(mixers)
+            if self._transition
+            else (*mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward))
+        )
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kinformer.blocks.layer import DecoderLayer
-from kinformer.blocks.sublayers import fed, feeding, tokenwise
+from kinformer.blocks.sublayers import fed, feed_forward_branch, tokenwise
 from kinformer.core.contract import Chunk
 from kinformer.core.stack import Branch
 
@@ -41,9 +41,9 @@ class MacaronLayer(DecoderLayer):
         self.first_residual = config.residual.build(dim, config.norm, config.dropout)
 
     def branches(self) -> tuple[Branch, ...]:
-        first = feeding(self.first_residual, self.first_feed_forward, HALF)
+        first = feed_forward_branch(self.first_residual, self.first_feed_forward, HALF)
         *mixers, _ = super().branches()
-        return (first, *mixers, feeding(self.feed_forward_residual, self.feed_forward, HALF))
+        return (first, *mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
 
     def forward(
         self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor | None = None

@@ -22,7 +22,7 @@ from kinformer.runtime.dropout import Dropout
 class Residual(nn.Module):
     """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
 
-    ``additive``: what leaves is ``x + added(F(enter(x)))``. ``given`` is what becomes of F's output before any sum.
+    ``additive``: what leaves is ``x + added(F(enter(x)))``. ``add`` is what becomes of F's output before any sum.
     """
 
     additive: bool = False
@@ -45,14 +45,14 @@ class Residual(nn.Module):
 
     def added(self, y: Tensor, share: float = 1.0) -> Tensor:
         """What ``share`` of the sublayer's output ``y`` adds to a stream."""
-        y = self.given(y)
+        y = self.add(y)
         return y if share == 1 else share * y
 
     def _sum(self, x: Tensor, y: Tensor, share: float) -> Tensor:
-        y = self.given(y)
+        y = self.add(y)
         return x + y if share == 1 else torch.add(x, y, alpha=share)
 
-    def given(self, y: Tensor) -> Tensor:
+    def add(self, y: Tensor) -> Tensor:
         """What the sublayer's output ``y`` [batch, time, dim] gives to the stream."""
         return y if self.dropout is None else self.dropout(y)
 
@@ -114,5 +114,5 @@ class ResPostNorm(Residual):
     def enter(self, x: Tensor) -> Tensor:
         return x
 
-    def given(self, y: Tensor) -> Tensor:
-        return super().given(self.norm(y))
+    def add(self, y: Tensor) -> Tensor:
+        return super().add(self.norm(y))

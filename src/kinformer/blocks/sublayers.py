@@ -72,7 +72,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
     return Branch(_additive(residual, run), mixes=True)
 
 
-def reading(mixer: nn.Module, residual: Residual) -> Branch:
+def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
     """The branch of an encoder's mixer."""
 
     def run(x: Tensor, text: Any, state: Any) -> tuple[Tensor, Any]:
@@ -81,7 +81,7 @@ def reading(mixer: nn.Module, residual: Residual) -> Branch:
     return Branch(_additive(residual, run), mixes=False)
 
 
-def feeding(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
+def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
     """The branch of a feed-forward, ``share`` of whose output is added."""
 
     def run(x: Tensor, context: Any, state: Any) -> tuple[Tensor, Any]:

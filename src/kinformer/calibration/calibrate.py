@@ -148,8 +148,8 @@ class Samples:
         """Of every sample, in [0, 1]."""
         with at_threshold(self.model, threshold), noting_exits(self.model) as noted:
             early = self._continued()
-        assert noted.found is not None
-        self.exits[threshold] = noted.found
+        assert noted.result is not None
+        self.exits[threshold] = noted.result
         if self.options.consistency == "textual":
             return dissimilarity(early, self.whole)
         return (dissimilarity(early, self.truth) - dissimilarity(self.whole, self.truth)).clip(0)

@@ -115,6 +115,6 @@ def _first_within(
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:
             bits = measure(model, held.split, windows).bits_per_byte
-        if bits <= most and noted.found is not None:
-            return draw.thresholds, bits, saved(model, noted.found, windows.context // 2)
+        if bits <= most and noted.result is not None:
+            return draw.thresholds, bits, saved(model, noted.result, windows.context // 2)
     return (), most, None

@@ -30,8 +30,8 @@ class Config:
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
 
-    def __new__(cls, **given: Any) -> Self:
-        require_ranges(given)
+    def __new__(cls, **values: Any) -> Self:
+        require_ranges(values)
         return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Self:

@@ -185,9 +185,9 @@ class Stack(nn.Module):
         inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
-    def _applied(self, layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
+    def _applied(self, layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
         """What ``layer`` makes of a chunk, a state and whatever else it takes."""
-        return checkpoint(_owning, layer, *given, use_reentrant=False) if self._recomputes else layer(*given)
+        return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _used(self, number: int, chunk: Chunk, state: Any, output_mask: Tensor | None) -> tuple[Tensor, Any]:
         """Use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None: everywhere).
@@ -204,9 +204,9 @@ class Stack(nn.Module):
         return self.config.checkpoint and self.training and torch.is_grad_enabled()
 
 
-def _owning(layer: nn.Module, *given: Any) -> tuple[Tensor, Any]:
+def _owning(layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
     """What a layer gives, with a state of its own memory: a view would keep the tensors that it is a part of."""
-    x, state = layer(*given)
+    x, state = layer(*inputs)
     return x, states.map_tensors(torch.Tensor.clone, state)
 
 

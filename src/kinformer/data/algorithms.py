@@ -23,7 +23,7 @@ from kinformer.runtime.errors import KinformerError, choose
 VERSION = "1"
 SPLITS = ("train", "validation", "test")
 SYMBOLS = "0123456789+=."
-PLUS, ASKED, END = (SYMBOLS.index(symbol) for symbol in "+=.")
+PLUS, EQUALS, END = (SYMBOLS.index(symbol) for symbol in "+=.")
 
 
 class AlgorithmRows(NamedTuple):
@@ -130,7 +130,7 @@ class AlgorithmData:
         digits = draw.integers(base, size=(len(which), numbers, number))
         answer = solve(digits)
         signs = np.full((len(which), numbers, 1), PLUS, np.int64)
-        signs[:, -1] = ASKED
+        signs[:, -1] = EQUALS
         problem = np.concatenate([digits, signs], 2).reshape(len(which), -1)
         whole = np.concatenate([problem, answer, np.full((len(which), 1), END)], 1)
         ends = problem.shape[1] + (answer != END).sum(1)  # where the first END stands

@@ -142,7 +142,7 @@ def split_clips(clips: Sequence[Clip], held: Holdout, place: str) -> dict[str, l
     for name in ("test", "validation"):
         if by_split[name]:
             continue
-        if name == "validation" and held.share is not None and not chosen and not _given(clips, "test"):
+        if name == "validation" and held.share is not None and not chosen and not _has_split(clips, "test"):
             by_split[name] = by_split["test"]
         else:
             by_split[name], order = order[:count], order[count:]
@@ -153,7 +153,7 @@ def split_clips(clips: Sequence[Clip], held: Holdout, place: str) -> dict[str, l
     return {"train": train, "validation": by_split["validation"], "test": by_split["test"]}
 
 
-def _given(clips: Sequence[Clip], split: str) -> bool:
+def _has_split(clips: Sequence[Clip], split: str) -> bool:
     return any(clip.split == split for clip in clips)
 
 

@@ -100,7 +100,10 @@ def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
     Names that begin with a dot are left out, folders with such names too; links to folders are not followed.
     """
     files = _walk(
-        folder, folder_kept=lambda name: not name.startswith("."), file_kept=lambda name: name[0] != ".", empty=empty
+        folder,
+        accept_folder=lambda name: not name.startswith("."),
+        accept_file=lambda name: name[0] != ".",
+        empty=empty,
     )
     if not files:
         raise KinformerError(f"{folder} holds no regular file with anything in it; give a folder of data files.")
@@ -116,8 +119,8 @@ def stdlib_files() -> list[SourceFile]:
     folder = Path(sysconfig.get_path("stdlib"))
     files = _walk(
         folder,
-        folder_kept=lambda name: name not in _NOT_SOURCES and not name.startswith("config-"),
-        file_kept=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
+        accept_folder=lambda name: name not in _NOT_SOURCES and not name.startswith("config-"),
+        accept_file=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
     )
     if not files:
         raise KinformerError(
@@ -128,13 +131,13 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def _walk(
-    folder: Path, folder_kept: Callable[[str], bool], file_kept: Callable[[str], bool], empty: bool = False
+    folder: Path, accept_folder: Callable[[str], bool], accept_file: Callable[[str], bool], empty: bool = False
 ) -> list[SourceFile]:
     files = []
     with reading(folder):
         for parent, folders, names in os.walk(folder, onerror=_raise):
-            folders[:] = [name for name in folders if folder_kept(name)]
-            for path in (Path(parent, name) for name in names if file_kept(name)):
+            folders[:] = [name for name in folders if accept_folder(name)]
+            for path in (Path(parent, name) for name in names if accept_file(name)):
                 if path.is_file() and ((size := path.stat().st_size) or empty):
                     files.append(SourceFile(path.relative_to(folder).as_posix(), str(path), size))
     return sorted(files)

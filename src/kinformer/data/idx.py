@@ -66,7 +66,7 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
 
 def read_idx_file(path: Path) -> ImageSet:
     """The images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
-    return _found({"train": path})
+    return _image_set({"train": path})
 
 
 def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
@@ -82,7 +82,7 @@ def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
             )
     if "train" not in by_split:
         raise KinformerError(f"{folder}: holds no file of training images; name it train-images-idx3-ubyte.gz.")
-    return _found(by_split)
+    return _image_set(by_split)
 
 
 def _split_of(name: str) -> str:
@@ -91,7 +91,7 @@ def _split_of(name: str) -> str:
     return "validation" if "valid" in name else "train"
 
 
-def _found(paths: dict[str, Path]) -> ImageSet:
+def _image_set(paths: dict[str, Path]) -> ImageSet:
     parts = {split: _part(path) for split, path in paths.items()}
     shapes = {part.images.shape[1:]: split for split, part in parts.items()}
     if len(shapes) > 1:

@@ -32,7 +32,7 @@ DIGITS = "digits"
 HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000
 SCHEMA = 2
 _SPLITS = ("train", "validation", "test")
-_KNOWN = "a folder of PNG or JPEG pictures, IDX files as MNIST's, an .npz archive, or 'digits'"
+_FORMATS = "a folder of PNG or JPEG pictures, IDX files as MNIST's, an .npz archive, or 'digits'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,26 +119,26 @@ def read_images(
         raise KinformerError(f"size is {size} but must be 1 or more.")
     if data == DIGITS:
         with resources.as_file(resources.files("kinformer.data") / "digits.npz") as path:
-            return _kept(path, DIGITS, cache, holdout, size)
+            return _read_cached(path, DIGITS, cache, holdout, size)
     path = Path(data).expanduser()
     with reading(data):
-        known = path.exists()
-    if not known:
-        raise KinformerError(f"{data} does not exist; give {_KNOWN}.")
-    return _kept(path, path.resolve().name, cache, holdout, size)
+        exists = path.exists()
+    if not exists:
+        raise KinformerError(f"{data} does not exist; give {_FORMATS}.")
+    return _read_cached(path, path.resolve().name, cache, holdout, size)
 
 
-def _kept(path: Path, name: str, cache: Path | None, holdout: float | None, size: int | None) -> ImageData:
+def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | None, size: int | None) -> ImageData:
     files = _files(path)
     fingerprint = fingerprint_of(files)
     key = sha256(f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode()).hexdigest()[:32]
 
     def fill(folder: Path) -> dict[str, Any]:
-        found = _find(path, files, size)
-        classes = _ordered({label for part in found.parts.values() for label in part.labels or ()})
-        for split, (part, order) in _held_out(found.parts, holdout, str(path)).items():
-            _write(folder, split, part, order, found.shape, classes)
-        return {"classes": classes, "notes": found.notes}
+        filled = _find(path, files, size)
+        classes = _ordered({label for part in filled.parts.values() for label in part.labels or ()})
+        for split, (part, order) in _held_out(filled.parts, holdout, str(path)).items():
+            _write(folder, split, part, order, filled.shape, classes)
+        return {"classes": classes, "notes": filled.notes}
 
     about, arrays = stored((cache or default_cache()) / "images" / key, SCHEMA, fill)
     splits = {
@@ -164,13 +164,13 @@ def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
     if path.is_dir():
         named = [Path(file.path) for file in files if "/" not in file.name and is_images(file.name)]
         if not named:
-            raise KinformerError(f"{path}: holds neither pictures nor IDX files of images; give {_KNOWN}.")
+            raise KinformerError(f"{path}: holds neither pictures nor IDX files of images; give {_FORMATS}.")
         return read_idx_folder(path, named)
     if is_images(path.name):
         return read_idx_file(path)
     if path.suffix.lower() == ".npz":
         return read_npz(path)
-    raise KinformerError(f"{path}: is no file of images that is known; give {_KNOWN}, unpacked.")
+    raise KinformerError(f"{path}: is no file of images that is known; give {_FORMATS}, unpacked.")
 
 
 def _write(
@@ -190,19 +190,19 @@ def _ordered(labels: set[str]) -> list[str]:
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
-def _held_out(given: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
+def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
     """Of each split where its images stand, and which it has; what is not given comes out of the training images."""
-    train = hash_order(given["train"].keys())
+    train = hash_order(parts["train"].keys())
     usual = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW
     count = math.ceil((usual if holdout is None else holdout) * len(train))
-    kept: dict[str, tuple[Part, np.ndarray]] = {}
+    held_out: dict[str, tuple[Part, np.ndarray]] = {}
     for name in ("test", "validation"):
-        if name in given:
-            kept[name] = given[name], np.arange(len(given[name]))
-        elif holdout is not None and name == "validation" and "test" not in given:
-            kept[name] = kept["test"]
+        if name in parts:
+            held_out[name] = parts[name], np.arange(len(parts[name]))
+        elif holdout is not None and name == "validation" and "test" not in parts:
+            held_out[name] = held_out["test"]
         else:
-            kept[name], train = (given["train"], train[:count]), train[count:]
+            held_out[name], train = (parts["train"], train[:count]), train[count:]
     if not len(train):
-        raise KinformerError(f"{place}: too few images ({len(given['train'])}) to hold some out; give more.")
-    return {"train": (given["train"], train), **kept}
+        raise KinformerError(f"{place}: too few images ({len(parts['train'])}) to hold some out; give more.")
+    return {"train": (parts["train"], train), **held_out}

@@ -46,8 +46,8 @@ def open_labelled(
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
     path = Path(spec).expanduser()
     with reading(spec):
-        known = path.exists()
-    if not known:
+        exists = path.exists()
+    if not exists:
         raise KinformerError(f"{spec} does not exist; give a folder with a folder per class, or a .tsv or .jsonl file.")
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
@@ -74,7 +74,7 @@ def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[li
 
     def ids(texts: Texts) -> Iterator[np.ndarray]:
         for batch in texts.batches():
-            yield from (each.astype(dtype) for each in tokenizer.encode_batch(batch))
+            yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
 
     return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
 
@@ -91,24 +91,24 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
         texts = Texts(names)
         texts.extend(_table(path))
         return _held_out({"train": texts}, holdout, str(path))
-    given: BySplit = defaultdict(lambda: Texts(names))
+    by_split: BySplit = defaultdict(lambda: Texts(names))
     for file in files:
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
         if rest and first in _NAMES:
-            given[_NAMES[first]].extend([_file(file, rest, path)])
+            by_split[_NAMES[first]].extend([_file(file, rest, path)])
         elif not rest and stem in _NAMES and suffix in _TABLES:
-            given[_NAMES[stem]].extend(_table(Path(file.path)))
+            by_split[_NAMES[stem]].extend(_table(Path(file.path)))
         else:
-            given[""].extend([_file(file, file.name, path)])
-    if "" in given and len(given) > 1:
-        splits = ", ".join(name for name in given if name)
+            by_split[""].extend([_file(file, file.name, path)])
+    if "" in by_split and len(by_split) > 1:
+        splits = ", ".join(name for name in by_split if name)
         raise KinformerError(
             f"{path}: holds classes beside the splits {splits}; put every class into its split's folder."
         )
-    if "train" not in given and "" not in given:
+    if "train" not in by_split and "" not in by_split:
         raise KinformerError(f"{path}: holds no train split; add a folder or a table of that name.")
-    return _held_out({name or "train": examples for name, examples in given.items()}, holdout, str(path))
+    return _held_out({name or "train": examples for name, examples in by_split.items()}, holdout, str(path))
 
 
 def _file(file: SourceFile, name: str, path: Path) -> Example:
@@ -122,21 +122,21 @@ def _file(file: SourceFile, name: str, path: Path) -> Example:
         return Example(Path(file.path).read_bytes(), label)
 
 
-def _held_out(given: BySplit, holdout: float | None, place: str) -> BySplit:
+def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
     """Splits that are not given, taken from the rest of the data in the order of the texts' hashes."""
-    train = given["train"].by_hash()
+    train = parts["train"].by_hash()
     count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
-    kept: BySplit = {}
+    held_out: BySplit = {}
     for name in ("test", "validation"):
-        if name in given:
-            kept[name] = given[name]
-        elif holdout is not None and name == "validation" and "test" not in given:
-            kept[name] = kept["test"]
+        if name in parts:
+            held_out[name] = parts[name]
+        elif holdout is not None and name == "validation" and "test" not in parts:
+            held_out[name] = held_out["test"]
         else:
-            kept[name], train = given["train"].taken(train[:count]), train[count:]
+            held_out[name], train = parts["train"].taken(train[:count]), train[count:]
     if not len(train):
-        raise KinformerError(f"{place}: too few examples ({len(given['train'])}) to hold some out; give more data.")
-    return {"train": given["train"].taken(train), "validation": kept["validation"], "test": kept["test"]}
+        raise KinformerError(f"{place}: too few examples ({len(parts['train'])}) to hold some out; give more data.")
+    return {"train": parts["train"].taken(train), "validation": held_out["validation"], "test": held_out["test"]}
 
 
 def _table(path: Path) -> Iterator[Example]:

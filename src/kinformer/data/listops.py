@@ -139,14 +139,14 @@ def _apply(operator: np.ndarray, values: np.ndarray, first: np.ndarray, arity: n
     return np.choose(operator - MIN, (ranked[first], ranked[first + arity - 1], middle, total))
 
 
-def _write(levels: list[Level], sizes: list[np.ndarray], kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _write(levels: list[Level], sizes: list[np.ndarray], selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The kept trees' ids, end to end, and where each begins."""
-    lengths = np.where(kept, sizes[0], 0)
+    lengths = np.where(selected, sizes[0], 0)
     start = np.cumsum(lengths) - lengths
     text = np.empty(lengths.sum(), np.uint8)
-    starts = start[kept]
+    starts = start[selected]
     for level, size, below in zip(levels, sizes, [*sizes[1:], np.zeros(0, np.int64)], strict=True):
-        shown = kept[level.root]
+        shown = selected[level.root]
         text[start[shown]] = level.symbol[shown]
         closed = shown & (level.arity > 0)
         text[(start + size - 1)[closed]] = END

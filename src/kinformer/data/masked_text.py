@@ -13,7 +13,7 @@ from kinformer.data.masking import Masking
 from kinformer.data.permutation import mix, permute
 from kinformer.runtime.errors import KinformerError
 
-_TRAINING, _MEASURING = 6, 7
+_TRAINING, _EVALUATION = 6, 7
 
 
 class MaskedRows(NamedTuple):
@@ -55,10 +55,10 @@ class MaskedText:
         """All windows, ``rows`` at a time: as they follow each other, or from all over the split."""
         starts = np.arange(0, len(self.split), self.room)
         if shuffled:
-            starts = starts[permute(np.arange(len(starts)), len(starts), mix(self.seed, _MEASURING))]
+            starts = starts[permute(np.arange(len(starts)), len(starts), mix(self.seed, _EVALUATION))]
         for first in range(0, len(starts), rows):
             some = starts[first : first + rows]
-            yield self.show(some, mix(self.seed, _MEASURING, some))
+            yield self.show(some, mix(self.seed, _EVALUATION, some))
 
     def show(self, starts: np.ndarray, keys: np.ndarray) -> MaskedRows:
         """The windows that begin at ``starts`` with tokens masked by ``keys``."""

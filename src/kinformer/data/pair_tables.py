@@ -53,9 +53,9 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 def _is_header(cells: Sequence[str], names: Names) -> bool:
     """Whether these are names of columns: the usual ones, those asked for, or two codes of languages."""
-    names_given = [name.lower() for name in names if name]
-    if names_given:
-        return all(name in cells for name in names_given)
+    named = [name.lower() for name in names if name]
+    if named:
+        return all(name in cells for name in named)
     return set(cells) == set(_USUAL) or (cells[0] != cells[1] and all(_is_code(cell) for cell in cells))
 
 

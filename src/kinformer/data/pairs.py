@@ -116,10 +116,10 @@ def _files(path: Path) -> list[SourceFile]:
             f"{path} does not exist, and no file's name begins with it; give a folder or the beginning of two aligned "
             "files (train for train.en and train.de), a .tsv or a .jsonl."
         )
-    return [single_file(each)._replace(name=each.name) for each in beside]
+    return [single_file(item)._replace(name=item.name) for item in beside]
 
 
-def _parts(path: Path, files: Sequence[SourceFile], asked: Languages) -> tuple[Languages, dict[str, Pairs]]:
+def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tuple[Languages, dict[str, Pairs]]:
     """The languages, and the pairs of every part by its name."""
     tables: dict[str, SourceFile] = {}
     sides: dict[str, dict[str, SourceFile]] = {}
@@ -131,55 +131,57 @@ def _parts(path: Path, files: Sequence[SourceFile], asked: Languages) -> tuple[L
         elif stem:
             sides.setdefault(stem, {})[ending] = file
     if tables:
-        return _of_tables(tables, asked)
-    languages = _languages(path, sides, asked)
+        return _of_tables(tables, requested)
+    languages = _languages(path, sides, requested)
     parts = {}
-    for stem, found in sides.items():
-        there = [language for language in languages if language in found]
+    for stem, side in sides.items():
+        there = [language for language in languages if language in side]
         if len(there) == 2:
-            source, target = ((found[str(language)], _lines(found[str(language)])) for language in languages)
+            source, target = ((side[str(language)], _lines(side[str(language)])) for language in languages)
             parts[stem] = _aligned(source, target)
         elif there:
-            missing = next(language for language in languages if language not in found)
+            missing = next(language for language in languages if language not in side)
             raise KinformerError(
-                f"{found[str(there[0])].path}: has no other side {stem}.{missing}; every part needs a file of either "
+                f"{side[str(there[0])].path}: has no other side {stem}.{missing}; every part needs a file of either "
                 "language."
             )
     return languages, parts
 
 
-def _languages(path: Path, sides: Mapping[str, Mapping[str, Any]], asked: Languages) -> Languages:
-    known = sorted({ending for found in sides.values() if len(found) > 1 for ending in found})
-    known = known or sorted({ending for found in sides.values() for ending in found})
-    for option, language in zip(("--source", "--target"), asked, strict=True):
-        if language is not None and language not in known:
-            raise KinformerError(f"{option} {language}: {path} has no such files; their endings are {_listed(known)}.")
-    if asked.source is not None and asked.source == asked.target:
-        raise KinformerError(f"--source and --target are both {asked.source}; give two languages.")
-    left = [each for each in known if each not in asked]
-    if len(left) > 2 - sum(each is not None for each in asked):
+def _languages(path: Path, sides: Mapping[str, Mapping[str, Any]], requested: Languages) -> Languages:
+    candidates = sorted({ending for side in sides.values() if len(side) > 1 for ending in side})
+    candidates = candidates or sorted({ending for side in sides.values() for ending in side})
+    for option, language in zip(("--source", "--target"), requested, strict=True):
+        if language is not None and language not in candidates:
+            raise KinformerError(
+                f"{option} {language}: {path} has no such files; their endings are {_listed(candidates)}."
+            )
+    if requested.source is not None and requested.source == requested.target:
+        raise KinformerError(f"--source and --target are both {requested.source}; give two languages.")
+    left = [item for item in candidates if item not in requested]
+    if len(left) > 2 - sum(item is not None for item in requested):
         raise KinformerError(
-            f"{path}: has files of more than two endings ({_listed(known)}); say which with --source and --target."
+            f"{path}: has files of more than two endings ({_listed(candidates)}); say which with --source and --target."
         )
-    if len(known) < 2:
+    if len(candidates) < 2:
         raise KinformerError(
-            f"{path}: has files of one language only ({_listed(known) or 'none'}); aligned files differ in their "
+            f"{path}: has files of one language only ({_listed(candidates) or 'none'}); aligned files differ in their "
             "ending, as train.en and train.de."
         )
     left.sort(key=lambda language: language != ENGLISH)
-    source = asked.source or left.pop(0)
-    return Languages(source, asked.target or left.pop(0))
+    source = requested.source or left.pop(0)
+    return Languages(source, requested.target or left.pop(0))
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _of_tables(tables: Mapping[str, SourceFile], asked: Languages) -> tuple[Languages, dict[str, Pairs]]:
-    languages, parts = asked, {}
+def _of_tables(tables: Mapping[str, SourceFile], requested: Languages) -> tuple[Languages, dict[str, Pairs]]:
+    languages, parts = requested, {}
     for stem, file in tables.items():
-        found, rows = read_table(Path(file.path), _text(Path(file.path)), languages)
-        languages = Languages(*found)
+        pairs, rows = read_table(Path(file.path), _text(Path(file.path)), languages)
+        languages = Languages(*pairs)
         source, target = ([row[side].encode() for row in rows] for side in (0, 1))
         parts[stem] = _without_empty(source, target, file.path)
     return Languages(languages.source or "source", languages.target or "target"), parts
@@ -225,27 +227,27 @@ def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str)
 
 def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> dict[str, Pairs]:
     """The splits: parts by their names, and what is missing of them taken from the rest in the order of hashes."""
-    given: dict[str, list[str]] = {}
+    held_out: dict[str, list[str]] = {}
     for stem in parts:
         first = stem.lower() if len(parts) > 1 else "train"
         split = next((split for begin, split in _PARTS.items() if first.startswith(begin)), "train")
-        given.setdefault(split, []).append(stem)
-    if "train" not in given:
-        raise KinformerError(f"{path}: holds {', '.join(given)} but nothing to train on; add a part called train.")
-    joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in given.items()}
+        held_out.setdefault(split, []).append(stem)
+    if "train" not in held_out:
+        raise KinformerError(f"{path}: holds {', '.join(held_out)} but nothing to train on; add a part called train.")
+    joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in held_out.items()}
     train = joined.pop("train")
     order = sorted(range(len(train.source)), key=lambda index: sha256(train.source[index]).digest())
     count = math.ceil((HELD_OUT if holdout is None else holdout) * len(order))
     for name in ("test", "validation"):
         if name in joined:
             continue
-        if holdout is not None and name == "validation" and "test" not in given:
+        if holdout is not None and name == "validation" and "test" not in held_out:
             joined[name] = joined["test"]
         else:
             joined[name], order = train.taken(order[:count]), order[count:]
     if not order:
         raise KinformerError(f"{path}: too few pairs ({len(train.source)}) to hold some out; give more data.")
-    named = [stem for name, stems in given.items() if name != "train" and len(stems) > 1 for stem in stems]
+    named = [stem for name, stems in held_out.items() if name != "train" and len(stems) > 1 for stem in stems]
     return {"train": train.taken(order), **joined} | {stem: parts[stem] for stem in named if stem not in joined}
 
 

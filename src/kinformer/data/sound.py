@@ -97,7 +97,7 @@ class Recorded:
 
     def __init__(self, clips: Sequence[Clip], groups: Sequence[np.ndarray], rate: int, seed: int) -> None:
         self.clips, self.groups, self.rate = clips, groups, rate
-        self._kept: dict[int, Tensor] = {}
+        self._resampled: dict[int, Tensor] = {}
         self._room = ROOM
         lengths = np.array([ceil(clip.samples * rate / clip.rate) for clip in clips], np.int64)
         random = np.random.default_rng([_JOINED, seed])
@@ -120,14 +120,14 @@ class Recorded:
 
     def _clip(self, index: int) -> Tensor:
         """A clip's samples, kept as long as there is room."""
-        if index in self._kept:
-            return self._kept[index]
+        if index in self._resampled:
+            return self._resampled[index]
         samples, rate = read_sound(self.clips[index].path)
-        found = resample(torch.from_numpy(samples), rate, self.rate)
-        if len(found) <= self._room:
-            self._kept[index] = found
-            self._room -= len(found)
-        return found
+        resampled = resample(torch.from_numpy(samples), rate, self.rate)
+        if len(resampled) <= self._room:
+            self._resampled[index] = resampled
+            self._room -= len(resampled)
+        return resampled
 
     def _of(self, number: int) -> list[Clip]:
         return [self.clips[index] for index in self.groups[number].tolist()]
@@ -149,25 +149,25 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
     _tell_resampled(path.name, rates, rate)
     unit = options.units or (CHARACTERS if table else LABELS)
     splits = split_clips(clips, options.held, str(path))
-    known = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
+    valid_names_value = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
     for some in splits.values():
-        _check_symbols(some, unit, known)
+        _check_symbols(some, unit, valid_names_value)
     parts: dict[str, Utterances] = {
         name: Recorded(some, _groups(some, options.join, ROUNDS if name == "train" else 1), rate, number)
         for number, (name, some) in enumerate(splits.items())
     }
-    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, known, parts)
+    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, valid_names_value, parts)
 
 
 def _tones(options: SoundOptions) -> Sound:
-    for flag, given in (
+    for flag, unused in (
         ("--held-out-speaker", options.held.speaker),
         ("--test-clips", options.held.pattern),
         ("--holdout", options.held.share),
         ("--sample-rate", options.rate),
     ):
-        if given is not None:
-            raise KinformerError(f"{flag} {given}: is for recordings, but telephone tones are made; leave it out.")
+        if unused is not None:
+            raise KinformerError(f"{flag} {unused}: is for recordings, but telephone tones are made; leave it out.")
     splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
     least, most = Calls.keys(options.join)
     name = f"{DTMF}-{least}-{most}"
@@ -179,27 +179,28 @@ def _with_space(symbols: Sequence[str], unit: str | None) -> tuple[str, ...]:
 
 
 def _tell_resampled(name: str, rates: Sequence[int], rate: int) -> None:
-    others = sorted({each for each in rates if each != rate})
+    others = sorted({clip_rate for clip_rate in rates if clip_rate != rate})
     if others:
-        count = sum(each != rate for each in rates)
-        told = f"{count:,} of {len(rates):,} clips have {', '.join(f'{each:,}' for each in others)} samples a second"
-        note(f"note: {name}: {told} and are resampled to {rate:,}.")
+        count = sum(clip_rate != rate for clip_rate in rates)
+        have = ", ".join(f"{other:,}" for other in others)
+        clips = f"{count:,} of {len(rates):,} clips have {have} samples a second"
+        note(f"note: {name}: {clips} and are resampled to {rate:,}.")
 
 
 def _symbols(splits: Mapping[str, Sequence[Clip]], unit: str, joined: bool) -> tuple[str, ...]:
-    found = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
-    return tuple(sorted(found | ({" "} if joined and unit == CHARACTERS else set())))
+    symbols = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
+    return tuple(sorted(symbols | ({" "} if joined and unit == CHARACTERS else set())))
 
 
-def _check_symbols(clips: Sequence[Clip], unit: str, known: Sequence[str]) -> None:
-    """Refuse what no model trained on the ``known`` symbols could write."""
-    symbols = set(known)
+def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> None:
+    """Refuse what no model trained on the ``trained`` symbols could write."""
+    symbols = set(trained)
     for clip in clips:
         for symbol in split_symbols(clip.transcript, unit):
             if symbol not in symbols:
                 raise KinformerError(
                     f"{clip.path}: its transcript {clip.transcript!r} has the symbol {symbol!r}, which no training "
-                    f"transcript has ({len(known)} symbols: {' '.join(known)[:60]}); mend it or leave the clip out."
+                    f"transcript has ({len(trained)} symbols: {' '.join(trained)[:60]}); mend it or leave the clip out."
                 )
 
 

@@ -172,20 +172,20 @@ class FileStream:
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []
+        self._decoded_ids: list[int] = []
         self._waiting: list[int] = []
 
     def feed(self, token: int) -> str:
         """The text that ``token`` completes, or nothing while a character is incomplete."""
         self._waiting.append(token)
-        return "" if self._tokenizer.decode(self._told + self._waiting).endswith(_REPLACEMENT) else self.finish()
+        return "" if self._tokenizer.decode(self._decoded_ids + self._waiting).endswith(_REPLACEMENT) else self.finish()
 
     def finish(self) -> str:
         """The text of the ids that were waiting."""
-        decoded = len(self._tokenizer.decode(self._told))
-        text = self._tokenizer.decode(self._told + self._waiting)[decoded:]
+        decoded = len(self._tokenizer.decode(self._decoded_ids))
+        text = self._tokenizer.decode(self._decoded_ids + self._waiting)[decoded:]
         if self._waiting:
-            self._told, self._waiting = self._waiting, []
+            self._decoded_ids, self._waiting = self._waiting, []
         return text
 
 

@@ -87,8 +87,8 @@ class KeyedDecoder(nn.Module):
         seen: list[Tensor] = []
         module: Any = self.decoder.stack.units[-1]
 
-        def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
-            seen.append(given[0].x if isinstance(given[0], Chunk) else given[0])
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            seen.append(inputs[0].x if isinstance(inputs[0], Chunk) else inputs[0])
 
         handle = module.feed_forward.register_forward_pre_hook(hook)
         try:

@@ -223,11 +223,11 @@ class _Shard:
         self._selector = faiss.IDSelectorRange(0, entries) if entries < _range(path.name)[1] else None
         self._parameters = faiss.SearchParametersIVF(nprobe=probes, sel=self._selector)
 
-    def search(self, queries: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
+    def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Rough distances and entries, each [n, kept]; -1 where there are fewer."""
         _, probed = self._index.quantizer.search(queries, self._probes)
         self.bytes_read += int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
-        return self._index.search(queries, kept, params=self._parameters)
+        return self._index.search(queries, count, params=self._parameters)
 
 
 def _range(name: str) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
         return int(record_["written"]), int(record_["crc"])
 
 
-def own_neighbours(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
+def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
     """What followed the neighbours of the entries ``first``, ``first + 1``, ... of ``store``, none its own."""
 
     def blocks(done: int) -> Iterator[np.ndarray]:
@@ -127,17 +127,17 @@ def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTab
             yield padded(searcher.search(queries, plan.neighbours), plan.neighbours)
 
 
-def others(found: Neighbours, own: Tensor, neighbours: int) -> np.ndarray:
-    """Next tokens [n, neighbours] of the nearest of ``found`` [n, neighbours + 1] that are not entry ``own`` [n]."""
-    itself = found.entries == own[:, None]
+def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarray:
+    """Next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1] entries, entry ``itself_at`` [n] left out."""
+    itself = nearest.entries == itself_at[:, None]
     order = itself.to(torch.int8).sort(dim=1, stable=True).indices
-    rest = found._replace(entries=found.entries.masked_fill(itself, -1))
+    rest = nearest._replace(entries=nearest.entries.masked_fill(itself, -1))
     return padded(Neighbours(*(leaf.gather(1, order)[:, :neighbours] for leaf in rest)), neighbours)
 
 
-def padded(found: Neighbours, neighbours: int) -> np.ndarray:
+def padded(nearest: Neighbours, neighbours: int) -> np.ndarray:
     """Next tokens [n, neighbours] int32, -1 where there is no neighbour."""
-    rows = np.full((len(found.entries), neighbours), -1, TOKEN)
-    tokens = found.tokens.masked_fill(found.entries < 0, -1)
+    rows = np.full((len(nearest.entries), neighbours), -1, TOKEN)
+    tokens = nearest.tokens.masked_fill(nearest.entries < 0, -1)
     rows[:, : tokens.shape[1]] = tokens.cpu().numpy()
     return rows

@@ -114,6 +114,6 @@ class RetrievingDecoder(nn.Module):
         return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
 
 
-def following(found: Neighbours) -> Tensor:
+def following(neighbours: Neighbours) -> Tensor:
     """The tokens [n, k] that followed, -1 where there is no neighbour."""
-    return found.tokens.masked_fill(found.entries < 0, -1)
+    return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)

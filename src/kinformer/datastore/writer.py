@@ -50,7 +50,7 @@ class Writer:
             raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
         with ExitStack() as held:
             held.enter_context(locked(self.folder))
-            self.record = self._found(origin, dtype)
+            self.record = self._open_record(origin, dtype)
             remove_partials(self.folder, (RECORD, self._state_file("*").name))
             self._keys, self._tokens = (held.enter_context(self._open(name)) for name in (KEYS, TOKENS))
             self._cut(self._keys, self.record.entries * self.record.key_bytes)
@@ -58,7 +58,7 @@ class Writer:
             self._held = held.pop_all()
         self._pending, self._crcs = 0, [0, 0]
 
-    def _found(self, origin: KeySpace, dtype: str) -> Record:
+    def _open_record(self, origin: KeySpace, dtype: str) -> Record:
         if (self.folder / RECORD).exists():
             record = read_record(self.folder)
             require_origin(self.folder, record.origin, origin)

@@ -26,16 +26,16 @@ FLOAT = 4
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the distinct storages that operations have made and that are still alive, ``known`` ones excluded.
+    """Bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
 
     With ``inside``, the ``most`` counts what operators allocate before they return, too.
     """
 
-    def __init__(self, known: Iterable[Tensor], inside: bool = False) -> None:
+    def __init__(self, counted: Iterable[Tensor], inside: bool = False) -> None:
         super().__init__()
         self.now = self.most = 0
         self._inside = inside
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in counted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

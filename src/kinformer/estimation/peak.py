@@ -40,23 +40,25 @@ LARGE = 2 << 20
 
 def peak(
     config: Any,
-    found: Estimate,
+    estimated: Estimate,
     *,
     length: int,
     batch: int,
     objective: Mapping[str, int] | None = None,
     interpreter: int = INTERPRETER,
 ) -> dict[str, int]:
-    """Bytes of resident memory at the peak of ``kinformer train`` by what holds them, for the ``found`` estimate of the
-    same config and sizes, on a CPU; ``objective``: what the objective has beside the model, if anything;
+    """Bytes of resident memory at the peak of ``kinformer train`` on a CPU, by what holds them.
+
+    ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds
+    beside the model, if any;
     ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them."""
     objective_bytes = objective or {"weights": 0, "activations": 0}
     temporaries = _temporaries(config, length, batch)
-    moving = found.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
+    moving = estimated.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
     large = FLOAT * batch * length * config.dim >= LARGE
     return {
         "interpreter": interpreter,
-        "training": found.train_bytes,
+        "training": estimated.train_bytes,
         "temporaries": temporaries,
         "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
     } | ({"objective": sum(objective_bytes.values())} if objective else {})

@@ -14,7 +14,7 @@ from kinformer.training.metric import Metric
 PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
 
-class Pondering:
+class PonderRecorder:
     """What the tokens of a model took so far; ``halts``: whether they can take fewer steps than all."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,9 +39,9 @@ class Pondering:
 
 
 @contextmanager
-def noting_steps(model: nn.Module) -> Iterator[Pondering]:
+def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
     """Count the steps of all valid tokens that ``model`` reads meanwhile."""
-    recorder = Pondering(model)
+    recorder = PonderRecorder(model)
 
     def hook(_: nn.Module, inputs: Any) -> None:
         recorder.note(inputs[0])

@@ -23,9 +23,9 @@ class Depths:
         self.figure = metric
         self.last = torch.zeros(0, 0, dtype=torch.int64)
 
-    def step(self, _: nn.Module, given: Any) -> None:
+    def step(self, _: nn.Module, arguments: Any) -> None:
         """Before a step of a stack whose tokens halt."""
-        progress: HaltingState = given[0]
+        progress: HaltingState = arguments[0]
         running = progress.running.long()
         self.last = running if progress.number == 0 else self.last + running
 

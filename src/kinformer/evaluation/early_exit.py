@@ -60,7 +60,7 @@ class Exited:
         return ", ".join(parts)
 
 
-class Exiting:
+class EarlyExitRecorder:
     """How many tokens of a model left by each exit so far."""
 
     def __init__(self, stack: Stack | None) -> None:
@@ -68,7 +68,7 @@ class Exiting:
         self.tokens = [0] * (0 if stack is None else len(stack.exits))
 
     @property
-    def found(self) -> Exited | None:
+    def result(self) -> Exited | None:
         """None where nothing was read, or all tokens go through all layers anyway."""
         if self.stack is None or not sum(self.tokens):
             return None
@@ -89,10 +89,10 @@ def early_exit_stack(model: nn.Module | CausalModel) -> Any:
 
 
 @contextmanager
-def noting_exits(model: nn.Module | CausalModel) -> Iterator[Exiting]:
+def noting_exits(model: nn.Module | CausalModel) -> Iterator[EarlyExitRecorder]:
     """Count by which exits all valid tokens leave that ``model`` reads meanwhile."""
     stack = early_exit_stack(model)
-    early_exit = Exiting(stack)
+    early_exit = EarlyExitRecorder(stack)
     hook = None if stack is None else stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch))
     try:
         yield early_exit
@@ -126,9 +126,10 @@ class Forced(ExitRule):
         return torch.full(at.x.shape[:1], max(self.exit, at.number), device=at.x.device)
 
 
-def saved(model: CausalModel, found: Exited, past: int, rows: int = 1) -> Exited:
-    """``found`` with what it saves where tokens come one at a time after ``past`` others: FLOPs as counted, and time as
-    measured, of one token that leaves by each exit, and of one that goes through all layers without being asked."""
+def saved(model: CausalModel, result: Exited, past: int, rows: int = 1) -> Exited:
+    """``result`` with what early exits save where tokens come one at a time after ``past`` others.
+
+    FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers."""
     stack = early_exit_stack(model)
     rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
     flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]
@@ -148,10 +149,11 @@ def saved(model: CausalModel, found: Exited, past: int, rows: int = 1) -> Exited
                 flops[index] = counting.get_total_flops()
     fastest = [min(times[1:]) for times in seconds]
     spent, took = (
-        sum(tokens * cost for tokens, cost in zip(found.tokens, costs, strict=False)) / (sum(found.tokens) * costs[-1])
+        sum(tokens * cost for tokens, cost in zip(result.tokens, costs, strict=False))
+        / (sum(result.tokens) * costs[-1])
         for costs in (flops, fastest)
     )
-    return replace(found, flops_saved=1 - spent, speedup=1 / took)
+    return replace(result, flops_saved=1 - spent, speedup=1 / took)
 
 
 def _packed_flops(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:

@@ -117,12 +117,12 @@ def sweep(
     return Sweep(grid, nats.numpy(), done, stream)
 
 
-def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
-    """Summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``own`` [n] is the model's ln p of them."""
-    distances = found.distances.double()
+def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
+    """Summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``model_log_probs`` [n] are the model's."""
+    distances = neighbours.distances.double()
     finite = distances[:, :1].isfinite()
     rise = torch.where(finite, distances - distances[:, :1], torch.inf)
-    right = found.tokens == targets[:, None]
+    right = neighbours.tokens == targets[:, None]
     counts = torch.tensor([min(count, rise.shape[1]) - 1 for count in grid.neighbours], device=rise.device)
     temperatures = torch.tensor(grid.temperatures, dtype=torch.float64, device=rise.device)
     weights = torch.tensor(grid.weights, dtype=torch.float64, device=rise.device)[:, None, None]
@@ -131,9 +131,11 @@ def _scores(own: Tensor, found: Neighbours, targets: Tensor, grid: Grid) -> Tens
         shares = (-rise / temperature).exp()
         within = shares.cumsum(1)[:, counts]
         hit = (shares * right).cumsum(1)[:, counts]
-        store = torch.where(finite, hit / within, own.exp()[:, None])
-        mixed = (weights * store + (1 - weights) * own.exp()[:, None]).clamp_min(torch.finfo(torch.float64).tiny)
-        exact = torch.where(weights == 0, own[:, None], mixed.log())
+        store = torch.where(finite, hit / within, model_log_probs.exp()[:, None])
+        mixed = (weights * store + (1 - weights) * model_log_probs.exp()[:, None]).clamp_min(
+            torch.finfo(torch.float64).tiny
+        )
+        exact = torch.where(weights == 0, model_log_probs[:, None], mixed.log())
         total.append(-exact.sum(dim=1))
     return torch.stack(total, dim=1)
 
@@ -142,8 +144,8 @@ class Watched:
     """A searcher that keeps every ``stride``-th query and what was found, to tell its recall afterwards."""
 
     def __init__(self, searcher: Searcher, stride: int) -> None:
-        self._searcher, self._stride, self._asked = searcher, max(1, stride), 0
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._searcher, self._stride, self._searched = searcher, max(1, stride), 0
+        self._watched: list[tuple[Tensor, Tensor]] = []
 
     @property
     def entries(self) -> int:
@@ -156,17 +158,17 @@ class Watched:
     @property
     def queries(self) -> int:
         """How many queries were kept."""
-        return sum(len(queries) for queries, _ in self._kept)
+        return sum(len(queries) for queries, _ in self._watched)
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
         result = self._searcher.search(queries, neighbours)
-        rows = slice(-self._asked % self._stride, None, self._stride)
-        self._kept.append((queries[rows].cpu(), result.entries[rows].cpu()))
-        self._asked += len(queries)
+        rows = slice(-self._searched % self._stride, None, self._stride)
+        self._watched.append((queries[rows].cpu(), result.entries[rows].cpu()))
+        self._searched += len(queries)
         return result
 
     def recall(self, exact: Searcher) -> float:
         """The share of the true neighbours of the kept queries that were found."""
-        queries, entries = (torch.cat(leaves) for leaves in zip(*self._kept, strict=True))
+        queries, entries = (torch.cat(leaves) for leaves in zip(*self._watched, strict=True))
         true = exact.search(queries, entries.shape[1]).entries
         return float((true[:, :, None] == entries[:, None]).any(dim=2).double().mean())

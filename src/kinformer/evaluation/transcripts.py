@@ -27,17 +27,18 @@ class Errors(NamedTuple):
         return self.edits / self.symbols
 
 
-def count_errors(said: Sequence[Sequence[object]], heard: Sequence[Sequence[object]]) -> Errors:
-    """The least edits that make what was ``heard`` of what was ``said``, symbol by symbol, summed over all pairs.
+def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Sequence[object]]) -> Errors:
+    """The fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
 
     Errors: ``KinformerError`` where jiwer is not installed.
     """
     number: dict[object, str] = {}
     texts = [
-        [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some] for some in (said, heard)
+        [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some]
+        for some in (references, hypotheses)
     ]
     words = jiwer().process_words(*texts)
-    return Errors(words.substitutions, words.deletions, words.insertions, sum(map(len, said)))
+    return Errors(words.substitutions, words.deletions, words.insertions, sum(map(len, references)))
 
 
 def jiwer() -> Any:

@@ -12,23 +12,23 @@ from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
 
 def kinds() -> dict[str, Registry[type[Config]]]:
     """Slot -> kind -> config class; those of other packages are imported when they are looked up."""
-    builtin = _own()
+    builtin = _builtin_kinds()
     added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
     return {slot: _kinds_of(slot, builtin.get(slot, {})) for slot in dict.fromkeys([*builtin, *added])}
 
 
-def _kinds_of(slot: str, own: dict[str, type[Config]]) -> Registry[type[Config]]:
-    def fits(kind: str, found: Any) -> bool:
-        return isinstance(found, type) and issubclass(found, Config) and (found.slot, found.kind) == (slot, kind)
+def _kinds_of(slot: str, builtin: dict[str, type[Config]]) -> Registry[type[Config]]:
+    def fits(kind: str, record: Any) -> bool:
+        return isinstance(record, type) and issubclass(record, Config) and (record.slot, record.kind) == (slot, kind)
 
     def expected(kind: str) -> str:
         return f"a config class with the slot {slot!r} and the kind {kind!r}"
 
-    return Registry(slot, own, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")
+    return Registry(slot, builtin, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")
 
 
 @cache
-def _own() -> dict[str, dict[str, type[Config]]]:
+def _builtin_kinds() -> dict[str, dict[str, type[Config]]]:
     """Kinformer's own slots, kinds and config classes."""
     table: dict[str, dict[str, type[Config]]] = {}
     for some in (models(), encoders(), blocks(), _mixers(), _positions(), _patterns(), _other_parts()):

@@ -10,7 +10,7 @@ from kinformer.evaluation.recl import THRESHOLD, Recl
 from kinformer.figures.style import FAINT, QUIET, SERIES, bare, figure, save, spread
 
 
-def plot(names: Sequence[str], contexts: Sequence[int], found: Sequence[Recl], path: Path) -> None:
+def plot(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], path: Path) -> None:
     """Gain in percent of perplexity against the context that a step leads to, one line per model; PNG or SVG."""
     with figure(6.4, 4.0) as drawn:
         axes = drawn.subplots()
@@ -19,14 +19,14 @@ def plot(names: Sequence[str], contexts: Sequence[int], found: Sequence[Recl], p
         axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
         style: Any = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 7.5}
         axes.annotate("least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), color=QUIET, **style)
-        for index, curve in enumerate(found):
+        for index, curve in enumerate(curves):
             gains = [100 * gain for gain in curve.gains]
             axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("gain over one step shorter (% of perplexity)")
         low, high = axes.get_ylim()
-        heights = [(100 * item.gains[-1] - low) / (high - low) for item in found]
-        for index, (name, curve, height) in enumerate(zip(names, found, spread(heights, 0.055), strict=True)):
+        heights = [(100 * item.gains[-1] - low) / (high - low) for item in curves]
+        for index, (name, curve, height) in enumerate(zip(names, curves, spread(heights, 0.055), strict=True)):
             axes.annotate(
                 f"{name}: RECL {'at least ' if curve.at_least else ''}{curve.length}",
                 (1.02, height),

@@ -55,9 +55,9 @@ class _Running:
     def length(self) -> int:
         return self.tokens.shape[2]
 
-    def taken(self, kept: Tensor) -> _Running:
+    def taken(self, rows: Tensor) -> _Running:
         """Some of the sentences."""
-        return _Running(self.sentences[kept], self.tokens[kept], self.scores[kept])
+        return _Running(self.sentences[rows], self.tokens[rows], self.scores[rows])
 
 
 @torch.inference_mode()
@@ -104,10 +104,15 @@ def _searched(model: CausalModel, state: Any, search: Search, most: Sequence[int
 
 
 def _continued(
-    running: _Running, logits: Tensor, search: Search, width: int, found: list[list[Hypothesis]], most: Sequence[int]
+    running: _Running,
+    logits: Tensor,
+    search: Search,
+    width: int,
+    hypotheses: list[list[Hypothesis]],
+    most: Sequence[int],
 ) -> tuple[_Running, Tensor]:
     """The hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each; what
-    finishes is added to ``found``. ``width``: how many a sentence has now."""
+    finishes is added to ``hypotheses``. ``width``: how many a sentence has now."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
     require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
@@ -119,20 +124,20 @@ def _continued(
     penalty = _penalty(running.length + 1, search)
     for row, rank in (ends[:, : search.beam] & scores[:, : search.beam].isfinite()).nonzero().tolist():
         local = running.tokens[row, parents[row, rank]].tolist()
-        found[int(running.sentences[row])].append(Hypothesis(local, float(scores[row, rank]) / penalty))
+        hypotheses[int(running.sentences[row])].append(Hypothesis(local, float(scores[row, rank]) / penalty))
     chosen = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : search.beam]
     parents, tokens, scores = (item.gather(1, chosen) for item in (parents, tokens, scores))
     before = running.tokens.gather(1, parents[:, :, None].expand(-1, -1, running.length))
     after = _Running(running.sentences, torch.cat([before, tokens[:, :, None]], 2), scores)
-    unfinished = torch.tensor([not _done(after, row, search, found, most) for row in range(count)])
+    unfinished = torch.tensor([not _done(after, row, search, hypotheses, most) for row in range(count)])
     origin = (torch.arange(count)[:, None] * width + parents)[unfinished].flatten()
     return after.taken(unfinished), origin
 
 
-def _done(running: _Running, row: int, search: Search, found: list[list[Hypothesis]], most: Sequence[int]) -> bool:
+def _done(running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], most: Sequence[int]) -> bool:
     """Whether a sentence has its translation; at its greatest length the running ones count as they are."""
     sentence = int(running.sentences[row])
-    finished, limit, best = found[sentence], most[sentence], float(running.scores[row, 0])
+    finished, limit, best = hypotheses[sentence], most[sentence], float(running.scores[row, 0])
     if running.length >= limit and len(finished) < search.beam:
         penalty = _penalty(running.length, search)
         pairs = zip(running.tokens[row].tolist(), running.scores[row].tolist(), strict=True)

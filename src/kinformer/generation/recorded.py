@@ -33,7 +33,7 @@ from kinformer.runtime.autocast import autocast_dtype
 
 _NEAR = 1e-4
 """How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""
-_READING = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+_READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -152,7 +152,7 @@ def _recorded(
     parts = _parts(state)
     opened = _opened(state, [(part.slots.start, part.slots.stop) for part in parts])
     random = torch.get_rng_state()
-    with _Watching(), _Reading():
+    with _Watching(), _WatchedReads():
         outputs, after = way(values, opened)
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
@@ -172,8 +172,8 @@ def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) ->
     parts = _parts(opened)
     views = [view for part in parts for view in part.buffers]
 
-    def step(values: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        item, rest = iter(given[: len(views)]), iter(given[len(views) :])
+    def step(values: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        item, rest = iter(inputs[: len(views)]), iter(inputs[len(views) :])
         state = _mapped(
             opened, lambda part: part.open([next(item) for _ in part.buffers], next(rest)), lambda _: next(rest)
         )
@@ -225,8 +225,8 @@ def _form(state: Any) -> Any:
     return bounds, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for a, b in zip(results, expected, strict=True):
         if a.numel() and not float((a - b).abs().max()) <= _NEAR * max(1.0, float(b.abs().max())):
             raise UnrecordableError("what it gives is not what the model gives")
 
@@ -284,10 +284,10 @@ def _plain_index(func: Any, args: Any) -> bool:
     return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
 
 
-class _Reading(TorchFunctionMode):
+class _WatchedReads(TorchFunctionMode):
     """Refuses what reads tensors without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READING:
+        if getattr(func, "__name__", "") in _READS:
             raise UnrecordableError(f"the host reads the data ({func.__name__})")
         return func(*args, **(kwargs or {}))

@@ -50,10 +50,10 @@ class KnnMixture(nn.Module):
         return torch.where(neighbours.distances[:, :1].isfinite(), mixed, wide)
 
 
-def knn_log_probs(found: Neighbours, vocab_size: int, temperature: float = 1.0) -> Tensor:
+def knn_log_probs(neighbours: Neighbours, vocab_size: int, temperature: float = 1.0) -> Tensor:
     """log p_kNN [n, vocab] float32."""
-    shares = (-found.distances / temperature).softmax(dim=-1)
-    sums = shares.new_zeros(len(shares), vocab_size).scatter_add_(1, found.tokens, shares)
+    shares = (-neighbours.distances / temperature).softmax(dim=-1)
+    sums = shares.new_zeros(len(shares), vocab_size).scatter_add_(1, neighbours.tokens, shares)
     return torch.where(sums > 0, sums.log(), ABSENT)
 
 

@@ -103,12 +103,12 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     return _with_head(weights, model, tensors, folder)
 
 
-def _fused(found: Mapping[str, Tensor], place: str, folder: Path) -> Tensor:
+def _fused(tensors: Mapping[str, Tensor], place: str, folder: Path) -> Tensor:
     import torch
 
-    if missing := [name for name in FUSED if name not in found]:
+    if missing := [name for name in FUSED if name not in tensors]:
         raise KinformerError(f"{folder}: lacks the {missing[0]} of {place}; restore it from a copy.")
-    return torch.cat([found[name] for name in FUSED])
+    return torch.cat([tensors[name] for name in FUSED])
 
 
 def _with_head(

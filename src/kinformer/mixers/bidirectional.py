@@ -210,7 +210,7 @@ class BidirectionalAttention(EncoderMixer):
         assert text.global_positions is not None
         q, k, v = qkv
         slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
-        own_positions = text.global_positions.clamp_min(0)
+        global_positions_ = text.global_positions.clamp_min(0)
         padding, global_projection = None if text.valid is None else ~text.valid, self.projection.global_projection()
         keys: Tensor | Projected = k
         values: Tensor | Projected = v
@@ -219,7 +219,7 @@ class BidirectionalAttention(EncoderMixer):
         else:
             queries = global_projection.query(x.gather(1, _index(slots, x)[:, :, None].expand(-1, -1, x.shape[-1])))
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            queries = self.score.queries(self.position.rotate(queries, queries, own_positions)[0])
+            queries = self.score.queries(self.position.rotate(queries, queries, global_positions_)[0])
             keys, values = (
                 Projected(x, item.weight, item.bias) for item in (global_projection.key, global_projection.value)
             )
@@ -229,7 +229,7 @@ class BidirectionalAttention(EncoderMixer):
         if isinstance(keys, Projected) or isinstance(values, Projected):
             rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
         else:
-            rows = self._rows(queries, keys, values, own_positions, padding, text.num_global)
+            rows = self._rows(queries, keys, values, global_positions_, padding, text.num_global)
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]
 

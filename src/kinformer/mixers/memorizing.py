@@ -137,7 +137,7 @@ class Memorizing(CausalMixer):
         check_impl(config.impl, needs._replace(memories=config.memory_size > 0), "memorizing")
         self.batch_of = config.segment * max(1, config.memory_size // config.segment // _BLOCKS)
         """How many memories are evicted at a time, counted by positions."""
-        self.kept = max(back, self.batch_of - 1) if config.memory_size else back
+        self.most_past = max(back, self.batch_of - 1) if config.memory_size else back
         self.rules = StoreSizes(config.segment, config.memory_size, self.batch_of)
         self.register_buffer("centroids", None)
         if config.search == "inverted":
@@ -146,7 +146,7 @@ class Memorizing(CausalMixer):
     @property
     def retained(self) -> int:
         size = self.config.memory_size
-        return max(self.kept, size + self.batch_of if size else 0)
+        return max(self.most_past, size + self.batch_of if size else 0)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -161,7 +161,7 @@ class Memorizing(CausalMixer):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         evicted = min(length // self.batch_of * self.batch_of, self.config.memory_size)
         assignments = 0 if self.centroids is None else 16 * self.num_heads * evicted
-        slots = min(length, self.kept) + evicted
+        slots = min(length, self.most_past) + evicted
         return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + assignments + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
@@ -174,7 +174,7 @@ class Memorizing(CausalMixer):
             return y, after._replace(recent=ReservedKeysValues.of(after.recent, room))
         positions = recent.positions(chunk)
         q, k, v = self._project(chunk.x)
-        k, v, recent_state, full = recent.append(k, v, self.kept)
+        k, v, recent_state, full = recent.append(k, v, self.most_past)
         y = self._local(q, k, v, positions, whole=full)
         external, evicted = self._external(chunk, q, k, v, positions[:, 0], state)
         return self._mix(y, external), MemorizingState(recent_state, *evicted)  # type: ignore[call-arg]
@@ -188,7 +188,7 @@ class Memorizing(CausalMixer):
         y = self._local(q, *seeing, positions, whole=not past and chunk.reset is None)
         k, v = _after(recent, k, v, past)
         external, evicted = self._external(chunk, q, k, v, recent.seen, state)
-        k, v = (newest(chunk, slots, seen, self.kept) for slots in (k, v))
+        k, v = (newest(chunk, slots, seen, self.most_past) for slots in (k, v))
         after = MemorizingState(KeysValues(k, v, seen), *evicted)  # type: ignore[call-arg]
         return select_valid(self._mix(y, external), chunk.valid), after
 

@@ -228,14 +228,14 @@ class SegmentMemory(RecomputesKV, CausalMixer):
             older_positions = _before(state.seen, extent.live)
             older = self._keys_values(state.hidden_states[:, :, past - extent.live :], older_positions, norm)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-        own_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
+        present_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
         if not self.memory:
-            return own_segment.out
+            return present_segment.out
         memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
         older_positions = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
         k, v = self._keys_values(memory, older_positions, norm)
         k, v = (pad(x, (0, 0, 0, time - extent.later)) for x in (k, v))
-        return merge(own_segment, self._attend(q, k, v, self.older, positions, lse=True)).out
+        return merge(present_segment, self._attend(q, k, v, self.older, positions, lse=True)).out
 
     def _extent(self, positions: Tensor, resets: bool, past: int) -> _Extent:
         time = positions.shape[1]

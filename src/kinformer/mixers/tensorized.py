@@ -175,7 +175,7 @@ class Block(NamedTuple):
         """y [batch, tokens, dim]; ``total`` is M of the slots before."""
         y = torch.einsum("btr,bdr->btd", self.queries, total.to(self.queries.dtype))
         if self.number is not None:
-            y = torch.where((self._own == self._before)[..., None], y, y.new_zeros(()))
+            y = torch.where((self._present == self._before)[..., None], y, y.new_zeros(()))
         tensor = self._tensor().flatten(2)
         if len(weight) == 1:
             return y + linear(tensor, weight[0].flatten(1))
@@ -191,7 +191,7 @@ class Block(NamedTuple):
         index = torch.arange(self.v.shape[1], device=self.v.device)
         shown = index <= index[first:, None]
         if self.number is not None:
-            shown = shown & (self.number[:, None, : len(index)] == self._own[..., None])
+            shown = shown & (self.number[:, None, : len(index)] == self._present[..., None])
         shown = shown[..., first:, None] & torch.cat([shown, shown[..., :first]], -1)[..., None, :]
         tensor = torch.cat([by_key, by_value], -1)
         return torch.where(shown, tensor, tensor.new_zeros(()))
@@ -200,7 +200,7 @@ class Block(NamedTuple):
         """M of all slots of the last one's sequence."""
         keys, v, first = self.keys, self.v, self.first
         if self.number is not None:
-            last = self._own[:, -1:]
+            last = self._present[:, -1:]
             same = (self.number[:, : v.shape[1]] == last)[..., None]
             keys, v = (torch.where(same, item, item.new_zeros(())) for item in (keys, v))
             total = torch.where((last == self._before)[..., None], total, total.new_zeros(()))
@@ -212,7 +212,7 @@ class Block(NamedTuple):
         return total + torch.einsum("bdp,bpr->bdr", weight.flatten(2), products)
 
     @property
-    def _own(self) -> Tensor:
+    def _present(self) -> Tensor:
         """The sequence of each token, [batch, tokens]."""
         assert self.number is not None
         return self.number[:, self.first : self.v.shape[1]]

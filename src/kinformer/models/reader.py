@@ -135,7 +135,7 @@ class Reader(Trunk):
 
 
 def _with_global_input(
-    text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, given: bool
+    text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
 ) -> SequenceContext:
     """``text`` after ``count`` global tokens; where these stand for sentences, those that have one are valid."""
     batch, time = positions.shape
@@ -146,7 +146,7 @@ def _with_global_input(
         return SequenceContext(joined, text.global_positions, None, count)
     numbers = torch.arange(count, device=positions.device).expand(batch, -1)
     sentence_valid = numbers <= sentences.amax(1, keepdim=True)
-    all_valid = text.valid is None and not (given and not bool(sentence_valid.all()))
+    all_valid = text.valid is None and not (has_sentences and not bool(sentence_valid.all()))
     joined = None if all_valid else torch.cat([sentence_valid, valid], 1)
     return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
 

@@ -78,5 +78,5 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 
 def _farthest(bounds: list[int | None]) -> int | None:
-    bounds_known = [bound for bound in bounds if bound is not None]
-    return max(bounds_known) if len(bounds_known) == len(bounds) else None
+    finite_bounds = [bound for bound in bounds if bound is not None]
+    return max(finite_bounds) if len(finite_bounds) == len(bounds) else None

@@ -47,7 +47,7 @@ class Complex(Projection):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = _each(self.qkv, x.unflatten(-1, (PARTS, -1)))
+        parts = _apply_parts(self.qkv, x.unflatten(-1, (PARTS, -1)))
         q, k, v = parts.unflatten(-1, self.shape).permute(3, 0, 4, 1, 2, 5).flatten(-2).unbind()
         return q, k, v
 
@@ -70,10 +70,10 @@ class ComplexOutput(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         heads = y.unflatten(-1, (self.num_heads, PARTS, -1)).transpose(-3, -2)
-        return _each(self.parts, heads.flatten(-2)).flatten(-2)
+        return _apply_parts(self.parts, heads.flatten(-2)).flatten(-2)
 
 
-def _each(modules: nn.ModuleList, x: Tensor) -> Tensor:
+def _apply_parts(modules: nn.ModuleList, x: Tensor) -> Tensor:
     """[..., parts, width] -> [..., parts, out] by one module for all parts, or one for each."""
     if len(modules) == 1:
         return modules[0](x)

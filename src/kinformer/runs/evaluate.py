@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.evaluation.adaptive_computation import PONDER_STEPS, Pondering, noting_steps
+from kinformer.evaluation.adaptive_computation import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
@@ -59,7 +59,7 @@ def _measured(
 ) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     stores: dict[Path, Datastore] = {}
-    taken: dict[Path, Pondering] = {}
+    taken: dict[Path, PonderRecorder] = {}
 
     def load(run: Any) -> LoadedRun:
         model = run.model(options.set).to(options.prepare(options.seed))
@@ -81,7 +81,7 @@ def _measured(
     return report
 
 
-def _with_steps(evaluation: Evaluation, taken: Pondering) -> Evaluation:
+def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
     """The same with the steps per token of a model whose tokens halt, unless its task has told them."""
     if taken.mean is None or PONDER_STEPS.name in evaluation.metrics:
         return evaluation

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from kinformer.data import Corpus, Split
-from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, own_neighbours, table
+from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
 from kinformer.datastore.store import Datastore, StoredText
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
@@ -114,7 +114,9 @@ def with_neighbours(
         how = search_words(found.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
-        train = table(found.store, plan, own_neighbours(found.store, found.searcher, found.first, plan), progress)
+        train = table(
+            found.store, plan, neighbours_without_self(found.store, found.searcher, found.first, plan), progress
+        )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
         plan = _plan(found, "validation", len(held_out) - 1, source)

@@ -51,8 +51,8 @@ class _Gradients(torch.autograd.Function):
     """The first ``count`` of the tensors as they are, whose gradient raises."""
 
     @staticmethod
-    def forward(ctx: Any, told: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name, ctx.remedy = told
+    def forward(ctx: Any, named: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name, ctx.remedy = named
         return tensors[:count]
 
     @staticmethod

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _LEVELS = 1 << 16
-_EACH = 4
+_DRAWS_PER_WORD = 4
 """Elements that a draw of 64 bits decides."""
 
 
@@ -24,6 +24,6 @@ class Dropout(nn.Dropout):
         ours = self.training and 0 < dropped < _LEVELS and x.device.type == "cpu" and not self.inplace
         if not ours:
             return super().forward(x)
-        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // _EACH),), device=x.device)
+        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // _DRAWS_PER_WORD),), device=x.device)
         retained = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _LEVELS // 2
         return x * retained.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))

@@ -27,9 +27,9 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 is refused."""
 
 
-def require_ranges(given: Mapping[str, Any]) -> None:
+def require_ranges(values: Mapping[str, Any]) -> None:
     """Raise where a number of a config is not finite, or not in the range that its name says."""
-    for name, value in given.items():
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
@@ -44,7 +44,7 @@ def require_types(options: Any, declared: type) -> None:
     for name, kind in _plain_types(declared).items():
         value = getattr(options, name)
         if not any(_is_one(value, item) for item in kind):
-            raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_told, kind))}.")
+            raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_type_name, kind))}.")
 
 
 @cache
@@ -69,7 +69,7 @@ def _is_one(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _told(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     return "left out" if kind is type(None) else _NAMES[kind]

@@ -231,13 +231,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | 
     model.load_state_dict(dict(tensors))
 
 
-def require_weights(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], place: Path | str) -> None:
-    """Raise where ``tensors`` have not the names and shapes of the model's ``own``."""
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+def require_weights(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], place: Path | str) -> None:
+    """Raise where ``tensors`` have not the names and shapes of the model's ``expected``."""
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
         example = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
         raise KinformerError(f"{place}: belongs to another model (it {example}); use its own run folder.")
-    for name, shape in own.items():
+    for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             shapes = f"{tuple(tensors[name].shape)}, here {shape}"
             raise KinformerError(f"{place}: belongs to another model ({name} is {shapes}); use its own run folder.")

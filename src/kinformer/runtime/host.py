@@ -32,20 +32,20 @@ def is_empty_mask(output_mask: Tensor) -> bool:
     return not output_mask.numel() or not output_mask.any()
 
 
-_known: ContextVar[bool] = ContextVar("known", default=False)
+_host_lengths_known: ContextVar[bool] = ContextVar("known", default=False)
 
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
     """Within it a model does not look at its arguments for what is wrong with them: they are its own, such as a token
     that was drawn from its logits and the state that it returned."""
-    before = _known.set(True)
+    before = _host_lengths_known.set(True)
     try:
         yield
     finally:
-        _known.reset(before)
+        _host_lengths_known.reset(before)
 
 
 def arguments_trusted() -> bool:
     """Whether arguments need no look, as :func:`trusted_arguments` says."""
-    return not torch.compiler.is_compiling() and _known.get()
+    return not torch.compiler.is_compiling() and _host_lengths_known.get()

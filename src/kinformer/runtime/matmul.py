@@ -34,11 +34,11 @@ def by_onednn(x: Tensor) -> bool:
 
 
 @contextmanager
-def few_rows(device: torch.device, asked: bool = True) -> Iterator[None]:
-    """Within it, if ``asked``, products on a CPU take PyTorch's own way, for steps of one token."""
+def few_rows(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Within it, if ``wanted``, products on a CPU take PyTorch's own way, for steps of one token."""
     before = torch.get_float32_matmul_precision()
     not_cpu = device.type != "cpu" or torch.cuda.is_available()  # the setting is the GPU's
-    if not asked or not_cpu or before == "highest":
+    if not wanted or not_cpu or before == "highest":
         yield
         return
     torch.set_float32_matmul_precision("highest")

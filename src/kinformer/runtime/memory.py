@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_KEPT, _MAPPED = 512 << 20, 32 << 20
+_RETAINED, _MAPPED = 512 << 20, 32 << 20
 """Bytes of free memory that stay with the process; bytes from which on a block is the system's again once it is free,
 the most that glibc allows."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -23,5 +23,5 @@ def keep_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _KEPT)
+        mallopt(_TRIM_THRESHOLD, _RETAINED)
         mallopt(_MMAP_THRESHOLD, _MAPPED)

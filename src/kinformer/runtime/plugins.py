@@ -35,10 +35,10 @@ def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Name to the entry points of that name, in all installed packages; more than one is for the caller to refuse."""
     from importlib.metadata import entry_points
 
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    installed: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
-        found[entry.name] = (*found.get(entry.name, ()), entry)
-    return found
+        installed[entry.name] = (*installed.get(entry.name, ()), entry)
+    return installed
 
 
 def load(entry: EntryPoint, what: str) -> Any:
@@ -46,12 +46,12 @@ def load(entry: EntryPoint, what: str) -> Any:
     try:
         return entry.load()
     except KeyboardInterrupt as error:  # the user's, most likely; the package's, where it comes every time
-        place = f"{what} of {_told(_package(entry))} was imported from {entry.value}"
+        place = f"{what} of {_package_text(_package(entry))} was imported from {entry.value}"
         raise KeyboardInterrupt(f"interrupted while {place}.") from error
     except BaseException as error:  # whatever a stranger's module raises, it ends nothing but its own import
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise KinformerError(
-            f"{what} of {_told(_package(entry))} cannot be imported from {entry.value} ({reason}); "
+            f"{what} of {_package_text(_package(entry))} cannot be imported from {entry.value} ({reason}); "
             "mend that package, or uninstall it."
         ) from error
 
@@ -63,7 +63,7 @@ def warn_once(sentence: str) -> None:
 
 
 class Registry(Mapping[str, T]):
-    """Things by name: Kinformer's ``own``, and those that other packages add by the entry points of ``group``.
+    """Things by name: Kinformer's ``builtin``, and those that other packages add by the entry points of ``group``.
 
     An entry point's name is ``prefix`` followed by the name here. ``noun`` is what messages call such a thing;
     ``expected(name)`` says in words what has to be found there, and ``fits(name, found)`` whether it is. A name that is
@@ -73,24 +73,24 @@ class Registry(Mapping[str, T]):
     def __init__(
         self,
         noun: str,
-        own: Mapping[str, T],
+        builtin: Mapping[str, T],
         group: str,
         *,
         fits: Callable[[str, Any], bool],
         expected: Callable[[str], str],
         prefix: str = "",
     ) -> None:
-        self.noun, self.own, self.group, self.prefix = noun, own, group, prefix
+        self.noun, self.builtin, self.group, self.prefix = noun, builtin, group, prefix
         self._fits, self._expected = fits, expected
 
     @classmethod
-    def of_records(cls, record: type[T], own: Mapping[str, T], group: str) -> Registry[T]:
+    def of_records(cls, record: type[T], builtin: Mapping[str, T], group: str) -> Registry[T]:
         """One of objects of the class ``record`` that know their own name."""
         return cls(
             record.__name__.lower(),
-            own,
+            builtin,
             group,
-            fits=lambda name, found: isinstance(found, record) and getattr(found, "name", None) == name,
+            fits=lambda name, installed: isinstance(installed, record) and getattr(installed, "name", None) == name,
             expected=lambda name: f"a {record.__name__} of the name {name!r}",
         )
 
@@ -101,13 +101,13 @@ class Registry(Mapping[str, T]):
 
     def available(self, complain: Callable[[str], object] = warn_once) -> list[T]:
         """All that can be had, Kinformer's own first; ``complain`` gets a sentence for each that cannot."""
-        found = list(self.own.values())
+        installed = list(self.builtin.values())
         for name in self.added():
             try:
-                found.append(self[name])
+                installed.append(self[name])
             except KinformerError as error:
                 complain(str(error))
-        return found
+        return installed
 
     def package(self, name: str) -> str | None:
         """The other package ("name version") that adds ``name``, None if there is none; imports nothing."""
@@ -120,31 +120,35 @@ class Registry(Mapping[str, T]):
         ``package`` is what :meth:`package` gave then ("name version"); with None nothing is asked.
         """
         if package is not None:
-            require_package(package, f"the {self.noun} {name!r}", KINFORMER if name in self.own else self.package(name))
+            require_package(
+                package, f"the {self.noun} {name!r}", KINFORMER if name in self.builtin else self.package(name)
+            )
 
     def __getitem__(self, name: str) -> T:
         entries = entry_points_of(self.group).get(self.prefix + name, ())
         if not entries:
-            return self.own[name]
-        if len(entries) > 1 or name in self.own:
-            owners = ["Kinformer itself"] * (name in self.own) + [_told(_package(entry)) for entry in entries]
+            return self.builtin[name]
+        if len(entries) > 1 or name in self.builtin:
+            owners = ["Kinformer itself"] * (name in self.builtin) + [
+                _package_text(_package(entry)) for entry in entries
+            ]
             raise KinformerError(
                 f"the {self.noun} {name!r} is in {' and in '.join(owners)}, so its name does not say which is meant; "
                 "uninstall one of the packages, or rename what it adds."
             )
-        found = load(entries[0], f"the {self.noun} {name!r}")
-        if not self._fits(name, found):
+        installed = load(entries[0], f"the {self.noun} {name!r}")
+        if not self._fits(name, installed):
             raise KinformerError(
-                f"the {self.noun} {name!r} of {_told(_package(entries[0]))} is {found!r}, but must be "
+                f"the {self.noun} {name!r} of {_package_text(_package(entries[0]))} is {installed!r}, but must be "
                 f"{self._expected(name)}; correct the entry point {entries[0].value} of that package."
             )
-        return found
+        return installed
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or name in self.added()
+        return name in self.builtin or name in self.added()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self.own, *self.added()]))
+        return iter(dict.fromkeys([*self.builtin, *self.added()]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -162,31 +166,31 @@ def package_of(thing: object, group: str, name: str) -> str | None:
     return None
 
 
-def require_package(package: str, what: str, found: str | None) -> None:
+def require_package(package: str, what: str, installed: str | None) -> None:
     """Refuse what was written down as part of ``package`` ("name version") and is not found there any more.
 
-    ``what`` is how messages call it, ``found`` the package where its name leads to now: ``KINFORMER`` itself, another
+    ``what`` is how messages call it, ``installed`` the package where its name leads to now: ``KINFORMER`` itself, another
     one, or None.
     """
     name = package.partition(" ")[0]
-    if found is not None and found.partition(" ")[0] == name:
+    if installed is not None and installed.partition(" ")[0] == name:
         return
-    if found == KINFORMER:
+    if installed == KINFORMER:
         remedy = "but here it is Kinformer's own; use a version of Kinformer that has none of that name."
-    elif found is not None:
-        remedy = f"but here it is part of {_told(found)}; install the former, and uninstall the latter."
+    elif installed is not None:
+        remedy = f"but here it is part of {_package_text(installed)}; install the former, and uninstall the latter."
     elif (version := _installed(name)) is not None:
         remedy = f"but version {version} of it, which is installed, has none of that name; install another version."
     else:
         remedy = "which is not installed; install it."
-    raise KinformerError(f"{what} comes from {_told(package)}, {remedy}")
+    raise KinformerError(f"{what} comes from {_package_text(package)}, {remedy}")
 
 
 def _package(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
-def _told(package: str) -> str:
+def _package_text(package: str) -> str:
     name, _, version = package.partition(" ")
     return f"the package {name!r} ({version})" if version else f"the package {name!r}"
 

@@ -23,12 +23,12 @@ def note(text: str) -> None:
 
 def note_once(text: str) -> None:
     """The same, unless it was told before: of what is found each time that data is opened."""
-    if text not in _TOLD:
-        _TOLD.add(text)
+    if text not in _SHOWN:
+        _SHOWN.add(text)
         note(text)
 
 
-_TOLD: set[str] = set()
+_SHOWN: set[str] = set()
 
 
 class Tolerant:

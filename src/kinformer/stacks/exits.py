@@ -192,13 +192,13 @@ class _Running:
         self.leaves_by = torch.full(x.shape[:2], last, dtype=torch.int64, device=x.device)
         positions = chunk.positions
         self.positions = torch.zeros_like(self.leaves_by) if positions is None else positions
-        self.known = has_data(x) and not torch.compiler.is_compiling()
+        self.has_values = has_data(x) and not torch.compiler.is_compiling()
         self.whole, self.some = True, True
-        self._picked = None if valid is None or not self.known else valid
+        self._picked = None if valid is None or not self.has_values else valid
 
     @property
     def output_mask(self) -> Tensor | None:
-        return None if self.whole or not self.known else self.mask
+        return None if self.whole or not self.has_values else self.mask
 
     def merged(self, x: Tensor, y: Tensor) -> Tensor:
         """What a layer gave, y, of those that run, and x of the others."""
@@ -206,9 +206,9 @@ class _Running:
             return y
         return torch.where(self.mask[..., None], y, x.to(y.dtype)) if self.some else x
 
-    def pick(self, each: Tensor) -> Tensor:
+    def pick(self, per_token: Tensor) -> Tensor:
         """Of [batch, time, ...] those that run, [n, ...]; all where the host does not know them."""
-        return each.flatten(0, 1) if self._picked is None else each[self._picked]
+        return per_token.flatten(0, 1) if self._picked is None else per_token[self._picked]
 
     def put(self, leaves_by: Tensor) -> None:
         """The decision [n] about those that :meth:`pick` gave."""
@@ -222,8 +222,8 @@ class _Running:
         if not self.some:
             return
         stay = self.leaves_by > number
-        if self.known and bool(stay.all()):
+        if self.has_values and bool(stay.all()):
             return
         self.mask = self.mask & stay
-        self.whole, self._picked = False, self.mask if self.known else None
-        self.some = not self.known or bool(self.mask.any())
+        self.whole, self._picked = False, self.mask if self.has_values else None
+        self.some = not self.has_values or bool(self.mask.any())

@@ -96,10 +96,15 @@ class LayerUse:
         return (a, b), (of_a, of_b), of_states, of_weights
 
     def _undone(
-        self, branch: Branch, x: Tensor, own: tuple[Any, Any, Any], of_added: Tensor | None, weights: Sequence[Tensor]
+        self,
+        branch: Branch,
+        x: Tensor,
+        undo_state: tuple[Any, Any, Any],
+        of_added: Tensor | None,
+        weights: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor | None]]:
         """What ``branch`` added after reading x, and the gradients of x, of the state's tensors and of ``weights``."""
-        form, tensors, of_after = own
+        form, tensors, of_after = undo_state
         with torch.enable_grad():
             x, *tensors = inputs = [
                 tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in (x, *tensors)

@@ -133,7 +133,7 @@ class Universal(Stack):
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                x = torch.where(self._kept(progress), use(number, entered, output_mask), x)
+                x = torch.where(self._running(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)
             progress, cost = self.halting(progress, read, x)
@@ -152,7 +152,7 @@ class Universal(Stack):
             return None
         return None if progress.number == 0 or bool(running.all()) else running
 
-    def _kept(self, progress: HaltingState) -> Tensor:
+    def _running(self, progress: HaltingState) -> Tensor:
         """Whose vectors [batch, time, 1] a step changes."""
         running = progress.running[..., None]
         return torch.ones_like(running) if self._halting.halted == "evolving" else running

@@ -114,7 +114,7 @@ class EncoderMixerSubject(EncoderSubject):
                 case.inputs[row, valid[row]][None],
                 SequenceContext(
                     None,
-                    None if text.global_positions is None else _kept(text.global_positions[row]),
+                    None if text.global_positions is None else _valid_positions(text.global_positions[row]),
                     None if text.sentences is None else text.sentences[row, valid[row]][None],
                     local[row],
                 ),
@@ -210,7 +210,7 @@ class ImageModelSubject(EncoderSubject):
         return module(case.inputs)
 
 
-def _kept(positions: Tensor) -> Tensor | None:
+def _valid_positions(positions: Tensor) -> Tensor | None:
     positions = positions[positions >= 0]
     return positions[None] if len(positions) else None
 

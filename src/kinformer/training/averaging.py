@@ -67,17 +67,17 @@ def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContext
 
 
 @contextmanager
-def _swapped(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """``own`` tensors with what the ``others`` hold meanwhile."""
-    before = {name: value.detach().clone() for name, value in own.items()}
-    _put(own, others)
+def _swapped(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """``weights`` tensors with what the ``others`` hold meanwhile."""
+    before = {name: value.detach().clone() for name, value in weights.items()}
+    _put(weights, others)
     try:
         yield
     finally:
-        _put(own, before)
+        _put(weights, before)
 
 
 @torch.no_grad()
-def _put(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in own.items():
+def _put(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in weights.items():
         value.copy_(values[name])

@@ -34,11 +34,12 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
 
 
 class Best:
-    """The best validation so far, and the file that keeps its weights. The first of ``known`` figures decides; where it
-    is as it was, the next one does."""
+    """The best validation so far, and the file of its weights.
 
-    def __init__(self, folder: Path, known: Sequence[Metric]) -> None:
-        self.folder, self.known = folder, known
+    The first of ``metrics_in_order`` decides; the next one breaks a tie."""
+
+    def __init__(self, folder: Path, metrics_in_order: Sequence[Metric]) -> None:
+        self.folder, self.metrics_in_order = folder, metrics_in_order
         self.metrics: dict[str, float] | None = None
         self.step: int | None = None
         if (best := best_of(folder)) is not None:
@@ -48,8 +49,8 @@ class Best:
         """Whether these are better than the best so far."""
         best = self.metrics
         if best is None:
-            return isfinite(metrics[self.known[0].name])
-        deciding = next((metric for metric in self.known if metrics[metric.name] != best[metric.name]), None)
+            return isfinite(metrics[self.metrics_in_order[0].name])
+        deciding = next((metric for metric in self.metrics_in_order if metrics[metric.name] != best[metric.name]), None)
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:

@@ -32,11 +32,11 @@ class DataModule:
         """Batches of a validation."""
         raise NotImplementedError
 
-    def begin(self, model: Any, kept: Mapping[str, Tensor]) -> None:
+    def begin(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
         """Before the first step: the ``model`` that learns from the rows, for those who ask it for them, and what
         :meth:`kept` gave when the run that goes on was stopped (of a new one nothing)."""
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """What the next rows depend on besides the step's number and the weights, for a checkpoint."""
         return {}
 

@@ -156,12 +156,12 @@ def join(device: str, strategy: Strategy) -> Iterator[Group]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
-    own_device = torch.device(device, local) if device == "cuda" else torch.device(device)
+    local_device = torch.device(device, local) if device == "cuda" else torch.device(device)
     if device == "cuda":
-        torch.cuda.set_device(own_device)
+        torch.cuda.set_device(local_device)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     try:
-        yield Group(own_device, rank, world, strategy)
+        yield Group(local_device, rank, world, strategy)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

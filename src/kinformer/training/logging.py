@@ -80,8 +80,8 @@ class TrainingProgress:
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
         self._stream = tolerant(stream or sys.stderr)
-        self._start = self._said_at = time.monotonic()
-        self._told = (0, 0.0)
+        self._start = self._last_line_at = time.monotonic()
+        self._last_rate = (0, 0.0)
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
@@ -101,8 +101,8 @@ class TrainingProgress:
         now = time.monotonic()
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
-        elif now - self._said_at >= QUIET_SECONDS or done == self.total:
-            self._said_at = now
+        elif now - self._last_line_at >= QUIET_SECONDS or done == self.total:
+            self._last_line_at = now
             left = (now - self._start) / max(1, done - self._begun) * (self.total - done)
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
@@ -113,8 +113,8 @@ class TrainingProgress:
             self._bar.update(self._task, total=total)
 
     def _speed(self, tokens: int, seconds: float) -> str:
-        (told_tokens, told_seconds), self._told = self._told, (tokens, seconds)
-        return f"{(tokens - told_tokens) / max(seconds - told_seconds, 1e-9):,.0f} tokens/s"
+        (last_tokens, last_seconds), self._last_rate = self._last_rate, (tokens, seconds)
+        return f"{(tokens - last_tokens) / max(seconds - last_seconds, 1e-9):,.0f} tokens/s"
 
     def say(self, text: str) -> None:
         """A line of its own."""

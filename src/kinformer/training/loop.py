@@ -80,7 +80,7 @@ class Trainer:
             by_layer = sharded or getattr(objective, "reads_hidden", False)
             for module in units_of(self.model) if by_layer else (self.model,):
                 module.compile()
-        self.penalised, self.engine = whole.penalised, group.wrap(whole)
+        self.regularized, self.engine = whole.regularized, group.wrap(whole)
         optimiser = Optimiser(self.model, settings, self.extras)
         self.moving = MovingAverage(self.model, settings.ema)
         if saved:
@@ -206,7 +206,7 @@ class Trainer:
             return
         mean = sum(losses) / len(losses)
         means = {name: sum(item) / len(item) for name, item in zip(self.data.sums, sums, strict=True)}
-        metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.penalised)}
+        metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.regularized)}
         self.progress.update(self.step, self._text(metrics), self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **metrics, "lr": rate, "gradient_norm": norms[-1]}
@@ -253,7 +253,7 @@ class Trainer:
     def _save(self) -> None:
         holders: dict[str, Any] = {"model": self.model, "average": self.moving, "objective": self.extras}
         files = {name: gather(holder.state_dict().items(), self.group.first) for name, holder in holders.items()}
-        files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.kept()}
+        files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
         files = {name: tensors for name, tensors in files.items() if tensors}
         files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
         numbers = vars(self.course) | {"seconds": self.seconds}

@@ -58,7 +58,7 @@ class ObjectiveModule(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective, precision: str) -> None:
         super().__init__()
         self.model, self.objective, self.precision = model, objective, precision
-        self.penalised, self.told = modules_of(model, Regularized), modules_of(model, AuxLoss)
+        self.regularized, self.with_aux_loss = modules_of(model, Regularized), modules_of(model, AuxLoss)
 
     @property
     def extras(self) -> nn.Module:
@@ -66,10 +66,10 @@ class ObjectiveModule(nn.Module):
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
     def forward(self, batch: Any, state: Any, progress: float) -> ObjectiveOutput:
-        with autocast(device_of(batch), self.precision), gather_aux_losses(self.told) as read:
+        with autocast(device_of(batch), self.precision), gather_aux_losses(self.with_aux_loss) as read:
             loss, metrics, state = self.objective(self.model, batch, state, progress)
         require_metrics(metrics, (PREDICTED,), self.objective)
-        for module in self.penalised if self.training else ():
+        for module in self.regularized if self.training else ():
             loss = loss + module.penalty()
         absorbed, state = ({}, None) if state is None else states.pop_aux(state)
         for costs in (read, absorbed):

@@ -69,7 +69,7 @@ class Pace:
     from one checkpoint to the next; 0 where there is none but the last. aside: seconds that were no steps.
     """
 
-    each: float
+    per_step: float
     validation: float = 0.0
     checkpoint: float = 0.0
     every: tuple[int, int] = (0, 0)
@@ -84,7 +84,7 @@ class Pace:
     def steps(self, seconds: float) -> int:
         """How many steps can be made in ``seconds``, with the validations and checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
-        item = self.each + sum(cost / every for cost, every in costs if every)
+        item = self.per_step + sum(cost / every for cost, every in costs if every)
         return max(0, math.floor((seconds - self.end) / item))
 
     def spent(self, validation: float, checkpoint: float) -> None:
@@ -96,7 +96,7 @@ class Pace:
         """Learn from the steps since the last look how long one takes."""
         if self._mark and step > self._mark[0]:
             recent = (now - self.aside - self._mark[1]) / (step - self._mark[0])
-            self.each = (self.each + recent) / 2
+            self.per_step = (self.per_step + recent) / 2
         self._mark = (step, now - self.aside)
 
     def next_look(self, step: int, total: int) -> int:

@@ -50,8 +50,8 @@ class Updater:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
         settings.rows(group.world)  # refuses those that cannot be shared
-        self.redrawn, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
-        self.penalised = modules_of(engine, Regularized)
+        self.resampled, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
+        self.regularized = modules_of(engine, Regularized)
 
     def forget(self) -> None:
         """Let go of the optimiser's state and the carried states, as before the first step."""
@@ -83,7 +83,7 @@ class Updater:
         self.optimiser.step(rate)
         for module in self.online:
             module.learn(self.group.sum)
-        for bounded in self.penalised:
+        for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
         return Done(loss, norm.detach(), torch.stack(metrics), batch.size * self.group.world)
@@ -102,7 +102,7 @@ class Updater:
 
     def _draw_anew(self, step: int) -> None:
         """Random features, which all processes share; states that were made with the old ones are let go of."""
-        for number, module in due_for_resampling(self.redrawn, step):
+        for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
 

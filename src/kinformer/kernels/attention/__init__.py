@@ -103,7 +103,7 @@ def _gathered(
     if impl != "reference":
         return gathered.attend(q, k, v, scoring.scale, lse)
     batch, heads, time, width = q.shape
-    result = Visibility(attn_mask=(k.found >= 0).view(batch, heads * time, 1, -1))
+    result = Visibility(attn_mask=(k.slots >= 0).view(batch, heads * time, 1, -1))
     single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
     out, sums = reference.attend(single, k.made(q), v.made(q), result, scoring)
     assert sums is not None

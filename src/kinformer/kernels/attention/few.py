@@ -76,6 +76,6 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
     total = total.masked_fill(blind, 1)
     lse = (total.log() + top).masked_fill(blind, -torch.inf).squeeze(-1)
     if scoring.dropout is not None:
-        retained = scoring.dropout.kept(weights.shape, weights.device)
+        retained = scoring.dropout.retained_mask(weights.shape, weights.device)
         weights = weights * retained / (1 - scoring.dropout.p)
     return weights, total, lse

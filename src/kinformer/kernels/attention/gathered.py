@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Atte
         return Attended(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=state_dtype(q.dtype)))
     slots = _slots(k, chosen)
     keys, values = ([_rows(tensor.tables[index], q.dtype) for index in chosen] for tensor in (k, v))
-    none = (k.found < 0).flatten(0, 2)
+    none = (k.slots < 0).flatten(0, 2)
     queries = (q if scale == 1 else q * scale).flatten(0, 2)
     scores = _Scores.apply(queries, slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
     weights = torch.where(none, scores.new_zeros(()), scores.masked_fill(none.all(-1, keepdim=True), 0.0).softmax(-1))
@@ -43,7 +43,7 @@ def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
     """Rows of each ``chosen`` table [tables, batch * heads * time, topk]; -1 where it is not in that table."""
-    result, (batch, heads) = k.found, k.found.shape[:2]
+    result, (batch, heads) = k.slots, k.slots.shape[:2]
     row = torch.arange(batch * heads, device=result.device).view(batch, heads, 1, 1)
     slots, begin = [], 0
     for index in chosen:

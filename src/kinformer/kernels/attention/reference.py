@@ -21,7 +21,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
     """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], all pairs at once."""
     probabilities, lse, values = _probabilities(q, k, v, visibility, scoring)
     if scoring.dropout is not None:
-        retained = scoring.dropout.kept(probabilities.shape, q.device)
+        retained = scoring.dropout.retained_mask(probabilities.shape, q.device)
         probabilities = probabilities * retained / (1 - scoring.dropout.p)
     out = probabilities @ values
     if scoring.relative is not None and scoring.relative.values is not None:

@@ -61,49 +61,49 @@ def _reaches(z: Tensor, span: TokenSpan) -> list[int]:
     return [span.reach(item) for item in z.detach().amax((0, 2)).tolist()]
 
 
-def _seen(queries: slice, own: list[int], reach: int, *call: Any) -> Tensor:
-    """What the queries of the heads ``own`` make of the ``reach`` slots before each."""
+def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
+    """What the queries of the heads ``members`` make of the ``reach`` slots before each."""
     q, k, v, z, span, visibility, scoring, impl = call
     past = k.shape[2] - q.shape[2]
     slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
     if slots.stop <= slots.start:
-        return q.new_zeros(q.shape[0], len(own), queries.stop - queries.start, v.shape[-1])
+        return q.new_zeros(q.shape[0], len(members), queries.stop - queries.start, v.shape[-1])
     places = torch.arange(past + queries.start, past + queries.stop, device=q.device)
     keys_at = torch.arange(slots.start, slots.stop, device=q.device)
     distance = places[:, None] - keys_at
     positions = query_positions(visibility, q, k.shape[2])[:, queries]
-    if len(own) < q.shape[1]:
+    if len(members) < q.shape[1]:
         group = q.shape[1] // k.shape[1]
-        k, v = (tensor[:, [head // group for head in own]] for tensor in (k, v))
-        scoring = _of_heads(scoring, own)
-    bias = span.log_mask(z[:, own, queries, None], distance)
-    visibility_ = Visibility(attn_mask=_allowed(visibility, own, positions, distance))
+        k, v = (tensor[:, [head // group for head in members]] for tensor in (k, v))
+        scoring = _of_heads(scoring, members)
+    bias = span.log_mask(z[:, members, queries, None], distance)
+    visibility_ = Visibility(attn_mask=_allowed(visibility, members, positions, distance))
     if scoring.relative is not None:  # by distances of slots, which all rows have in common
         every = (len(q), -1)
         visibility_ = visibility_._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
     if scoring.dropout is not None:
         p, seed = scoring.dropout
-        scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + own[0]))
+        scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + members[0]))
     scoring = scoring._replace(bias=bias)
-    q, k, v = q[:, own, queries], k[:, :, slots], v[:, :, slots]
+    q, k, v = q[:, members, queries], k[:, :, slots], v[:, :, slots]
     return attention(q, k, v, visibility_, scoring, impl=impl).out
 
 
-def _allowed(visibility: Visibility, own: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:
+def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:
     """[batch, heads or 1, queries, slots]: what the pattern lets queries at ``positions`` [batch, queries] see."""
     pattern = visibility.pattern
     assert pattern is not None
     q = positions[:, :, None]
     k = q - distance
-    heads = [0] if pattern.num_heads is None else own
+    heads = [0] if pattern.num_heads is None else members
     return torch.stack([pattern.at(head).allowed(q, k) & (k >= 0) for head in heads], 1)
 
 
-def _of_heads(scoring: Scoring, own: list[int]) -> Scoring:
+def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
     """The same for some of the heads."""
 
     def some(table: Tensor | None) -> Tensor | None:
-        return table if table is None or len(table) == 1 else table[own]
+        return table if table is None or len(table) == 1 else table[members]
 
     relative = scoring.relative
     if relative is not None:

@@ -120,7 +120,7 @@ class _Work:
         return torch.add(-top, scores, alpha=self.scale2, out=scores).exp2_()
 
 
-class _Kept:
+class _Dropout:
     """Says tile by tile which probabilities dropout keeps."""
 
     def __init__(self, work: _Work, p: float, seed: int):
@@ -154,7 +154,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(layout.heads, layout.group, layout.time, width)
     lse = q.new_empty(layout.heads, layout.group, layout.time, dtype=work.accumulator)
     wide, narrow = work.scratch(work.accumulator), work.narrow_scratch()
-    dropout = _Kept(work, call.p, call.seed) if call.p else None
+    dropout = _Dropout(work, call.p, call.seed) if call.p else None
     lowest = torch.finfo(work.accumulator).min
     for tile in work.tiles:
         heads, slots, queries = tile.shape
@@ -200,7 +200,7 @@ def _backward(
     dq = torch.zeros_like(work.q)
     dk, dv = torch.zeros_like(work.k, dtype=work.accumulator), torch.zeros_like(work.v, dtype=work.accumulator)
     first, second, narrow = work.scratch(work.accumulator), work.scratch(work.accumulator), work.narrow_scratch()
-    dropout = _Kept(work, call.p, call.seed) if call.p else None
+    dropout = _Dropout(work, call.p, call.seed) if call.p else None
     for tile in work.tiles:
         if tile.shape[1] == 0:
             continue
@@ -209,14 +209,14 @@ def _backward(
         grad_block = work.block(grad, tile)
         errors = work.product(tile, work.v[keys], grad_block, second, narrow)
         if dropout is not None:
-            kept_pairs = dropout(tile)
-            errors.mul_(kept_pairs)
+            retained_pairs = dropout(tile)
+            errors.mul_(retained_pairs)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
         _accumulate(dk[keys], low, queries)
         dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[keys]).unflatten(1, (layout.group, -1))
         if dropout is not None:
-            weights.mul_(kept_pairs)
+            weights.mul_(retained_pairs)
         _accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)

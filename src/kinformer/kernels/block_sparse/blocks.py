@@ -41,7 +41,9 @@ class Blocks:
     def __iter__(self) -> Iterator[tuple[Tile, HeadBlock]]:
         for whole in self.plan.tiles:
             for n, heads in self._slices(whole):
-                tile = whole if self.reaches is None or not whole.own else whole.within(max(self.reaches[heads]))
+                tile = (
+                    whole if self.reaches is None or not whole.includes_self else whole.within(max(self.reaches[heads]))
+                )
                 count = heads.stop - heads.start
                 size = self.plan.stride, self.group, tile.last - tile.first, tile.width
                 yield tile, HeadBlock(n, heads, ((n.stop - n.start) // (count * self.plan.stride), count, *size))

@@ -105,7 +105,7 @@ class Cutter:
         edges = edges.clip(self.query_origin, self.end)
         self.first, self.last = edges[:-1], edges[1:]
         self.classes = np.arange(stride)
-        self.known: dict[bytes, Tensor] = {}
+        self.masks_by_bytes: dict[bytes, Tensor] = {}
         self.computed = self.attended = 0
 
     def plan(self) -> TermPlan:
@@ -227,9 +227,9 @@ class Cutter:
         run = np.zeros((*hidden.shape[:2], len(partial)), dtype=bool)
         run[..., partial] = hidden[..., index[partial]]
         name = bytes(str(run.shape), "ascii") + np.packbits(run).tobytes()
-        if name not in self.known:
-            self.known[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
-        return self.known[name]
+        if name not in self.masks_by_bytes:
+            self.masks_by_bytes[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
+        return self.masks_by_bytes[name]
 
     def _count(self, first: int, last: int, width: int, hidden: np.ndarray) -> None:
         positions = np.arange(first, last) * self.stride + self.classes[:, None]

@@ -95,21 +95,21 @@ class ByQuery:
 
     def __init__(self, q: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:
         self.shape, self.dtype, self.fill, self.like = (*q.shape[:3], width), dtype, fill, q
-        self.found: Tensor | None = None
+        self.total: Tensor | None = None
 
     def put(self, section: Section, x: Tensor) -> None:
         """``x`` [rows * kv_heads, group, time, width]"""
         if section.covers(section.times, self.shape[2]):
-            self.found = x.reshape(self.shape)
+            self.total = x.reshape(self.shape)
             return
         target = self.value()[:, :, section.times]
         rows, heads = section.index_in(target, 1)
         target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
 
     def value(self) -> Tensor:
-        if self.found is None:
-            self.found = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
-        return self.found
+        if self.total is None:
+            self.total = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
+        return self.total
 
 
 class Summed:
@@ -117,22 +117,22 @@ class Summed:
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self.like, self.dtype = like, dtype
-        self.found: Tensor | None = None
+        self.total: Tensor | None = None
 
     def add(self, section: Section, x: Tensor, group: int) -> None:
         """``x`` [rows * kv_heads, slots, width]"""
         if section.covers(section.slots, self.like.shape[2]):
             x = x.reshape(self.like.shape)
-            self.found = x if self.found is None else self.found.add_(x)
+            self.total = x if self.total is None else self.total.add_(x)
             return
         target = self.value()[:, :, section.slots]
         rows, heads = section.index_in(target, group)
         target.index_put_((rows, heads), x.reshape(len(rows), heads.shape[0], *target.shape[2:]), accumulate=True)
 
     def value(self) -> Tensor:
-        if self.found is None:
-            self.found = self.like.new_zeros(self.like.shape, dtype=self.dtype)
-        return self.found
+        if self.total is None:
+            self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
+        return self.total
 
 
 def sections(

@@ -59,7 +59,7 @@ def _stacked(plans: Sequence[TermPlan]) -> TermPlan:
     return TermPlan(1, one.origin, one.query_origin, one.units, one.query_units, one.rows, tiles, computed, attended)
 
 
-def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
+def _tile(tiles: Sequence[Tile | None], masks_by_bytes: dict[bytes, Tensor]) -> Tile:
     some = next(tile for tile in tiles if tile is not None)
     width = max(tile.width for tile in tiles if tile is not None)
     rows = some.last - some.first
@@ -73,15 +73,15 @@ def _tile(tiles: Sequence[Tile | None], known: dict[bytes, Tensor]) -> Tile:
         hidden[head, :, : tile.width] = False
         for mask in tile.masks:
             hidden[head, :, mask.start : mask.stop] = mask.values[0].isinf().numpy()
-    masks = tuple(_masks(hidden, known))
+    masks = tuple(_masks(hidden, masks_by_bytes))
     return Tile(some.first, some.last, torch.from_numpy(keys), width, masks, ())
 
 
-def _masks(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Iterator[PartialMask]:
+def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[PartialMask]:
     """Over the keys that are masked for some query; equal ones are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
         block = np.ascontiguousarray(hidden[:, None, :, start:stop])
         name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
-        if name not in known:
-            known[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
-        yield PartialMask(start, stop, known[name])
+        if name not in masks_by_bytes:
+            masks_by_bytes[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
+        yield PartialMask(start, stop, masks_by_bytes[name])

@@ -27,7 +27,8 @@ class DistanceRun(NamedTuple):
 
 class Tile(NamedTuple):
     """Queries ``first .. last`` (units from the first query's) and their keys, a slice, an index [width], or for heads
-    that were stacked [heads, width]. ``own``: newest first and neighbours, each query's own key among them."""
+    that were stacked [heads, width]. ``includes_self``: keys run newest first, and each
+    query's key is among them."""
 
     first: int
     last: int
@@ -35,10 +36,10 @@ class Tile(NamedTuple):
     width: int
     masks: tuple[PartialMask, ...]
     runs: tuple[DistanceRun, ...]
-    own: bool = False
+    includes_self: bool = False
 
     def within(self, reach: int) -> Tile:
-        """The same without keys that are at least ``reach`` units behind each of its queries; it must be ``own``."""
+        """The tile without keys at least ``reach`` units behind all its queries; needs ``includes_self``."""
         width = reach - self.runs[0].ahead
         if width >= self.width or not isinstance(self.keys, slice):
             return self

@@ -50,7 +50,7 @@ class TileLoop:
     def _reaches(self) -> list[int] | None:
         """How far each head's queries look back, or None where all keys count or it is not worth knowing."""
         simple = self.distances is not None and self.operands.padding is None and type(self.form) is DotForm
-        if not simple or self.k.shape[1] < WORTH or not any(tile.own for tile in self.plan.tiles):
+        if not simple or self.k.shape[1] < WORTH or not any(tile.includes_self for tile in self.plan.tiles):
             return None
         assert self.distances is not None
         bias = self.distances.bias_alone(self.plan.tiles)
@@ -158,7 +158,7 @@ class TileLoop:
         if keys.device.type != "cpu" or bool(keys.any()):
             self.axes(scores, block).add_(keys[..., None, None, :])
 
-    def kept(self, tile: Tile, block: HeadBlock) -> Tensor | None:
+    def retained_mask(self, tile: Tile, block: HeadBlock) -> Tensor | None:
         """Which probabilities dropout keeps, [n, group * rows, keys]."""
         if self.words is None:
             return None
@@ -193,7 +193,7 @@ class TileLoop:
             total = weights.sum(-1, keepdim=True)
             split = (-1, self.group, tile.last - tile.first, 1)
             lse[block.n, :, tile.first : tile.last] = total.log().add_(top, alpha=1 / LOG2_E).view(split)
-            retained = self.kept(tile, block)
+            retained = self.retained_mask(tile, block)
             if retained is not None:
                 weights.mul_(retained)
             mixed = torch.bmm(weights.to(v.dtype), v)
@@ -218,13 +218,13 @@ class TileLoop:
             errors = product(
                 grad_block, self.columns(self.v, vt, tile, block), second[: weights.numel()].view(weights.shape)
             )
-            kept_weights, retained = weights, self.kept(tile, block)
+            retained_weights, retained = weights, self.retained_mask(tile, block)
             if retained is not None:
-                kept_weights = weights * retained
+                retained_weights = weights * retained
             if self.distances is not None:
                 views = (
                     self.axes(errors, block),
-                    self.axes(kept_weights, block),
+                    self.axes(retained_weights, block),
                     self.axes(grad_block, block),
                 )
                 self.distances.add_value_gradients(*views, tile, block.heads)
@@ -232,7 +232,7 @@ class TileLoop:
                 errors.mul_(retained)
             errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
             with self.target(dv, tile, block) as target:
-                accumulate(target, kept_weights.to(q.dtype).mT, grad_block)
+                accumulate(target, retained_weights.to(q.dtype).mT, grad_block)
             moved = torch.zeros_like(q) if self.distances is not None else None
             if self.distances is not None and moved is not None:
                 views = self.axes(errors, block), self.axes(q, block), self.axes(moved, block)

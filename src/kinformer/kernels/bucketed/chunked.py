@@ -93,7 +93,7 @@ class _Round:
         token = self.layout.token
         asking = token if slots == time else token // slots * time + (token % slots + time - slots).clamp_min(0)
         self.asking = asking
-        self.own = self.layout.line.view(-1, slots)[:, slots - time :].flatten()
+        self.query_slots = self.layout.line.view(-1, slots)[:, slots - time :].flatten()
         self.scale2 = call.scale * _LOG2_E
         self.q, self.k, self.v = (
             self.gathered(name, x, index)
@@ -182,11 +182,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             total.masked_fill_(blind, 1)  # the logarithm of 0 takes long
             torch.add(total.log(), top, alpha=1 / _LOG2_E, out=lse[block.queries]).masked_fill_(blind, -torch.inf)
             one.mixed(weights, one.v, block, out[block.queries]).div_(total.unsqueeze(-1))
-        lse_rows = lse.flatten()[one.own]
+        lse_rows = lse.flatten()[one.query_slots]
         both = torch.logaddexp(sums, lse_rows)
         safe = both.masked_fill(both == -torch.inf, 0)
         whole.mul_((sums - safe).exp_().unsqueeze(-1))
-        whole.addcmul_(memory.picked("own", out, one.own), (lse_rows - safe).exp_().unsqueeze(-1))
+        whole.addcmul_(memory.picked("own", out, one.query_slots), (lse_rows - safe).exp_().unsqueeze(-1))
         sums = both
     return whole.to(call.v.dtype).view(*call.q.shape[:3], width), sums.view(call.q.shape[:3])
 
@@ -215,7 +215,7 @@ def _backward(
             tops.masked_fill_(_of_past(one, call), torch.inf)
         deltas = delta[one.asking].view(-1, one.rows)
         gradients = _gradients(one, grad, tops.view(-1, one.rows), deltas)
-        lines = (one.own, one.layout.line, one.layout.line)
+        lines = (one.query_slots, one.layout.line, one.layout.line)
         for total, item, line in zip(totals, gradients, lines, strict=True):
             total.add_(memory.picked("own", item, line))
     dq, dk, dv = totals

@@ -105,11 +105,11 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
         retained &= (seen <= sizes.most_slots)[:, None, None] | needed(buckets, counts, sizes.chunk_size)
     slots = min(slots, sizes.most_slots)
     order = torch.argsort(retained.to(torch.int8), dim=2, stable=True)[:, :, -slots:]
-    leaves = (_kept(leaf, order, retained) for leaf in (k, v, buckets.mT + 1))
+    leaves = (_picked(leaf, order, retained) for leaf in (k, v, buckets.mT + 1))
     return Absorbed(k, v, membership, BucketState(*leaves, counts, seen))  # type: ignore[call-arg]
 
 
-def _kept(leaf: Tensor, order: Tensor, kept: Tensor) -> Tensor:
-    """``leaf`` [batch, heads, slots, width] by ``order`` [batch, heads, fewer slots], 0 where not ``kept``."""
+def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
+    """``leaf`` [batch, heads, slots, width] by ``order`` [batch, heads, fewer slots], 0 where not ``retained``."""
     picked = gathered(leaf, order)
-    return torch.where(kept.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))
+    return torch.where(retained.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))

@@ -207,9 +207,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_w, {_SEQUENCE}, bool learns) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_w: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, beta, w and, if it ``learns``, of log_decay; without, nothing."""
-    q, k, v, beta, w, log_decay, reset, learns = given
+    q, k, v, beta, w, log_decay, reset, learns = saved_inputs
     q, k, v, Y = (x.contiguous() for x in (q, k, v, Y))
     wide, strength = w.dtype, beta.unsqueeze(-1)
     with torch.cuda.device_of(q):

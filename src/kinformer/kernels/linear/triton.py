@@ -285,9 +285,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tupl
     schema=f"(Tensor grad_out, Tensor grad_s, Tensor grad_z, Tensor out, Tensor divisor, {_SEQUENCE}, "
     "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *given: Any) -> Any:
+def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: Any) -> Any:
     """Gradients of q, k, v, s, z and, if it ``learns``, of log_decay; without, nothing."""
-    *tensors, log_decay, reset, normalised, learns = given
+    *tensors, log_decay, reset, normalised, learns = saved_inputs
     s, z = tensors[3:]
     q, k, v = (x.contiguous() for x in tensors[:3])
     cut, g = Cut(q, log_decay, reset), None

@@ -23,8 +23,8 @@ class MemorySlice(NamedTuple):
         return self.k[:, :, self.first : self.first + self.size]
 
 
-def gathered(found: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gathered]:
-    """The keys and the values of what ``look_up`` has ``found``, as attention takes them."""
+def gathered(slots: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gathered]:
+    """The keys and the values of what ``look_up`` has ``slots``, as attention takes them."""
     extents = tuple((item.first, item.size) for item in slices)
     keys, values = tuple(item.k for item in slices), tuple(item.v for item in slices)
-    return Gathered(found, keys, extents), Gathered(found, values, extents)
+    return Gathered(slots, keys, extents), Gathered(slots, values, extents)

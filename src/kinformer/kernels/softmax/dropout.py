@@ -31,7 +31,7 @@ class AttentionDropout(NamedTuple):
         """With a seed from PyTorch's global generator; None, and nothing drawn, where nothing is to be dropped."""
         return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
 
-    def kept(self, shape: Sequence[int], device: torch.device) -> Tensor:
+    def retained_mask(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Bool of the ``shape`` [batch, heads, time, slots]: which probabilities are kept, all at once."""
         batch, heads, time, slots = shape
         indices = (torch.arange(count, device=device) for count in (batch * heads, time, slots))

@@ -94,23 +94,23 @@ class Projected(NamedTuple):
 class Gathered(NamedTuple):
     """Keys or values that each query found among memories of its row and head; they take no gradient.
 
-    ``found`` [batch, heads, time, topk] int64 counts the slots of the memories, -1 stands for none. Memories are ranges
+    ``slots`` [batch, heads, time, topk] int64 counts the slots of the memories, -1 stands for none. Memories are ranges
     of ``tables`` [batch, heads, slots, width] that follow each other: of each, ``extents`` has the first slot and the
     number of slots.
     """
 
-    found: Tensor
+    slots: Tensor
     tables: tuple[Tensor, ...]
     extents: tuple[tuple[int, int], ...]
 
     def made(self, like: Tensor) -> Tensor:
         """[batch, heads * time, topk, width] in the dtype of ``like``, 0 for none."""
-        batch, heads, time, topk = self.found.shape
+        batch, heads, time, topk = self.slots.shape
         parts = (
             table[:, :, first : first + size] for table, (first, size) in zip(self.tables, self.extents, strict=True)
         )
         every = torch.nn.functional.pad(torch.cat(list(parts), 2).detach().to(like.dtype), (0, 0, 0, 1))
-        index = torch.where(self.found < 0, every.shape[2] - 1, self.found).view(batch, heads, -1, 1)
+        index = torch.where(self.slots < 0, every.shape[2] - 1, self.slots).view(batch, heads, -1, 1)
         picked = every.gather(2, index.expand(-1, -1, -1, every.shape[-1]))
         return picked.view(batch, heads * time, topk, -1)
 

@@ -113,13 +113,13 @@ class Compressive(RecomputesKV, CausalMixer):
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
         check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
-        self.kept = config.memory + config.segment - 1
+        self.most_past = config.memory + config.segment - 1
         self.even_costs = 512 % config.segment == 0
 
     @property
     def retained(self) -> int:
         lookback = self.memory + self.config.compressed * self.compression.rate
-        return max(self.kept, -(-lookback // self.segment) * self.segment)
+        return max(self.most_past, -(-lookback // self.segment) * self.segment)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -134,7 +134,7 @@ class Compressive(RecomputesKV, CausalMixer):
         return CompressiveState(hidden_states, empty, empty, usage, hidden_states, empty, empty, aux, seen)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        wide, past = state_dtype(dtype).itemsize, min(length, self.kept)
+        wide, past = state_dtype(dtype).itemsize, min(length, self.most_past)
         slots = past + self._compressed_after(length)
         numbers_of = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
         return slots * numbers_of * dtype.itemsize + past * wide * self.compression.counts + wide + 8
@@ -162,7 +162,7 @@ class Compressive(RecomputesKV, CausalMixer):
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
     ) -> tuple[Tensor, CompressiveState]:
         most = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
-        relative = self.position.relative(0, min(most, self.config.compressed + self.kept + 1) - 1)
+        relative = self.position.relative(0, min(most, self.config.compressed + self.most_past + 1) - 1)
         run = partial(self._rows, call=_Call(relative, watch, norm))
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
@@ -278,7 +278,7 @@ class Compressive(RecomputesKV, CausalMixer):
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
         """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
-        past, compressed = min(seen, self.kept), self._compressed_after(seen)
+        past, compressed = min(seen, self.most_past), self._compressed_after(seen)
         leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
         leaves |= {
             name: last_slots(getattr(state, name), compressed)

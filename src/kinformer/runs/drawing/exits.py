@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kinformer.evaluation.early_exit import Exited, Exiting, early_exit_stack
+from kinformer.evaluation.early_exit import EarlyExitRecorder, Exited, early_exit_stack
 from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.exits import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
@@ -62,10 +62,10 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
                 seen[-1] = seen[-1][window.unscored :]
     finally:
         hook.remove()
-    found = Exiting(model.stack)
+    found = EarlyExitRecorder(model.stack)
     found.note(torch.cat(seen), None)
-    assert found.found is not None
-    return torch.cat(seen).tolist(), found.found
+    assert found.result is not None
+    return torch.cat(seen).tolist(), found.result
 
 
 def _pieces(run: Run, tokens: list[int], exits: list[int]) -> list[tuple[str, int | None]]:

@@ -57,29 +57,29 @@ class ControlRows(DataModule):
     def validations(self) -> int:
         return 1
 
-    def begin(self, model: Any, kept: Mapping[str, Tensor]) -> None:
+    def begin(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
         self.model = model
-        if not kept:
+        if not state_tensors:
             return
         of: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
-        for name, tensor in kept.items():
+        for name, tensor in state_tensors.items():
             owner, dot, own = name.partition("/")
             if dot:
                 of[owner][own] = tensor
         self.actor.load(model, of["actor"])
-        self.used, self.moved = int(kept["used"]), float(kept["moved"])
+        self.used, self.moved = int(state_tensors["used"]), float(state_tensors["moved"])
         fields = [of["rollout"][name] for name in Rollout._fields[:-1]]
         leaves = [of["rollout"][name] for name in sorted(of["rollout"]) if name.startswith("state.")]
         self.rollout = Rollout._make([*fields, rebuilt(model.initial_state(1), leaves)])
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         if self.rollout is None:
             return {}
         *fields, state = self.rollout
         tensors = dict(zip(Rollout._fields, fields, strict=False))
         tensors |= {f"state.{i:04d}": leaf for i, leaf in enumerate(states.tensors(state))}
         return (
-            {f"actor/{name}": tensor for name, tensor in self.actor.kept().items()}
+            {f"actor/{name}": tensor for name, tensor in self.actor.state_tensors().items()}
             | {f"rollout/{name}": tensor.clone() for name, tensor in tensors.items()}
             | {"used": torch.tensor(self.used), "moved": torch.tensor(self.moved, dtype=torch.float64)}
         )

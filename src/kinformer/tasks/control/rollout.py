@@ -103,7 +103,7 @@ class Actor:
         tensors = (torch.from_numpy(np.ascontiguousarray(each.swapaxes(0, 1))) for each in columns)
         return Rollout._make([*tensors, states.to(first, "cpu")])
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """What a stopped run needs to go on."""
         done = [each for row in self.done for each in row]
         tensors = {
@@ -117,14 +117,14 @@ class Actor:
         lengths = torch.tensor([len(row) for row in self.done])
         return tensors | {"lengths": lengths}
 
-    def load(self, model: Any, kept: Mapping[str, Tensor]) -> None:
+    def load(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
         """Go on from what :meth:`kept` gave."""
         with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
-            self.acted = int(kept["acted"])
-            self.episodes = kept["episodes"].numpy().copy()
-            self.recent.extend(kept["recent"].tolist())
-            self._act_again(kept["done"].numpy(), kept["lengths"].tolist())
-            leaves = [kept[name] for name in sorted(kept) if name.startswith("state.")]
+            self.acted = int(state_tensors["acted"])
+            self.episodes = state_tensors["episodes"].numpy().copy()
+            self.recent.extend(state_tensors["recent"].tolist())
+            self._act_again(state_tensors["done"].numpy(), state_tensors["lengths"].tolist())
+            leaves = [state_tensors[name] for name in sorted(state_tensors) if name.startswith("state.")]
             if leaves:
                 template = model.initial_state(len(self.rows))
                 self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))

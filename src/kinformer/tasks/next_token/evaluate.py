@@ -96,7 +96,7 @@ def _measure(
         with record_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
             done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
         seconds = time.perf_counter() - begun
-        exits, whole = _without_exits(model, leaving.found, held, main, measuring, seconds)
+        exits, whole = _without_exits(model, leaving.result, held, main, measuring, seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measure(model, held.split, windows, chunk=measuring.chunk, progress=progress)

@@ -72,7 +72,7 @@ def continue_text(
         result.prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
         with noting_exits(subject.model) as leaving:
             _draw(session, writers, new, result)
-        exits = leaving.found
+        exits = leaving.result
     except KeyboardInterrupt:
         result.interrupted = True
     result.seconds = time.perf_counter() - begun if result.new_tokens else 0.0
