@@ -49,15 +49,15 @@ def read_unpacked(path: Path) -> bytes:
 
 
 def _unpacked(path: Path, file: BinaryIO) -> bytes:
-    found, size = bytearray(), path.stat().st_size
+    result, size = bytearray(), path.stat().st_size
     try:
         with gzip.GzipFile(fileobj=file) as unpacking:
             while block := unpacking.read(_BLOCK):
-                found += block
-                check_ratio(path, len(found), size)
+                result += block
+                check_ratio(path, len(result), size)
     except (OSError, EOFError, zlib.error) as error:
         raise KinformerError(f"{path}: cannot be unpacked ({error}); restore it from a copy.") from None
-    return bytes(found)
+    return bytes(result)
 
 
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:

@@ -169,7 +169,7 @@ def package_of(thing: object, group: str, name: str) -> str | None:
 def require_package(package: str, what: str, installed: str | None) -> None:
     """Refuse what was written down as part of ``package`` ("name version") and is not found there any more.
 
-    ``what`` is how messages call it, ``installed`` the package where its name leads to now: ``KINFORMER`` itself, another
+    ``what`` is how messages call it, ``installed`` the package that has the name now: ``KINFORMER``, another
     one, or None.
     """
     name = package.partition(" ")[0]

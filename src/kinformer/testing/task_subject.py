@@ -110,17 +110,17 @@ class TaskSubject:
         from kinformer.runs.generate import generate
         from kinformer.runs.options import GenerateOptions
 
-        given = dict(self.generate)
-        prompt = given.pop("prompt", None)
-        general = {each.name for each in fields(GenerateOptions)}
-        own = {name: given.pop(name) for name in list(given) if name not in general}
-        options = GenerateOptions(device="cpu", seed=0, quiet=True, own=own, **given)
+        option = dict(self.generate)
+        prompt = option.pop("prompt", None)
+        general = {item.name for item in fields(GenerateOptions)}
+        local = {name: option.pop(name) for name in list(option) if name not in general}
+        options = GenerateOptions(device="cpu", seed=0, quiet=True, own=local, **option)
         return generate(self.run.folder, prompt, options, write=None)
 
 
 def _watched(options: type, read: set[str]) -> type:
     """A subclass of a dataclass of options that adds the name of every field that is looked at to ``read``."""
-    names = {each.name for each in fields(options)}
+    names = {item.name for item in fields(options)}
 
     def look(self: Any, name: str) -> Any:
         if name in names and sys._getframe(1).f_globals.get("__name__") not in _COPIES:

@@ -87,17 +87,17 @@ def resume(subject: TaskSubject) -> None:
 
 def evaluate(subject: TaskSubject) -> None:
     """An evaluation reports finite metrics with unit and direction, as text and as JSON."""
-    found = subject.evaluation
-    units = {metric.name: metric for metric in found.units}
-    require(bool(found.metrics), "the evaluation has no metrics")
-    for name, value in found.metrics.items():
+    result = subject.evaluation
+    units = {metric.name: metric for metric in result.units}
+    require(bool(result.metrics), "the evaluation has no metrics")
+    for name, value in result.metrics.items():
         require(name in units, f"the metric {name} has no unit; units are of {sorted(units)}")
         require(math.isfinite(value), f"the metric {name} is {value}")
-    for name, value in found.baselines.items():
+    for name, value in result.baselines.items():
         require(math.isfinite(value), f"the baseline {name} is {value}")
-    require(bool(found.text), "the evaluation has no text")
-    facts = json.loads(json.dumps(found.facts))
-    missing = [name for name in found.metrics if name not in facts]
+    require(bool(result.text), "the evaluation has no text")
+    facts = json.loads(json.dumps(result.facts))
+    missing = [name for name in result.metrics if name not in facts]
     require(not missing, f"the facts lack the metrics {missing}")
 
 
@@ -111,9 +111,9 @@ def options(subject: TaskSubject) -> None:
     """Training, evaluation and generation look at every option that the task declares."""
     _ = subject.run, subject.rows(), subject.evaluation
     generate(subject)
-    names = {kind: {each.name for each in fields(getattr(subject.task, kind))} for kind in KINDS}
+    names = {kind: {field.name for field in fields(getattr(subject.task, kind))} for kind in KINDS}
     for name in subject.unread:
-        require(any(name in each for each in names.values()), f"unread: {name!r} is no option of the task")
+        require(any(name in item for item in names.values()), f"unread: {name!r} is no option of the task")
     for kind in KINDS if _generates(subject) else KINDS[:2]:
         unread = sorted(names[kind] - subject.read[kind] - subject.unread.keys())
         require(not unread, f"nothing looks at {', '.join(unread)} of its {kind}; use it, remove it, or say why not")
@@ -139,7 +139,7 @@ def _tensors(batch: Any) -> list[Tensor]:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, (tuple, list)):
-            for each in item:
-                yield from walk(each)
+            for entry in item:
+                yield from walk(entry)
 
     return list(walk(batch))
