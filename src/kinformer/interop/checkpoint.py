@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.interop import bert, big_bird, deit, encoder_weights, gpt2, images, longformer, marian, swin, vit
 from kinformer.interop.encoder import Family
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import load_tensors, read_json
+from kinformer.runtime.files import load_tensors, read_json, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,11 +79,16 @@ def read_checkpoint(folder: str | Path) -> Imported:
     folder = Path(folder)
     if not folder.is_dir():
         raise KinformerError(f"{folder}: is no folder; give the folder that holds the checkpoint's {CONFIG}.")
+    with reading(folder, "cannot be imported: its settings or tensors are not what they should be"):
+        return _imported(folder)
+
+
+def _imported(folder: Path) -> Imported:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
     kind = config.get("model_type")
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise KinformerError(
             f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(FORMATS)}."
         )

@@ -84,7 +84,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
-        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", stem)
+        layer = re.fullmatch(r"encoder\.layer\.(\d{1,5})\.(.+)", stem)
         inner = "" if layer is None else layer[2]
         if name == POSITIONS:
             weights["position.table"] = tensor
@@ -98,7 +98,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
             place = f"stack.layers.{int(layer[1])}.mixer.projection.qkv.{last}"
             parts.setdefault(place, {})[inner.removeprefix("attention.self.")] = tensor
         elif not LEFT_OUT.fullmatch(name):
-            raise KinformerError(f"{folder}: holds {name!r}, which no such encoder with the head {kind!r} has.")
+            raise KinformerError(f"{folder}: holds {name[:99]!r}, which no such encoder with the head {kind!r} has.")
     weights |= {place: _fused(part, place, folder) for place, part in parts.items()}
     return _with_head(weights, model, tensors, folder)
 

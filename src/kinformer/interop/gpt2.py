@@ -35,7 +35,7 @@ LAYER_NAMES = {
     "mlp.c_fc": "feed_forward.up",
     "mlp.c_proj": "feed_forward.down",
 }
-MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+MASKS = re.compile(r"(transformer\.)?h\.\d{1,5}\.attn\.(bias|masked_bias)")
 """Causal masks and their fill, which old checkpoints keep among the weights."""
 
 
@@ -49,7 +49,7 @@ def model_config(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     if config.get("pruned_heads"):
         raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
     activation = config.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise KinformerError(
             f"{place}: activation_function is {activation!r}, but only {', '.join(ACTIVATIONS)} can be imported."
         )
@@ -126,9 +126,9 @@ def _our_name(name: str, folder: Path) -> str:
         return NAMES[name]
     if stem in NAMES:
         return f"{NAMES[stem]}.{kind}"
-    match = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
+    match = re.fullmatch(r"h\.(\d{1,5})\.(.+)", stem)
     if match is None or match[2] not in LAYER_NAMES or kind not in ("weight", "bias"):
         raise KinformerError(
-            f"{folder}: holds {name!r}, which a GPT-2 language model has not; import one without further heads."
+            f"{folder}: holds {name[:99]!r}, which a GPT-2 language model has not; import one without further heads."
         )
     return f"stack.layers.{int(match[1])}.{LAYER_NAMES[match[2]]}.{kind}"

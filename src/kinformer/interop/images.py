@@ -67,7 +67,7 @@ def fused(parts: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, 
 
 def unknown(folder: Path, name: str, model: str) -> KinformerError:
     """For a tensor that no model of this kind has."""
-    return KinformerError(f"{folder}: holds {name!r}, which no {model} for image classification has.")
+    return KinformerError(f"{folder}: holds {name[:99]!r}, which no {model} for image classification has.")
 
 
 def _pair(full: Mapping[str, Any], place: Path, name: str) -> list[int]:

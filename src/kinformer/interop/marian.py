@@ -121,7 +121,7 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     for name, tensor in plain.items():
         if name in _TABLES or name.endswith("embed_positions.weight"):
             continue
-        match = re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        match = re.fullmatch(r"(encoder|decoder)\.layers\.(\d{1,5})\.(.+)\.(weight|bias)", name)
         stem = "" if match is None else f"{'encoder.' if match[1] == 'encoder' else ''}stack.layers.{int(match[2])}"
         names = SELF | FED | (CROSS if match is not None and match[1] == "decoder" else {})
         part = "" if match is None else match[3]
@@ -132,8 +132,8 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
             parts.setdefault(f"{stem}.{JOINED[owner][1]}.{match[4]}", {})[product[0]] = tensor
         else:
             raise KinformerError(
-                f"{folder}: holds {name!r}, which a Marian model for translation has not; import one without further "
-                "heads."
+                f"{folder}: holds {name[:99]!r}, which a Marian model for translation has not; import one without "
+                "further heads."
             )
     order = {ours: letters for letters, ours in JOINED.values()}
     for name, local in parts.items():

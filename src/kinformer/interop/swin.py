@@ -118,8 +118,8 @@ def convert(tensors: Mapping[str, Tensor], model: Mapping[str, Any], folder: Pat
     weights: dict[str, Tensor] = {}
     for name, tensor in images.plain(images.plain(tensors, "swin"), "swinv2").items():
         stem, _, last = name.rpartition(".")
-        block = re.fullmatch(r"encoder\.layers\.(\d+)\.blocks\.(\d+)\.(.+)", stem)
-        merge = re.fullmatch(r"encoder\.layers\.(\d+)\.downsample\.(norm|reduction)", stem)
+        block = re.fullmatch(r"encoder\.layers\.(\d{1,5})\.blocks\.(\d{1,5})\.(.+)", stem)
+        merge = re.fullmatch(r"encoder\.layers\.(\d{1,5})\.downsample\.(norm|reduction)", stem)
         if block is not None and int(block[1]) < len(depths):
             place = f"stack.layers.{sum(depths[: int(block[1])]) + int(block[2])}"
             if block[3] in LAYER_NAMES:

@@ -103,7 +103,7 @@ def converted(tensors: Mapping[str, Tensor], names: Mapping[str, str], folder: P
     tokens = [tensors[name] for name in ("embeddings.cls_token", "embeddings.distillation_token") if name in tensors]
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
-        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", stem)
+        layer = re.fullmatch(r"encoder\.layer\.(\d{1,5})\.(.+)", stem)
         place = "" if layer is None else f"stack.layers.{int(layer[1])}."
         inner = "" if layer is None else layer[2]
         if name == "embeddings.position_embeddings":
