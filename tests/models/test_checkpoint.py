@@ -68,6 +68,22 @@ def test_gradients_are_equal_bit_for_bit_with_dropout(member, cuts):
     assert any(gradient is not None and gradient.to_dense().any() for gradient in want[1:-2])
 
 
+@pytest.mark.parametrize("member", CHECKPOINTED)
+def test_steps_of_a_plain_loop_are_equal_bit_for_bit(member):
+    """Weights that change between steps, which parts that follow them look at again."""
+    steps = []
+    for model in pair(member):
+        for _ in range(3):
+            values = values_of(model, 2, 12)
+            step = stepped(model, values)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad.to_dense(), alpha=1e-4)
+        steps.append(step)
+    assert equal(*steps)
+
+
 def test_with_padding_and_resets():
     plain, checkpointed = pair("rope", **dropping("rope"))
     tokens = torch.randint(23, (2, 20))

@@ -98,6 +98,7 @@ class SoftSpan(Span, Regularized):
         if stamp is None or stamp != self._stamp:
             self._trim(self.span)
 
+    @torch.no_grad()  # checkpoints count what a forward saves, and recomputing it does not come here
     def _trim(self, span: Tensor) -> None:
         windows = tuple(window(self.config, z) for z in host(self._tokens(span)))
         if windows != self._windows:
