@@ -85,7 +85,7 @@ def test_the_effective_context_length_of_a_group(cli, gpt_run, linear_run, text_
         (["--plot", "a.png"], "--plot a.png: draws what --lengths measures; give --lengths 1x,2x,4x too"),
         (["--lengths", "1x", "--plot", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg"),
         (["--recl", "--lengths", "32"], "the contexts 32 cannot give an effective context length"),
-        (["--recl", "--hardest", "0"], "the share of hardest tokens is 0"),
+        (["--recl", "--hardest", "0"], "--hardest is 0 but must be above 0"),
         (["--recl", "--positions", "0"], "--positions is 0 but must be 1 or more"),
         (["--recl", "--lengths", "1x,100x"], "a context of 3200 needs 3201"),
     ],

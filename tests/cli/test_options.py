@@ -1,14 +1,19 @@
 """Options: in groups, with an example; counts; a file of them; what other tools call them; completion."""
 
+import math
 import re
 import subprocess
+from dataclasses import MISSING, fields
 from importlib import import_module
+from typing import get_args, get_type_hints
 
 import pytest
 
 from kinformer.cli import main as command_line
-from kinformer.cli.form import flags, form_of
+from kinformer.cli.form import bare, flags, form_of
 from kinformer.cli.parsing import parse
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.table import TASKS
 
 
 def forms(name):
@@ -65,9 +70,9 @@ def test_counts_may_be_thousands_and_millions(text, steps):
         ("list --dim 3", "list: Unrecognized options: --dim, 3; see kinformer list --help."),
         (
             "train gpt --out x --steps 1.2345k",
-            "Error parsing --steps: invalid literal for int() with base 10: '1.2345k'",
+            "--steps: '1.2345k' is no whole number, such as 16",
         ),
-        ("train gpt --out x --steps 3G", "invalid literal for int() with base 10: '3G'"),
+        ("train gpt --out x --steps 3G", "'3G' is no whole number"),
     ],
 )
 def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
@@ -132,7 +137,7 @@ def test_a_file_of_options(tmp_path):
         ("steps = [", "is not TOML"),
         ('resume = "yes"', "resume is 'yes' but must be true or false."),
         ("steps = true", "steps is True but must be a text or a number."),
-        ('steps = "x"', "Error parsing --steps: invalid literal"),
+        ('steps = "x"', "--steps: 'x' is no whole number"),
         ('config = "x"', "'config' is not an option"),
     ],
 )
@@ -141,7 +146,7 @@ def test_a_file_of_options_that_is_wrong_is_one_sentence(cli, tmp_path, text, to
     path.write_text(text)
     code, out, err = cli("train", "gpt", "--out", tmp_path / "run", "--config", path)
     assert (code, out) == (2, "") and told in err and err.count("\n") == 1
-    assert "cannot be read" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
+    assert "there is no such file" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
 
 
 @pytest.mark.parametrize(
@@ -155,3 +160,37 @@ def test_bash_completes_commands_members_and_options(cli, typed, offered):
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [offered] and not done.stderr
     assert cli("completion", "zsh")[1].endswith(script) and "bashcompinit" in cli("completion", "zsh")[1]
+
+
+ZERO_MEANS = {
+    "seed", "walk_seed", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "ema",
+    "validate_every", "checkpoint_every", "checkpoint_minutes", "average", "probes", "weight", "temperature",
+    "action_temperature", "overlap", "sweep", "tolerance", "cloning_steps", "return_weight", "discount", "gae_lambda",
+    "clip_ratio", "kl_stop", "entropy_weight", "value_weight", "smoothing", "label_smoothing", "length_penalty",
+    "local_views", "teacher_momentum", "rows",
+}  # fmt: skip
+"""Options of which 0 is a value like others, or switches something off."""
+
+
+def numeric_options():
+    kinds = ("Options", "EvaluationOptions", "GenerationOptions")
+    classes = [forms(name)[0] for name in command_line.COMMANDS]
+    for options in dict.fromkeys(classes + [getattr(task, kind) for task in TASKS.values() for kind in kinds]):
+        for name, hint in get_type_hints(options, include_extras=True).items():
+            types = set(get_args(bare(hint)) or (bare(hint),)) & {int, float}
+            if types:
+                yield pytest.param(options, name, types.pop(), id=f"{options.__module__}.{options.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("options", "name", "kind"), list(numeric_options()))
+def test_numbers_out_of_range_are_refused(options, name, kind):
+    needed = {each.name: "x" for each in fields(options) if each.default is each.default_factory is MISSING}
+    wrong = [
+        kind(-1),
+        *([math.nan, math.inf, -math.inf] if kind is float else []),
+        *[kind(0)] * (name not in ZERO_MEANS),
+    ]
+    for value in wrong:
+        with pytest.raises(KinformerError, match=f"--{name.replace('_', '-')}") as told:
+            options(**needed, **{name: value})
+        assert str(told.value).count(".\n") == 0 and str(told.value).endswith(".")

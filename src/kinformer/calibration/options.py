@@ -59,6 +59,7 @@ class CalibrateOptions(Machine):
         for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
             require(f"--{name.replace('_', '-')}", getattr(self, name), least)
         require("--seed", self.seed, 0)
+        super().__post_init__()
         if self.search is not None:
             self._check_search()
             return

@@ -126,6 +126,8 @@ def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
         known["metavar"] = _PLACEHOLDERS[inner]
     if inner in (int, int | None):
         return Annotated[hint, _COUNT, tyro.conf.arg(**known)]
+    if inner in (float, float | None):
+        return Annotated[hint, _NUMBER, tyro.conf.arg(**known)]
     return Annotated[hint, tyro.conf.arg(**known)]
 
 
@@ -186,7 +188,18 @@ def _count(text: str) -> int:
         number = float(match[1]) * {"k": 1e3, "M": 1e6}[match[2]]
         if number.is_integer():
             return int(number)
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number, such as 16, 100k or 2M") from None
+
+
+def _number(text: str) -> float:
+    """A number; whether it is finite and in range, the options say."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number, such as 3, 0.5 or 1e-3") from None
 
 
 _COUNT: Any = PrimitiveConstructorSpec(
@@ -194,6 +207,13 @@ _COUNT: Any = PrimitiveConstructorSpec(
     metavar="N",
     instance_from_str=lambda texts: _count(texts[0]),
     is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+_NUMBER: Any = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="X",
+    instance_from_str=lambda texts: _number(texts[0]),
+    is_instance=lambda value: value is None or isinstance(value, int | float),
     str_from_instance=lambda value: [str(value)],
 )
 

@@ -10,6 +10,7 @@ import tyro
 
 from kinformer.cli.parsing import overrides
 from kinformer.runtime.errors import require
+from kinformer.runtime.fields import Checked
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -23,7 +24,7 @@ O = TypeVar("O")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Printing:
+class Printing(Checked):
     """What is printed, and how."""
 
     json: bool = False
@@ -42,6 +43,10 @@ class CommonOptions(Printing):
 
     seed: int = 0
     """Decides everything random."""
+
+    def __post_init__(self) -> None:
+        require("--seed", self.seed, 0)
+        super().__post_init__()
 
 
 def asked(request: type[O], options: Any) -> O:

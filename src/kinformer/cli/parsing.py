@@ -75,7 +75,8 @@ def sentence(box: str, prog: str) -> str:
         names = re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE)
         said = "needs " + " and ".join(names)
     else:
-        said = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing Options: ")
+        said = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
+        said = said.removeprefix("Options: ")
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
     return f"{prog.removeprefix('kinformer ')}: {said}; {remedy}"

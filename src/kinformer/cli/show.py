@@ -12,6 +12,7 @@ from kinformer.cli.options import Changes, CommonOptions, Member
 from kinformer.cli.output import print_json, print_table
 from kinformer.cli.parsing import overrides
 from kinformer.family.table import FAMILY, member
+from kinformer.runtime.errors import require
 from kinformer.training.metric import size
 
 MOST_PICTURES = 8
@@ -32,6 +33,10 @@ class Options(CommonOptions):
     """Tokens of the vocabulary; the recipe's own if not given."""
     full: bool = False
     """Show settings that are at their defaults, too."""
+
+    def __post_init__(self) -> None:
+        require("--vocab-size", self.vocab_size, 1)
+        super().__post_init__()
 
 
 def run(options: Options) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, choose, flag_of, require
+from kinformer.runtime.errors import KinformerError, choose, flag_of, require, require_above, require_share
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
@@ -84,14 +84,15 @@ class CompareOptions(Machine):
         require("--max-bytes", self.max_bytes, 2)
         given = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
         for name in given:
-            if not getattr(self, name) > 0:
-                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must be above 0.")
+            require_above(flag_of(name), getattr(self, name), 0)
         if len(given) > 1:
             raise KinformerError(f"{' and '.join(map(flag_of, given))} contradict; give one of them.")
         if self.sweep == 2:
             raise KinformerError("--sweep 2: has no middle; try 3 learning rates or more, or 0 for none.")
-        if self.lr is not None and not self.lr > 0:
-            raise KinformerError(f"--lr is {self.lr:g} but must be above 0.")
+        require_above("--lr", self.lr, 0)
+        require("--seed", self.seed, 0)
+        require_share("--holdout", self.holdout)
+        super().__post_init__()
 
     @property
     def middle(self) -> float:
@@ -131,6 +132,8 @@ class BenchOptions(Machine):
     def __post_init__(self) -> None:
         require("--batch-size", self.batch_size, 1)
         require("--rounds", self.rounds, 1)
+        require("--seed", self.seed, 0)
+        super().__post_init__()
         for name in self.works:
             choose(name, WORKS, "--work")
         assert self.sizes

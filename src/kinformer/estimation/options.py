@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runtime.errors import flag_of, require
+from kinformer.runtime.fields import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions:
+class EstimateOptions(Checked):
     """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
 
     member: str
@@ -33,3 +34,4 @@ class EstimateOptions:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "length", "batch_size"):
             require(flag_of(name), getattr(self, name), 1)
+        super().__post_init__()

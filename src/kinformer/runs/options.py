@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, flag_of, require, require_above, require_share
+from kinformer.runtime.fields import Checked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(Checked):
     """Where it is computed."""
 
     device: str = "auto"
@@ -26,13 +27,16 @@ class Machine:
     threads: int | None = None
     """CPU threads (PyTorch's own choice if not given)."""
 
+    def __post_init__(self) -> None:
+        require("--threads", self.threads, 1)
+        super().__post_init__()
+
     def prepare(self, seed: int) -> torch.device:
         """The device, after setting the threads and PyTorch's global seed."""
         import torch
 
         device = self.usable_device()
         if self.threads is not None:
-            require("--threads", self.threads, 1)
             torch.set_num_threads(self.threads)
         require("--seed", seed, 0)
         torch.manual_seed(seed)
@@ -135,6 +139,12 @@ class TrainOptions(Settings, Machine):
 
     def __post_init__(self) -> None:
         self.settings()
+        require("--devices", self.devices, 1)
+        require("--train-tokenizer", self.train_tokenizer, 1)
+        require("--neighbours", self.neighbours, 1)
+        require("--probes", self.probes, 0)
+        require_share("--holdout", self.holdout)
+        Machine.__post_init__(self)
 
     def settings(self) -> Settings:
         """What of it decides the weights, and the defaults where nothing is given."""
@@ -143,7 +153,7 @@ class TrainOptions(Settings, Machine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreOptions:
+class StoreOptions(Checked):
     """How a datastore's next tokens are mixed into the model's own prediction (kNN-LM), or which the model's head looks
     things up in (SPALM)."""
 
@@ -162,14 +172,19 @@ class StoreOptions:
     """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
 
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 <= self.weight <= 1:
+            raise KinformerError(f"--weight is {self.weight:g} but must lie between 0 and 1.")
+        require("--neighbours", self.neighbours, 1)
+        require("--probes", self.probes, 0)
+        require_above("--knn-temperature", self.knn_temperature, 0)
+        super().__post_init__()
+
     def check_store(self) -> None:
-        """Refuse the options of a store where none is named, and values out of range."""
+        """Refuse the options of a store where none is named."""
         given = [each.name for each in fields(type(self)) if self._is_given(each)]
         if given and self.datastore is None:
             raise KinformerError(f"{flag_of(given[0])}: says how a datastore is used; give --datastore FOLDER too.")
-        require("--weight", self.weight, 0)
-        require("--neighbours", self.neighbours, 1)
-        require("--probes", self.probes, 0)
 
     def _is_given(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""
@@ -228,8 +243,13 @@ class GenerateOptions(StoreOptions, Machine):
     own: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
-        require("--samples", self.samples, 1)
-        require("--max-new-tokens", self.max_new_tokens, 1)
+        for name in ("samples", "max_new_tokens", "top_k", "chunk"):
+            require(flag_of(name), getattr(self, name), 1)
+        for name in ("temperature", "seed"):
+            require(flag_of(name), getattr(self, name), 0)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise KinformerError(f"--top-p is {self.top_p:g} but must be above 0 and at most 1.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,5 +288,9 @@ class IndexOptions(Machine):
         require("--chunk", self.chunk, 1)
         require("--max-bytes", self.max_bytes, 2)
         require("--lists", self.lists, 1)
+        require("--seed", self.seed, 0)
+        require_share("--holdout", self.holdout)
+        require_share("--overlap", self.overlap, zero=True)
+        super().__post_init__()
         if self.lists is not None and not self.approximate:
             raise KinformerError(f"--lists {self.lists}: is for approximate search; add --approximate.")

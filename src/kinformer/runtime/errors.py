@@ -5,6 +5,7 @@ Every message is one sentence that holds the value, what was expected, the place
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -43,7 +44,29 @@ def require_finite(finite: bool, where: str = "") -> None:
         )
 
 
+def require_finite_number(flag: str, value: float | None) -> None:
+    """Raise a :class:`KinformerError` when an option's ``value`` is infinite or no number at all."""
+    if value is not None and not math.isfinite(value):
+        raise KinformerError(f"{flag} is {value:g} but must be a finite number.")
+
+
 def require(flag: str, value: float | None, least: float) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is below ``least``."""
-    if value is not None and not value >= least:
+    """Raise a :class:`KinformerError` when an option's ``value`` is below ``least`` or no finite number."""
+    require_finite_number(flag, value)
+    if value is not None and value < least:
         raise KinformerError(f"{flag} is {value:g} but must be {least:g} or more.")
+
+
+def require_above(flag: str, value: float | None, bound: float) -> None:
+    """Raise a :class:`KinformerError` when an option's ``value`` is not above ``bound`` or no finite number."""
+    require_finite_number(flag, value)
+    if value is not None and value <= bound:
+        raise KinformerError(f"{flag} is {value:g} but must be above {bound:g}.")
+
+
+def require_share(flag: str, value: float | None, zero: bool = False) -> None:
+    """Raise a :class:`KinformerError` when an option's ``value`` is no share of something: above 0 (or, with ``zero``,
+    at least 0) and below 1."""
+    if value is not None and not (0 < value < 1 or (zero and value == 0)):
+        least = "at least" if zero else "above"
+        raise KinformerError(f"{flag} is {value:g} but must be {least} 0 and below 1.")

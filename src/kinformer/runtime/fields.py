@@ -6,11 +6,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, flag_of, require_finite_number
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -37,6 +37,18 @@ def require_ranges(values: Mapping[str, Any]) -> None:
         inside, range_text = _RANGES.get(name, (None, ""))
         if inside is not None and not inside(value):
             raise KinformerError(f"{name} must be {range_text}, but is {value:g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Options whose numbers are checked when they are made: the root of every ``__post_init__`` that calls the next."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number that is not finite."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float):
+                require_finite_number(flag_of(option.name), value)
 
 
 def require_types(options: Any, declared: type) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 from kinformer.training.metric import Metric
 
@@ -18,7 +19,7 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
+class EvaluationSettings(Checked):
     """How runs of any task are measured."""
 
     data: str | None = None
@@ -36,6 +37,7 @@ class EvaluationSettings:
         require("--max-bytes", self.max_bytes, 2)
         require("--chunk", self.chunk, 1)
         require("--seed", self.seed, 0)
+        super().__post_init__()
 
     def refuse_data(self, why: str) -> None:
         """For a task that makes its own rows."""

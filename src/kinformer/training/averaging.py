@@ -52,7 +52,7 @@ def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int
     """The mean of the weights of ``model`` and of the checkpoints of ``steps``, spread over processes as the model's
     are; what is no floating-point number is the model's."""
     local = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
-    total = {name: weight.double() for name, weight in local.items()}
+    total = {name: weight.to(torch.float64, copy=True) for name, weight in local.items()}
     for step in steps:
         weights = load_tensors(checkpoints.path(step) / "model.safetensors")[0]
         for name, weight in local.items():

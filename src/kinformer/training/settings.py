@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, flag_of, require
-from kinformer.runtime.fields import require_types
+from kinformer.runtime.errors import KinformerError, flag_of, require, require_above, require_share
+from kinformer.runtime.fields import Checked, require_types
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """What decides the weights that come out, and when they are measured and kept."""
 
     steps: int | None = None
@@ -76,17 +76,19 @@ class Settings:
         require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
             raise KinformerError(f"--steps {self.steps} and --minutes {self.minutes:g} contradict; give one of them.")
-        for name in ("length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
+        for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
             require(flag_of(name), getattr(self, name), 1)
-        for name in ("steps", "validate_every", "checkpoint_every", "minutes", "checkpoint_minutes", "warmup"):
+        for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup", "seed"):
             require(flag_of(name), getattr(self, name), 0)
-        for name in ("lr", "table_lr", "weight_decay", "clip", "seed", "average"):
+        for name in ("table_lr", "weight_decay", "clip"):
             require(flag_of(name), getattr(self, name), 0)
-        for name, high in (("min_lr_ratio", 1.0), ("beta2", 1.0), ("ema", 1.0)):
-            if not 0 <= getattr(self, name) <= high:
-                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and {high:g}.")
-        if self.steps == 0 or self.minutes == 0:
-            raise KinformerError("nothing is to be trained: --steps or --minutes is 0; give more.")
+        for name in ("lr", "minutes"):
+            require_above(flag_of(name), getattr(self, name), 0)
+        require_share("--beta2", self.beta2, zero=True)
+        for name in ("min_lr_ratio", "ema"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
+        super().__post_init__()
 
     def rows(self, world: int) -> int:
         """Rows of each accumulated part of each of ``world`` processes."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kinformer.runtime.errors import flag_of, require
+from kinformer.runtime.fields import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawOptions:
+class DrawOptions(Checked):
     """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
 
     subject: str
@@ -50,3 +51,4 @@ class DrawOptions:
         for name in ("length", "layer", "head", "image_width"):
             require(flag_of(name), getattr(self, name), 1)
         require("--seed", self.seed, 0)
+        super().__post_init__()

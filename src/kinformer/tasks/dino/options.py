@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, flag_of, require, require_above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,7 @@ class DinoOptions:
             raise KinformerError(f"--area is {self.area:g} but must lie between 0.05 and 1.")
         if not 0 <= self.teacher_momentum <= 1:
             raise KinformerError(f"--teacher-momentum is {self.teacher_momentum:g} but must lie between 0 and 1.")
-        if self.teacher_temperature <= 0:
-            raise KinformerError(f"--teacher-temperature is {self.teacher_temperature:g} but must be above 0.")
+        require_above("--teacher-temperature", self.teacher_temperature, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

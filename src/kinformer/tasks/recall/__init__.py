@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import CausalModel
-from kinformer.runtime.errors import require
+from kinformer.runtime.errors import require, require_above
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.shared.options import whole_numbers
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
@@ -41,6 +41,7 @@ class RecallOptions:
     def __post_init__(self) -> None:
         numbers("--pairs", self.pairs)
         require("--symbols", self.symbols, 4)
+        require_above("--gap-power", self.gap_power, 0)
 
     @property
     def data(self) -> Recall:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, require, require_share
+from kinformer.runtime.fields import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class NextTokenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenEvaluationOptions:
+class NextTokenEvaluationOptions(Checked):
     """Of models of the next token."""
 
     context: str | None = None
@@ -43,6 +44,11 @@ class NextTokenEvaluationOptions:
 
     def __post_init__(self) -> None:
         require("--positions", self.positions, 1)
+        require_share("--overlap", self.overlap, zero=True)
+        require_share("--holdout", self.holdout)
+        if not 0 < self.hardest <= 1:
+            raise KinformerError(f"--hardest is {self.hardest:g} but must be above 0 and at most 1.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
