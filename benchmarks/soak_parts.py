@@ -12,6 +12,7 @@ from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
+from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.combined import Intersection
 from kinformer.positions.none import NoPosition
@@ -30,6 +31,7 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "random_fourier": {"features": 4},
     "t5": {"num_buckets": 8},
     "compressive": {"memory": 6},
+    "memorizing": {"topk": 4},
     "rope": {"scaling": "none"},
     "geometric": {"thresholds": (0.5,)},
     "sinkhorn": {"max_length": 48},
@@ -85,15 +87,17 @@ def mixer(random_: random.Random) -> Any:
     return found
 
 
-def decoder(random_: random.Random) -> Decoder.Config:
-    """One or two different layers, applied in any way, below any head."""
+def decoder(random_: random.Random, over_source: bool = False) -> Decoder.Config:
+    """One or two different layers, applied in any way, below any head; ``over_source``: all attend to one."""
     layers = []
     for _ in range(random_.choice((1, 1, 2))):
         own: dict[str, Any] = {"mixer": mixer(random_), "norm": draw(random_, "norm")}
-        kind = random_.choices(("decoder", "macaron", "sha_rnn"), (8, 1, 1))[0]
+        kind = random_.choices(("decoder", "macaron", "sha_rnn"), (8, 1, 0 if over_source else 1))[0]
         if kind != "sha_rnn":
             own |= {"feed_forward": draw(random_, "feed_forward"), "residual": draw(random_, "residual")}
-            if random_.random() < 0.15:
+            if over_source:
+                own["further_mixers"] = (draw(random_, "mixer", "cross"),)
+            elif random_.random() < 0.15:
                 own["further_mixers"] = (mixer(random_),)
         layers.append(kinds()["layer"][kind](**own))
     stack = random_.choices(("sequential", "reversible", "universal", "exits"), (5, 2, 2, 2))[0]
@@ -102,19 +106,31 @@ def decoder(random_: random.Random) -> Decoder.Config:
 
 def encoder(random_: random.Random) -> Encoder.Config:
     """The same of whole sequences."""
-    layer = kinds()["encoder_layer"]["encoder"]
-    parts = {slot: draw(random_, slot) for slot in ("feed_forward", "norm", "residual")}
-    slots = [kind for kind in sorted(kinds()["encoder_mixer"]) if kind not in ("etc", "windows")]
-    weights = [6 if kind == "bidirectional" else 1 for kind in slots]
-    layers = (layer(mixer=draw(random_, "encoder_mixer", random_.choices(slots, weights)[0]), **parts),)
     stack = draw(random_, "stack", random_.choice(("sequential", "sequential", "reversible", "universal")))
-    return Encoder.Config(layers=layers, stack=stack, **_ends(random_, True))
+    return Encoder.Config(layers=(_encoder_layer(random_),), stack=stack, **_ends(random_, True))
+
+
+def _encoder_layer(random_: random.Random) -> Any:
+    parts = {slot: draw(random_, slot) for slot in ("feed_forward", "norm", "residual")}
+    mixers = [kind for kind in sorted(kinds()["encoder_mixer"]) if kind not in ("etc", "windows")]
+    weights = [6 if kind == "bidirectional" else 1 for kind in mixers]
+    chosen = draw(random_, "encoder_mixer", random_.choices(mixers, weights)[0])
+    return kinds()["encoder_layer"]["encoder"](mixer=chosen, **parts)
+
+
+def encoder_decoder(random_: random.Random) -> EncoderDecoder.Config:
+    """A decoder whose layers also attend to what an encoder layer makes of a source."""
+    base = decoder(random_, over_source=True)
+    settings = {field.name: getattr(base, field.name) for field in fields(base)}
+    source = SourceEncoder.Config(layers=(_encoder_layer(random_),), position=base.position, norm=base.norm)
+    return EncoderDecoder.Config(**settings, encoder=source)
 
 
 def _ends(random_: random.Random, whole: bool) -> dict[str, Any]:
     """Input, width, position and head; the head fits nearly always."""
     position = draw(random_, "position")
-    input = Tokens.Config(vocab_size=VOCAB, embedding=draw(random_, "embedding", _often(random_, "lookup")))
+    embedding = draw(random_, "embedding", _often(random_, "lookup"))
+    input = Tokens.Config(vocab_size=VOCAB, embedding=embedding, bos_token=VOCAB - 2, eos_token=VOCAB - 1)
     return {
         "dim": DIM,
         "input": input,
