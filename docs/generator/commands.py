@@ -33,11 +33,11 @@ def training(member: Member, config: Any) -> list[str]:
             "kinformer index runs/rope --split train --datastore stores/rope",
         ]
         options += " --datastore stores/rope --retriever runs/rope --steps 500"
-    elif task.budgeted:
+    elif task.data.running_text:
         options += " --minutes 5"
     else:
         options += " --steps 1000"
-    if task.default_data is None:
+    if task.data.default is None:
         options += " --data DATA"
     lines.append(f"kinformer train {name}{options} --out {run}")
     lines.append(f"kinformer evaluate {run}")

@@ -56,12 +56,13 @@ def _usual(member: Member) -> str:
 
 
 def _record(task: Task) -> Iterator[tuple[str, str]]:
-    yield "**Models**", PROTOCOLS.get(task.protocol, task.protocol.__name__)
-    yield "**Input**", f"`{task.input}`" if task.input else "any, or fitted to the data"
-    yield "**Data if none is given**", f"`{task.default_data}`" if task.default_data else "none; give `--data PATH`"
+    yield "**Models**", ", ".join(PROTOCOLS.get(protocol, protocol.__name__) for protocol in task.models.protocols)
+    inputs = ", ".join(f"`{kind}`" for kind in task.models.inputs or ())
+    yield "**Input**", inputs or "any, or fitted to the data"
+    yield "**Data if none is given**", f"`{task.data.default}`" if task.data.default else "none; give `--data PATH`"
     yield "**Objectives**", ", ".join(f"`{name}`" for name in task.objectives)
-    yield "**Text by a tokenizer**", "yes" if task.tokenizes else "no"
-    yield "**`--minutes` alone chooses sizes**", "yes" if task.budgeted else "no"
+    yield "**Text by a tokenizer**", "yes" if task.data.tokenized else "no"
+    yield "**`--minutes` alone chooses sizes**", "yes" if task.data.running_text else "no"
     if task.settings:
         changed = ", ".join(f"`{flag_of(name)} {value}`" for name, value in task.settings.items())
         yield "**Training, unless told otherwise**", changed
@@ -75,7 +76,7 @@ def _figure(figure: Metric) -> tuple[str, str, str]:
 def _commands(task: Task, example: Member, usual: list[Member]) -> list[str]:
     if example in usual:
         return commands.training(example, config_of(example.name))
-    data = "" if task.default_data else " --data DATA"
+    data = "" if task.data.default else " --data DATA"
     run = f"runs/{task.name}"
     return [
         f"kinformer train {example.name} --task {task.name}{data} --steps 1000 --out {run}",
@@ -118,7 +119,7 @@ def overview() -> str:
         (
             f"[{task.title}]({task.name}.md)",
             f"`{task.name}`",
-            PROTOCOLS.get(task.protocol, ""),
+            PROTOCOLS.get(task.models.protocols[0], ""),
             _figure(task.figures[0])[0],
             escaped(task.description.split(". ")[0]),
         )

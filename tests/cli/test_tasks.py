@@ -210,10 +210,10 @@ def test_mistakes(cli, tmp_path, arguments, said):
 
 def test_what_encoders_cannot_do(cli, gpt_run, masked_run, tmp_path):
     for arguments, said in (
-        (("generate", masked_run, "--prompt", "a"), "an encoder, which reads whole texts and continues none"),
+        (("generate", masked_run, "--prompt", "a"), "its encoder reads whole texts and continues none"),
         (("evaluate", masked_run, "--recl"), "--recl: is for models of the next token"),
         (("evaluate", masked_run, "--context", "16"), "--context: is for models of the next token"),
-        (("evaluate", masked_run, gpt_run), "predicts next tokens, unlike the other runs"),
+        (("evaluate", masked_run, gpt_run), "is a run of the task next-token, unlike"),
         (("train", "gpt", "--init", masked_run, "--out", tmp_path / "run"), "is a run of 'bert', not of 'gpt'"),
     ):
         code, _, told = cli(*arguments)

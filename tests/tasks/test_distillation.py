@@ -90,7 +90,7 @@ def test_teachers_that_cannot_teach(teacher, tmp_path):
     text.write_bytes(b"some text " * 400)
     other = kinformer.train("gpt", data=str(text), out=tmp_path / "gpt", steps=1, length=8, **SMALL)
     for options, told in (
-        ({"teacher": other.folder}, "give a run of the task vision"),
+        ({"teacher": other.folder}, "is a run of the task next-token; give one of vision"),
         ({"teacher": tmp_path / "nothing"}, "nothing"),
         ({"teacher": teacher.folder, "distillation_temperature": 2.0}, "does nothing without --distillation soft"),
         ({"distillation": "soft"}, "does nothing without --teacher RUN"),

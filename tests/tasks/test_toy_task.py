@@ -96,7 +96,7 @@ def test_mistakes(tmp_path, member, options, told):
 def test_what_it_cannot_do_is_one_sentence(cli, tmp_path):
     kinformer.train("toy", out=tmp_path / "run", task="regression", **SMALL)
     for arguments, told in (
-        (("generate", tmp_path / "run", "--prompt", "x"), "whose task generates nothing"),
+        (("generate", tmp_path / "run", "--prompt", "x"), "the task generates nothing"),
         (("evaluate", tmp_path / "run", "--lengths", "8"), "--lengths: is for models of the next token"),
         (("index", tmp_path / "run", "--datastore", tmp_path / "store"), "is no causal decoder"),
     ):

@@ -20,6 +20,7 @@ from kinformer.models.encoder import Encoder
 from kinformer.positions.learned import Learned
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Models
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.batch import map_fields
 from kinformer.training.data_module import DataModule
@@ -185,14 +186,15 @@ class Regression(Task):
     name = "regression"
     title = "regression"
     description = "Learns the frequency of a wave."
-    does = "tells frequencies"
-    protocol = WholeModel
+    models = Models(protocols=(WholeModel,))
+    data = DataNeeds(
+        default="waves",
+        refused=dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out."),
+    )
     metrics = (ERROR,)
     objectives = {"squared-error": lambda model: squared_error}
     Options = WaveOptions
     EvaluationOptions = WaveMeasuring
-    default_data = "waves"
-    refused = dict.fromkeys(("data", "holdout", "tokenizer", "train_tokenizer"), "waves are made up; leave it out.")
 
     def fits(self, config: Any) -> bool:
         return config.head.kind == "frequency"

@@ -119,7 +119,7 @@ def check_exits(run: Run) -> None:
             f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
             "softmax_response, saturation or classifier."
         )
-    if not run.task.tokenizes:
+    if not run.task.data.tokenized:
         raise KinformerError(
             f"{run.folder}: was trained for the task {run.task.name}, which has no text to continue; give a run of "
             "next-token."

@@ -41,8 +41,9 @@ def run(options: Options) -> int:
     from kinformer.runs.run import open_run
 
     task = open_run(options.folder).task
-    prompt = _prompt(options, task.reads_lines)
-    echo = "" if options.no_echo or prompt is None or task.reads_lines else _text(prompt)
+    by_line = task.generation.prompt == "lines"
+    prompt = _prompt(options, by_line)
+    echo = "" if options.no_echo or prompt is None or by_line else _text(prompt)
     write = None if options.json else _Echo(echo)
     result = generate(options.folder, prompt, asked(GenerateOptions, options), write)
     if hasattr(result, "facts"):

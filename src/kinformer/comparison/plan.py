@@ -76,7 +76,7 @@ def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
     own = training_options(task, options.own)
     check_source(options, task)
     tokenizer = None
-    if task.tokenizes:
+    if task.data.tokenized:
         tokenizer = ByteTokenizer() if options.tokenizer in (None, BYTES) else FileTokenizer(str(options.tokenizer))
     spec = named_data(options, task, Path(options.out))
     data = task.open(Source(spec, options.holdout, tokenizer), own)

@@ -189,7 +189,7 @@ def measured(
         own["lengths"] = _possible(options.contexts, contestant, options.length)
     if baseline and "baseline" in known:
         own["baseline"] = True
-    most = None if "data" in task.refused else options.max_bytes
+    most = None if "data" in task.data.refused else options.max_bytes
     asked = EvaluateOptions(max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, own=own)
 
     def make() -> dict[str, Any]:

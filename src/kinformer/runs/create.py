@@ -56,7 +56,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
         train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
         if budgeted := decides(options, task):
             options = with_vocabulary(asked, task, train)
-        tokenizer = _tokenizer(options, task, Source(spec, options.holdout, None), base) if task.tokenizes else None
+        tokenizer = _tokenizer(options, task, Source(spec, options.holdout, None), base)
         data = task.open(Source(spec, options.holdout, tokenizer), own)
 
         def plan_of(options: TrainOptions) -> TrainingPlan:
@@ -131,21 +131,21 @@ def check_source(options: TrainOptions, task: Task) -> None:
     given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
     given["devices"] = None if options.devices == 1 else options.devices
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
-    if options.text_field is not None and (task.default_data is None or options.data in (None, STDLIB, "-")):
+    if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(
             f"--text-field {options.text_field}: is for tasks of text and JSON lines; give its path with --data."
         )
-    if options.data is None and task.default_data is None and not options.resume:
-        raise KinformerError(f"--task {task.name}: {task.needs}")
+    if options.data is None and task.data.default is None and not options.resume:
+        raise KinformerError(f"--task {task.name}: {task.data.missing}")
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     """The data as it can be found again: an absolute path, standard input and a field of JSON lines as
     a file in the run folder."""
     if options.data is None:
-        assert task.default_data is not None
-        return task.default_data
-    if options.data in (STDLIB, task.default_data) or task.names(options.data):
+        assert task.data.default is not None
+        return task.data.default
+    if options.data in (STDLIB, task.data.default) or task.names(options.data):
         return options.data
     if options.data == "-":
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,8 +158,13 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
     return str(Path(options.data).expanduser().resolve())
 
 
-def _tokenizer(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer:
-    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on."""
+def _tokenizer(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
+    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on.
+
+    None where the task reads no text.
+    """
+    if not task.data.tokenized:
+        return None
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
     size, own = options.train_tokenizer, training_options(task, options.own)

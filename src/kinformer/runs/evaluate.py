@@ -50,8 +50,11 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
 def _check_alike(runs: Sequence[Run]) -> None:
     """Runs of models that are measured in different ways are not measured together."""
     for run in runs[1:]:
-        if run.task.protocol is not runs[0].task.protocol:
-            raise KinformerError(f"{run.folder}: {run.task.does}, unlike the other runs; measure it by itself.")
+        if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
+            raise KinformerError(
+                f"{run.folder}: is a run of the task {run.task.name}, unlike {runs[0].folder}, which is one of "
+                f"{runs[0].task.name}; evaluate it by itself."
+            )
 
 
 def _measured(

@@ -26,9 +26,8 @@ def generate(
     options: GenerateOptions,
     write: Callable[[str], None] | None = None,
 ) -> Any:
-    """What the run's task makes of ``prompt``: a text, None where it needs none, or, where it ``reads_lines``, lines as
-    they come; see its page for what comes back. ``write`` is given every piece of a single sample as soon as it is
-    there."""
+    """What the run's task makes of ``prompt``: a text, lines as they come, or None, as ``task.generation`` says; the
+    task's page says what comes back. ``write`` is called with every piece of a single sample as soon as it is there."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -38,21 +37,22 @@ def generate(
         options,
         own=own,
         seed=secrets.randbits(32) if options.seed is None else options.seed,
-        temperature=run.task.temperature if options.temperature is None else options.temperature,
+        temperature=run.task.generation.temperature if options.temperature is None else options.temperature,
     )
     assert options.seed is not None
     use_fast_products()
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
-    packed = model if run.task.reads_lines else pack(model, options.samples)
+    packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
     model = attach_store(run, packed, options, options.samples)
     return run.task.generate(LoadedRun(run, model), prompt, options, write)
 
 
 def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
-    if not task.prompted and prompt is not None:
+    prompted = task.generation.prompt is not None
+    if not prompted and prompt is not None:
         raise KinformerError(f"--prompt: the task {task.name} continues no text; leave it out.")
-    if task.prompted and prompt is None:
+    if prompted and prompt is None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
-    if task.prompted and not prompt:
+    if prompted and not prompt:
         raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")

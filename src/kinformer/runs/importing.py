@@ -87,7 +87,7 @@ def _write(imported: Imported, config: ModelConfig, out: Path, name: str) -> Run
         task=task,
         options=task.Options(),
         data={
-            "spec": task.default_data,
+            "spec": task.data.default,
             "holdout": None,
             "identity": {"classes": list(imported.classes)} if imported.classes else {},
         },

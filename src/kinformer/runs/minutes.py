@@ -101,7 +101,7 @@ class Choice:
 
 def decides(options: TrainOptions, task: Task) -> bool:
     """Whether the minutes decide what was not given: for tasks of running text, unless neighbours are looked up."""
-    return options.minutes is not None and task.budgeted and options.datastore is None
+    return options.minutes is not None and task.data.running_text and options.datastore is None
 
 
 def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split]) -> TrainOptions:
@@ -109,7 +109,7 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     tokenizer's library is installed: a token of several bytes saves the model their computation."""
     record = member(options.member)
     given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
-    if given or not task.tokenizes or "tokenizer" in record.needs or not record.causal:
+    if given or not task.data.tokenized or "tokenizer" in record.needs or not record.causal:
         return options
     if importlib.util.find_spec("tokenizers") is None:
         return options

@@ -18,7 +18,9 @@ def teacher_of(run: Run) -> Any:
         return None
     teacher = open_run(name)
     if teacher.task.name != run.task.name:
-        raise KinformerError(f"--teacher {name}: {teacher.task.does}; give a run of the task {run.task.name}.")
+        raise KinformerError(
+            f"--teacher {name}: is a run of the task {teacher.task.name}; give one of {run.task.name}."
+        )
     told, learnt = ((each.data.get("identity") or {}).get("classes") for each in (teacher, run))
     if told != learnt:
         raise KinformerError(

@@ -108,7 +108,7 @@ def what_fits(config: ModelConfig, known: Sequence[Task]) -> str:
 
 def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
     """Refuse the general options in ``given`` that mean nothing to the task."""
-    for name, reason in task.refused.items():
+    for name, reason in task.data.refused.items():
         if (value := given.get(name)) is not None:
             shown = f" {value}" if name == "data" else ""
             raise KinformerError(f"{flag_of(name)}{shown}: {reason}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.training.metric import Metric
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
-READS_WHOLE_TEXTS = "an encoder, which reads whole texts and continues none; give a run of a causal member."
+READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,41 +109,26 @@ Load = Callable[[TrainedRun], LoadedRun]
 class Task:
     """A task's record.
 
-    ``protocol``: which models can do it (``core.model``). ``input``: the kind of input that they must have, such as
-    tokens, or several such kinds; None where any will do. ``gives_input``: whether :meth:`fit` gives it to models of
-    tokens. ``objectives``: what can be minimised for it, by name, the usual one first, each made for a model.
-    ``metrics``: what it is measured by; the first decides which weights are the best. ``Options``,
-    ``EvaluationOptions`` and ``GenerationOptions`` are dataclasses of options that only this task has. ``default_data``
-    is what it learns from where none is named, None if some must be. ``tokenizes``: whether it reads text by a
-    tokenizer. ``budgeted``: whether ``--minutes`` alone decides sizes and recipe, as it can where data is
-    running text of which a row may be any part. ``prompted``: whether generating continues a prompt; ``temperature``:
-    at which one, if none is given; ``reads_lines``: each line of a prompt is one by itself, read as it comes, from
-    standard input where none is given. ``refused``: general options that mean nothing to it, with the reason.
-    ``settings``: those of training, where none are given. ``does``: in two words what its models do.
+    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data`` and
+    ``generation`` say which models it takes, which data it needs, and what generating takes (see ``tasks.record``).
+    ``objectives`` are what can be minimised for it, by name, the usual one first, each made for a model. ``metrics``
+    are what it is evaluated by; the first decides which weights are the best. ``settings`` are those of training that
+    differ from the general defaults. ``Options``, ``EvaluationOptions`` and ``GenerationOptions`` are dataclasses of
+    options that only this task has.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     description: ClassVar[str]
-    does: ClassVar[str]
-    protocol: ClassVar[type]
-    input: ClassVar[str | tuple[str, ...] | None] = None
-    gives_input: ClassVar[bool] = False
-    metrics: ClassVar[tuple[Metric, ...]]
+    models: ClassVar[Models]
+    data: ClassVar[DataNeeds] = DataNeeds()
+    generation: ClassVar[Generation] = Generation(refusal="the task generates nothing; give a run of another task.")
     objectives: ClassVar[Mapping[str, Callable[[Any], Any]]]
+    metrics: ClassVar[tuple[Metric, ...]]
+    settings: ClassVar[Mapping[str, Any]] = {}
     Options: ClassVar[type] = NoOptions
     EvaluationOptions: ClassVar[type] = NoOptions
     GenerationOptions: ClassVar[type] = NoOptions
-    prompted: ClassVar[bool] = True
-    temperature: ClassVar[float] = 0.8
-    default_data: ClassVar[str | None] = None
-    tokenizes: ClassVar[bool] = False
-    budgeted: ClassVar[bool] = False
-    needs: ClassVar[str] = "needs data; give --data PATH."
-    refused: ClassVar[Mapping[str, str]] = {}
-    settings: ClassVar[Mapping[str, Any]] = {}
-    reads_lines: ClassVar[bool] = False
-    generates_nothing: ClassVar[str] = "whose task generates nothing; give a run of another task."
 
     @property
     def figures(self) -> tuple[Metric, ...]:
@@ -151,15 +137,11 @@ class Task:
 
     def takes(self, config: ModelConfig) -> bool:
         """Whether models of ``config`` can be trained for this task."""
-        given = self.gives_input and config.input.kind == "tokens"
-        return config.protocol is self.protocol and (given or self._reads(config.input.kind))
+        return self.models.take(config)
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether a model of ``config``, as it is, was made for this task."""
-        return self.takes(config) and self._reads(config.input.kind)
-
-    def _reads(self, kind: str) -> bool:
-        return self.input in (None, kind) or (isinstance(self.input, tuple) and kind in self.input)
+        return self.models.fit(config)
 
     def names(self, spec: str) -> bool:
         """Whether ``spec`` names data that is no file."""
@@ -230,8 +212,11 @@ class Task:
         raise NotImplementedError
 
     def check_generation(self, run: TrainedRun) -> None:
-        """Raise a :class:`KinformerError` where this task generates nothing."""
-        raise KinformerError(f"{run.folder}: is a run of {run.member!r}, {self.generates_nothing}")
+        """Raise a :class:`KinformerError` where this task, or this run of it, generates nothing."""
+        if self.generation.refusal is not None:
+            raise KinformerError(
+                f"{run.folder}: is a run of {run.member!r} for the task {self.name}; {self.generation.refusal}"
+            )
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         """What generating means, after :meth:`check_generation`."""

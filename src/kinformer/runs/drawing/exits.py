@@ -34,7 +34,7 @@ def coloured_text(options: DrawOptions) -> ColouredText:
     if given := [flag_of(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"--exits draws a text, and knows no {', '.join(given)}; leave them out.")
     run = open_run(options.subject)
-    if not run.task.tokenizes:
+    if not run.task.data.tokenized:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
     model = run.model(options.set)
     if early_exit_stack(model) is None:

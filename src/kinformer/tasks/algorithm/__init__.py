@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 
 if TYPE_CHECKING:
@@ -85,17 +86,18 @@ class Algorithm(Task):
         "Measured by the share of answers' tokens that are right and of problems that are solved, by length, up to "
         "four times the longest of training."
     )
-    does = "computes answers"
-    protocol = CausalModel
-    input = "tokens"
+    models = Models(protocols=(CausalModel,), inputs=("tokens",))
+    data = DataNeeds(
+        default=NAME,
+        refused=dict.fromkeys(
+            ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
+        ),
+    )
+    generation = Generation()
     metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
     Options = AlgorithmOptions
     EvaluationOptions = AlgorithmEvaluationOptions
-    default_data = NAME
-    refused = dict.fromkeys(
-        ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
-    )
 
     def open(self, source: Source, options: AlgorithmOptions, cache: Path | None = None) -> AlgorithmData:
         return options.data
@@ -125,9 +127,6 @@ class Algorithm(Task):
         measuring.refuse_data("an algorithm makes its own problems; give --problems and --at-digits.")
         at = None if own.at_digits is None else lengths_of(own.at_digits)
         return evaluate(subject, measuring, at, own.problems, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.algorithm.evaluate import answer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -36,15 +37,15 @@ class Classify(Task):
         "Learns to tell the classes of examples: a folder with a folder per class, or a file of lines, .tsv or .jsonl. "
         "Measured by accuracy, with that of always predicting the most frequent class as the baseline."
     )
-    does = "predicts classes"
-    protocol = WholeModel
-    input = "tokens"
+    models = Models(protocols=(WholeModel,), inputs=("tokens",))
+    data = DataNeeds(
+        missing="the task needs labelled examples; give --data FOLDER, FILE.tsv or FILE.jsonl.",
+        tokenized=True,
+        refused={"train_tokenizer": "is for text without labels, not for classify; give --tokenizer."},
+    )
+    generation = Generation(refusal=READS_WHOLE_TEXTS)
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
-    tokenizes = True
-    needs = "needs labelled examples; give --data FOLDER, FILE.tsv or FILE.jsonl."
-    refused = {"train_tokenizer": "is for text without labels, not for classify; give --tokenizer."}
-    generates_nothing = READS_WHOLE_TEXTS
     special_apart = False
 
     def fits(self, config: Any) -> bool:

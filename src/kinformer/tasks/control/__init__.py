@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import RETURN
 
 if TYPE_CHECKING:
@@ -40,18 +41,21 @@ class Control(Task):
         "rewards by proximal policy optimisation, with the model's state carried from step to step. Measured by the "
         "mean return of new episodes, beside random actions."
     )
-    does = "acts for rewards"
-    protocol = CausalModel
+    models = Models(protocols=(CausalModel,))
+    data = DataNeeds(
+        default=NAME,
+        refused=dict.fromkeys(
+            ("data", "holdout", "tokenizer", "train_tokenizer"),
+            "control learns from what it does in --env; leave it out.",
+        )
+        | {"devices": "control acts in one process; leave it out."},
+    )
+    generation = Generation(prompt=None)
     metrics = (RETURN,)
     objectives = {"policy": _policy}
     Options = ControlOptions
     EvaluationOptions = ControlEvaluationOptions
     GenerationOptions = ControlGenerationOptions
-    prompted = False
-    default_data = NAME
-    refused = dict.fromkeys(
-        ("data", "holdout", "tokenizer", "train_tokenizer"), "control learns from what it does in --env; leave it out."
-    ) | {"devices": "control acts in one process; leave it out."}
     settings = {"length": 32, "batch_size": 32, "lr": 3e-4}
 
     def fits(self, config: Any) -> bool:
@@ -92,9 +96,6 @@ class Control(Task):
 
         measuring.refuse_data("control acts in new episodes; leave it out, or give --env and --episodes.")
         return evaluate(subject, measuring, own, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.control.evaluate import play_episode

@@ -8,6 +8,7 @@ from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoEvaluationOptions, DinoOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.tasks.vision import INPUTS
 from kinformer.training.metric import ACCURACY
@@ -39,20 +40,19 @@ class Dino(Task):
         "encoders learns; the next, and the task vision, begin with the run by --init. evaluate looks, where images "
         "have labels, for the class of the nearest training images."
     )
-    does = "learns images without labels"
-    protocol = WholeModel
-    input = INPUTS
+    models = Models(protocols=(WholeModel,), inputs=INPUTS)
+    data = DataNeeds(
+        default="digits",
+        refused=dict.fromkeys(
+            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+        ),
+    )
+    generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with --init.")
     metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
     Options = DinoOptions
     EvaluationOptions = DinoEvaluationOptions
-    prompted = False
-    default_data = "digits"
-    refused = dict.fromkeys(
-        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-    )
     settings = {"validate_every": 0}
-    generates_nothing = "which tells no classes yet; train it on for the task vision, with --init."
 
     def open(self, source: Source, options: DinoOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images

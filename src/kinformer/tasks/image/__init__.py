@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import BITS_PER_DIM
 
@@ -85,21 +86,19 @@ class Image(Task):
         "Measured in bits per dimension, every value scored, beside a histogram of every place and the neighbours that "
         "are known; generate writes a PNG, --complete the rest of occluded images."
     )
-    does = "draws images"
-    protocol = CausalModel
-    input = INPUT
-    gives_input = True
+    models = Models(protocols=(CausalModel,), inputs=(INPUT,), from_tokens=True)
+    data = DataNeeds(
+        default="digits",
+        refused=dict.fromkeys(
+            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+        ),
+    )
+    generation = Generation(prompt=None, temperature=1.0)
     metrics = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = ImageOptions
     EvaluationOptions = ImageEvaluationOptions
     GenerationOptions = ImageGenerationOptions
-    default_data = "digits"
-    prompted = False
-    temperature = 1.0
-    refused = dict.fromkeys(
-        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-    )
 
     def open(self, source: Source, options: ImageOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images

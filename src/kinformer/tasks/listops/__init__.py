@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.classify import Classify
+from kinformer.tasks.record import DataNeeds
 from kinformer.tasks.task import LoadedRun, Source
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ class ListOps(Classify):
         "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured by "
         "accuracy; a tenth to a sixth is right by guessing."
     )
-    Options = ListOpsOptions
-    default_data = NAME
-    tokenizes = False
-    refused = dict.fromkeys(
-        ("data", "holdout", "tokenizer", "train_tokenizer"), "ListOps brings its own data and symbols; leave it out."
+    data = DataNeeds(
+        default=NAME,
+        refused=dict.fromkeys(
+            ("data", "holdout", "tokenizer", "train_tokenizer"),
+            "ListOps brings its own data and symbols; leave it out.",
+        ),
     )
+    Options = ListOpsOptions
     special_apart = True
 
     def open(self, source: Source, options: ListOpsOptions, cache: Path | None = None) -> Labelled:

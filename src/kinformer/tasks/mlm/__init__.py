@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kinformer.core.model import WholeModel
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.shared.options import MlmOptions
 from kinformer.tasks.task import READS_WHOLE_TEXTS, SPECIAL_TOKENS, LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, bits_per_masked
@@ -42,16 +43,12 @@ class MaskedLanguageModelling(Task):
         "Learns to predict masked tokens of a text from all others. Measured in bits per masked byte (with a "
         "tokenizer, per masked token) and accuracy, with counts of tokens and of pairs of tokens as baselines."
     )
-    does = "predicts masked tokens"
-    protocol = WholeModel
-    input = "tokens"
+    models = Models(protocols=(WholeModel,), inputs=("tokens",))
+    data = DataNeeds(default="stdlib", tokenized=True, running_text=True)
+    generation = Generation(refusal=READS_WHOLE_TEXTS)
     metrics = (bits_per_masked("byte"), ACCURACY)
     objectives = {"masked-language": _masked_language, "mlm-cpc": _mlm_cpc}
     Options = MlmOptions
-    default_data = "stdlib"
-    tokenizes = True
-    budgeted = True
-    generates_nothing = READS_WHOLE_TEXTS
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.head.kind == HEAD

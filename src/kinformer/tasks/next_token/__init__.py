@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import EvaluationReport, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.shared.options import NextTokenEvaluationOptions, NextTokenOptions
 from kinformer.tasks.task import Load, LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.training.metric import BITS_PER_BYTE
@@ -49,16 +50,13 @@ class NextToken(Task):
         "Learns to predict every token of a text from those before it, and continues texts. Measured in bits per byte "
         "of held-out text, with a 5-gram model as the baseline."
     )
-    does = "predicts next tokens"
-    protocol = CausalModel
-    input = "tokens"
+    models = Models(protocols=(CausalModel,), inputs=("tokens",))
+    data = DataNeeds(default="stdlib", tokenized=True, running_text=True)
+    generation = Generation()
     metrics = (BITS_PER_BYTE,)
     objectives = {"next-token": _next_token, "deep-supervision": _deep_supervision, "exits": _exits}
     Options = NextTokenOptions
     EvaluationOptions = NextTokenEvaluationOptions
-    default_data = "stdlib"
-    tokenizes = True
-    budgeted = True
 
     def open(self, source: Source, options: NextTokenOptions, cache: Path | None = None) -> Corpus:
         from kinformer.data import open_corpus
@@ -102,9 +100,6 @@ class NextToken(Task):
         from kinformer.tasks.next_token.evaluate import evaluate
 
         return evaluate(runs, load, measuring, own, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.next_token.generate import continue_text

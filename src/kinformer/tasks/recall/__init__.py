@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import require, require_above
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.shared.options import whole_numbers
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 if TYPE_CHECKING:
@@ -92,17 +93,18 @@ class RecallTask(Task):
         "by accuracy over all queries and by the number of pairs; of k pairs, guessing one of the values is right in "
         "1/k."
     )
-    does = "recalls values by keys"
-    protocol = CausalModel
-    input = "tokens"
+    models = Models(protocols=(CausalModel,), inputs=("tokens",))
+    data = DataNeeds(
+        default=NAME,
+        refused=dict.fromkeys(
+            ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
+        ),
+    )
+    generation = Generation()
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
     Options = RecallOptions
     EvaluationOptions = RecallEvaluationOptions
-    default_data = NAME
-    refused = dict.fromkeys(
-        ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
-    )
 
     def open(self, source: Source, options: RecallOptions, cache: Path | None = None) -> Recall:
         return options.data
@@ -136,9 +138,6 @@ class RecallTask(Task):
         measuring.refuse_data("recall makes its own rows; leave it out, or give --rows and --at-pairs.")
         at = None if own.at_pairs is None else numbers("--at-pairs", own.at_pairs)
         return evaluate(subject, measuring, at, own.rows, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.recall.evaluate import answer

@@ -5,14 +5,15 @@ Members of either protocol can do it: encoders hear an utterance as a whole, cau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 
 if TYPE_CHECKING:
@@ -106,22 +107,19 @@ class Speech(Task):
         "names, or telephone tones. Measured by the error rate, by character, label or word, with empty transcripts as "
         "the baseline. Encoders hear whole utterances; causal members write while sound comes."
     )
-    does = "writes what is said"
-    protocol = WholeModel
-    protocols: ClassVar[tuple[type, ...]] = (WholeModel, CausalModel)
+    models = Models(protocols=(WholeModel, CausalModel), inputs=(INPUT,), from_tokens=True)
+    data = DataNeeds(
+        default="dtmf",
+        refused=dict.fromkeys(
+            ("tokenizer", "train_tokenizer"), "is for text; the symbols of speech are those of its transcripts."
+        ),
+    )
+    generation = Generation(prompt=None)
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
     objectives = {"ctc": _ctc}
     Options = SpeechOptions
     EvaluationOptions = SpeechEvaluationOptions
     GenerationOptions = SpeechGenerationOptions
-    prompted = False
-    default_data = "dtmf"
-    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("tokenizer", "train_tokenizer"), "is for text; the symbols of speech are those of its transcripts."
-    )
-
-    def takes(self, config: Any) -> bool:
-        return config.protocol in self.protocols and config.input.kind in ("tokens", INPUT)
 
     def fits(self, config: Any) -> bool:
         return self.takes(config) and config.head.kind == HEAD
@@ -171,9 +169,6 @@ class Speech(Task):
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for sound; leave it out.")
         return evaluate(self, subject, measuring, own.prefixes, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.speech.generate import transcribe

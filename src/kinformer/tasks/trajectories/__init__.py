@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import CausalModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.tasks.trajectories.options import (
     INPUT,
     TrajectoryEvaluationOptions,
@@ -46,16 +47,17 @@ class TrajectoryTask(Task):
         "state. Measured by held-out actions, and in an environment (--env) by the returns for those that are asked "
         "for, beside cloned behaviour and the best of the data."
     )
-    does = "acts for a return"
-    protocol = CausalModel
+    models = Models(protocols=(CausalModel,))
+    data = DataNeeds(
+        default=DEFAULT,
+        refused=dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out."),
+    )
+    generation = Generation(prompt=None)
     metrics = (BITS_PER_ACTION, ACCURACY)
     objectives = {"actions": _actions}
     Options = TrajectoryOptions
     EvaluationOptions = TrajectoryEvaluationOptions
     GenerationOptions = TrajectoryGenerationOptions
-    prompted = False
-    default_data = DEFAULT
-    refused = dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out.")
 
     def fits(self, config: Any) -> bool:
         return super().fits(config) and config.input.kind == INPUT
@@ -95,9 +97,6 @@ class TrajectoryTask(Task):
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
         return evaluate(subject, measuring, own, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.trajectories.generate import play

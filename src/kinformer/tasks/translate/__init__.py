@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import SourceModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
 from kinformer.tasks.translate.options import Decoding, TranslateEvaluationOptions, TranslateOptions
 from kinformer.training.metric import BITS_PER_BYTE, BLEU, CHRF
@@ -44,19 +45,19 @@ class Translate(Task):
         "Learns to translate lines from pairs of them: two aligned files, a folder of those, a .tsv or a .jsonl. "
         "Measured by BLEU and chrF of its translations (sacrebleu), with the untranslated source as the baseline."
     )
-    does = "translates"
-    protocol = SourceModel
-    input = "tokens"
+    models = Models(protocols=(SourceModel,), inputs=("tokens",))
+    data = DataNeeds(
+        default="number-words",
+        tokenized=True,
+        refused={"text_field": "is for running text; name the sides of JSON lines with --source and --target."},
+    )
+    generation = Generation(prompt="lines")
     metrics = (BITS_PER_BYTE, BLEU, CHRF)
     objectives = {"translation": _smoothed}
     Options = TranslateOptions
     EvaluationOptions = TranslateEvaluationOptions
     GenerationOptions = Decoding
-    default_data = "number-words"
-    tokenizes = True
-    refused = {"text_field": "is for running text; name the sides of JSON lines with --source and --target."}
     settings = {"schedule": "inverse-sqrt", "average": 5}
-    reads_lines = True
 
     def open(self, source: Source, options: TranslateOptions, cache: Path | None = None) -> Parallel:
         from kinformer.data.pairs import open_pairs
@@ -71,7 +72,7 @@ class Translate(Task):
         train = self.open(source, options).splits["train"]
         size = sum(map(len, train.source)) + sum(map(len, train.target))
         fitting = [count for least, count in VOCABULARIES if size >= least]
-        fitting = [OF_NUMBERS] if source.spec == self.default_data else fitting
+        fitting = [OF_NUMBERS] if source.spec == self.data.default else fitting
         if fitting and find_spec("tokenizers") is None:
             note(
                 "note: the package 'tokenizers' is not installed, so this is trained on bytes; "

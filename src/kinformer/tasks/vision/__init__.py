@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from kinformer.core.model import WholeModel
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainedRun, TrainingPlan
+from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.tasks.vision.options import VisionEvaluationOptions, VisionGenerationOptions, VisionOptions
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
@@ -40,21 +41,19 @@ class Vision(Task):
         "class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
         "generate tells the most probable classes of pictures."
     )
-    does = "predicts classes of images"
-    protocol = WholeModel
-    input = INPUTS
-    gives_input = True
+    models = Models(protocols=(WholeModel,), inputs=INPUTS, from_tokens=True)
+    data = DataNeeds(
+        default="digits",
+        refused=dict.fromkeys(
+            ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
+        ),
+    )
+    generation = Generation(prompt=None, temperature=1.0)
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     Options = VisionOptions
     EvaluationOptions = VisionEvaluationOptions
     GenerationOptions = VisionGenerationOptions
-    prompted = False
-    temperature = 1.0
-    default_data = "digits"
-    refused = dict.fromkeys(
-        ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
-    )
 
     def open(self, source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images
@@ -107,9 +106,6 @@ class Vision(Task):
         if measuring.max_bytes is not None:
             raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
         return evaluate(subject, measuring, own, quiet)
-
-    def check_generation(self, run: TrainedRun) -> None:
-        pass
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.vision.predict import classify

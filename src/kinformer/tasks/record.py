@@ -1,0 +1,62 @@
+"""What a task's record says in three objects: which models it takes, which data it needs, what generating means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models that can be trained for a task.
+
+    They have one of the ``protocols`` (``core.model``; the usual one first) and one of the kinds of ``inputs``, such as
+    tokens; None stands for any. With ``from_tokens``, ``Task.fit`` gives models of tokens such an input.
+    """
+
+    protocols: tuple[type, ...]
+    inputs: tuple[str, ...] | None = None
+    from_tokens: bool = False
+
+    def fit(self, config: ModelConfig) -> bool:
+        """Whether a model of ``config`` has a protocol and an input of these, as it is."""
+        return config.protocol in self.protocols and (self.inputs is None or config.input.kind in self.inputs)
+
+    def take(self, config: ModelConfig) -> bool:
+        """Whether it has, or the task gives it such an input."""
+        given = self.from_tokens and config.input.kind == "tokens"
+        return self.fit(config) or (given and config.protocol in self.protocols)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataNeeds:
+    """The data that a task learns from.
+
+    ``default`` is what it learns from where none is named; None means that some must be, and ``missing`` then says in
+    one sentence what to give. A tokenizer makes ids of it where ``tokenized``. In ``running_text`` a row may be any
+    part, so that ``minutes`` alone decide sizes and recipe. ``refused`` are general options that mean nothing to the
+    task, each with the reason and the remedy.
+    """
+
+    default: str | None = None
+    missing: str = "the task needs data; give --data PATH."
+    tokenized: bool = False
+    running_text: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What generating takes: a prompt of ``text``, of ``lines``, one by one as they come, or None.
+
+    ``temperature`` is the usual one. ``refusal`` says of a task that generates nothing why, as a whole clause: "it
+    reads whole texts; give a run of a causal member"; None where it generates.
+    """
+
+    prompt: Literal["text", "lines"] | None = "text"
+    temperature: float = 0.8
+    refusal: str | None = None
