@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kinformer.data.image_files import decode
 from kinformer.data.images import ImageData, read_images
 from kinformer.runtime.errors import KinformerError
 
@@ -307,11 +308,11 @@ def test_cmyk_becomes_rgb_and_cameras_are_turned(read, tmp_path):
     assert any((row[:, 9:] > 240).all() and (row[:, :7] < 15).all() for row in every)
 
 
-def png(width: int, height: int) -> bytes:
-    """A PNG that announces a size and holds next to nothing."""
+def png(width: int, height: int, rows: bytes = b"\0", interlaced: bool = False) -> bytes:
+    """A PNG that announces a size and holds ``rows``, next to nothing."""
     chunks = [
-        (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"\0")),
+        (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, interlaced)),
+        (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -326,6 +327,9 @@ BAD_PICTURES = {
     "bomb": (png(60_000, 60_000), "1.png: .*(60000 x 60000 pixels|decompression bomb)"),
     "large": (png(9000, 9000), "1.png: has 9000 x 9000 pixels, more than 67108864"),
     "unlike": (png(6, 5), "cat/1.png has 6 x 5 pixels, 29 of 30 pictures have 6 x 4"),
+    "one row of four": (png(6, 4, bytes(19)), "1.png: holds 19 of the 76 bytes of its rows"),
+    "all but a row": (png(6, 4, bytes(57)), "1.png: holds 57 of the 76 bytes"),
+    "one pass of seven": (png(6, 4, bytes(4), interlaced=True), "1.png: holds 4 of the 80 bytes"),
     "nothing in it": (png(6, 4), "1.png: is no PNG or JPEG that can be read .*truncated"),
 }
 
@@ -336,6 +340,32 @@ def test_bad_pictures_are_one_sentence(read, tmp_path, name):
     changed(tmp_path / "pets").write_bytes(content)
     with pytest.raises(KinformerError, match=message):
         read(tmp_path / "pets")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 17)])
+def test_whole_pictures_of_any_kind_hold_all_their_rows(tmp_path, mode, size):
+    from PIL import Image
+
+    from kinformer.data.png import require_rows
+
+    Image.new(mode, size).save(tmp_path / "a.png")
+    require_rows(tmp_path / "a.png")
+
+
+def test_pictures_damaged_anywhere_are_read_or_refused(tmp_path):
+    shape = (5, 7, 3)
+    for suffix in ("png", "jpg"):
+        path = save(tmp_path / f"a.{suffix}", np.random.default_rng(0).integers(0, 256, shape, np.uint8))
+        data = path.read_bytes()
+        damaged = [data[:size] for size in range(len(data))]
+        damaged += [data[:place] + bytes([data[place] ^ 0x15]) + data[place + 1 :] for place in range(len(data))]
+        for content in damaged:
+            path.write_bytes(content)
+            try:
+                assert decode(path, shape).shape == shape
+            except KinformerError as error:
+                assert path.name in str(error) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])

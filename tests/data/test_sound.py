@@ -2,6 +2,7 @@
 
 import struct
 import wave
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -94,6 +95,67 @@ def test_a_stream_of_wav_without_a_length(tmp_path):
     (tmp_path / "c.wav").write_bytes(b"no sound at all")
     with (tmp_path / "c.wav").open("rb") as file, pytest.raises(KinformerError, match="standard input: is no WAV"):
         WavStream(file)
+
+
+def changed(data, **fields):
+    """A WAV of :func:`write` with other numbers in its head."""
+    places = {"format": (20, "<H"), "channels": (22, "<H"), "rate": (24, "<I"), "bits": (34, "<H"), "size": (40, "<I")}
+    data = bytearray(data)
+    for name, value in fields.items():
+        struct.pack_into(places[name][1], data, places[name][0], value)
+    return bytes(data)
+
+
+LIES = {
+    "rate 0": (lambda data: changed(data, rate=0), "has 0 samples a second, but 1 to"),
+    "rate": (lambda data: changed(data, rate=4_000_000_000), "has 4000000000 samples a second"),
+    "4 GB": (
+        lambda data: changed(data, size=0xFFFFFFF0),
+        "says that it holds 4294967280 bytes of samples, but holds 1600",
+    ),
+    "cut": (lambda data: data[:1000], "says that it holds 1600 bytes of samples, but holds 956"),
+    "one byte": (lambda data: data[:-1], "but holds 1599"),
+    "no data": (lambda data: data[:36], "is no sound|holds 0 samples"),
+    "no channels": (lambda data: changed(data, channels=0), "is no sound"),
+    "wide": (lambda data: changed(data, bits=64), "is no sound"),
+    "NaN": (
+        lambda data: changed(data[:44], format=3, bits=32) + b"\0\0\xc0\x7f" * 400,
+        "sample 0 is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_files_that_lie_are_refused(tmp_path, case):
+    pytest.importorskip("soundfile")
+    change, message = LIES[case]
+    path = write(tmp_path / "a.wav", tone())
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(KinformerError, match=f"a.wav: .*({message})") as error:
+        read_sound(path)
+    assert "\n" not in str(error.value)
+
+
+def test_files_cut_off_anywhere_are_refused(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    write(tmp_path / "a.wav", tone(0.01))
+    soundfile.write(tmp_path / "b.wav", tone(0.01), 8000, subtype="FLOAT")
+    soundfile.write(tmp_path / "c.flac", tone(0.01), 8000)
+    for path in sorted(tmp_path.iterdir()):
+        data = path.read_bytes()
+        for size in range(len(data)):
+            path.write_bytes(data[:size])
+            with pytest.raises(KinformerError, match=path.name):
+                read_sound(path)
+        for place in range(0, len(data) * 8, 5):
+            flipped = bytearray(data)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            with suppress(KinformerError):
+                read_sound(path)
+    (tmp_path / "d.wav").mkdir()
+    with pytest.raises(KinformerError, match="d.wav: is a folder"):
+        read_sound(tmp_path / "d.wav")
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ import numpy as np
 
 from kinformer.data.files import SourceFile, atomic_write
 from kinformer.data.image_source import SPLITS, ImageSet, Part
+from kinformer.data.png import require_rows
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading
+from kinformer.runtime.files import reading, require_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_PIXELS = 1 << 26
@@ -98,6 +99,7 @@ class Pictures(Sequence[np.ndarray]):
 def read_head(path: Path) -> Head:
     """What ``path`` says of itself, without its pixels; a file that is no picture is one sentence."""
     Image = require_pillow(path)
+    require_file(path)
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
@@ -125,6 +127,7 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB" if channels == 3 else "L")
+        require_rows(path)
         if image.size != (width, height):
             scale = min(image.width / width, image.height / height)
             across, down = round(scale * width), round(scale * height)

@@ -5,6 +5,7 @@ Samples are float32 from -1 to 1; channels are mixed into one by their mean.
 
 from __future__ import annotations
 
+import struct
 import wave
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from kinformer.data.files import reading
+from kinformer.runtime.archives import check_ratio
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import reading, require_file
 
 ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
+MOST_RATE = 1_000_000
+_LEAST_SHARE = 0.99  # of MP3 the number of samples may be an estimate
+_DAMAGED = ("is no sound that can be read", "record or convert it again")
 
 
 class SoundInfo(NamedTuple):
@@ -29,33 +34,66 @@ class SoundInfo(NamedTuple):
 def sound_info(path: str | Path) -> SoundInfo:
     """What a file says of itself, without its samples.
 
-    Errors: ``KinformerError`` for a file that is missing, is no sound, or holds none.
+    Errors: ``KinformerError`` for a file that is missing, is no sound, holds none, or less than it says.
     """
-    with reading(path):
+    require_file(Path(path))
+    with reading(path, *_DAMAGED):
+        _require_length(Path(path))
         try:
             with wave.open(str(path), "rb") as file:
-                result = SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
+                info = _info(file)
         except (wave.Error, EOFError) as error:
-            info = _by_soundfile(path, error, "info")
-            result = SoundInfo(info.samplerate, info.frames, info.channels)
-    if result.samples < 1:
+            about = _by_soundfile(path, error, "info")
+            info = SoundInfo(about.samplerate, about.frames, about.channels)
+            check_ratio(path, 4 * info.samples * info.channels, Path(path).stat().st_size)
+    if info.samples < 1:
         raise KinformerError(f"{path}: holds 0 samples; remove it or record it again.")
-    return result
+    if not 1 <= info.rate <= MOST_RATE:
+        raise KinformerError(
+            f"{path}: has {info.rate} samples a second, but 1 to {MOST_RATE} are expected; record or convert it again."
+        )
+    return info
 
 
 def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
-    """Samples float32 [time] and their rate. Errors as of :func:`sound_info`."""
-    with reading(path):
+    """Samples float32 [time] and their rate. Errors as of :func:`sound_info`, and for numbers that are not finite."""
+    info = sound_info(path)
+    with reading(path, *_DAMAGED):
         try:
             with wave.open(str(path), "rb") as file:
-                samples = _mixed(file.readframes(file.getnframes()), file.getsampwidth(), file.getnchannels())
-                rate = file.getframerate()
+                samples = _mixed(file.readframes(info.samples), file.getsampwidth(), info.channels)
         except (wave.Error, EOFError) as error:
-            sound, rate = _by_soundfile(path, error, "read", dtype="float32", always_2d=True)
+            sound, _ = _by_soundfile(path, error, "read", dtype="float32", always_2d=True)
             samples = sound.mean(1)
-    if not len(samples):
-        raise KinformerError(f"{path}: holds 0 samples; remove it or record it again.")
-    return samples, rate
+    if len(samples) < _LEAST_SHARE * info.samples:
+        raise KinformerError(f"{path}: holds {len(samples)} samples of the {info.samples} it says; record it again.")
+    if not np.isfinite(samples).all():
+        bad = int(np.flatnonzero(~np.isfinite(samples))[0])
+        raise KinformerError(f"{path}: sample {bad} is {samples[bad]}, but all must be finite; record it again.")
+    return samples, info.rate
+
+
+def _info(file: wave.Wave_read) -> SoundInfo:
+    if not 1 <= file.getsampwidth() <= 4:
+        raise wave.Error(f"samples of {file.getsampwidth()} bytes")
+    return SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
+
+
+def _require_length(path: Path) -> None:
+    """Refuse a WAV that says it holds more than it does, which its readers would take as it is."""
+    with path.open("rb") as file:
+        if file.read(4) != b"RIFF":
+            return
+        size = path.stat().st_size
+        file.seek(12)
+        while len(head := file.read(8)) == 8:
+            name, length = struct.unpack("<4sI", head)
+            if name == b"data" and length > (held := size - file.tell()):
+                raise KinformerError(
+                    f"{path}: says that it holds {length} bytes of samples, but holds {held}; it was cut off, or "
+                    "written to a pipe: record or convert it again, as by ffmpeg -i."
+                )
+            file.seek(length + length % 2, 1)
 
 
 class WavStream:
@@ -72,6 +110,11 @@ class WavStream:
                 f"{place}: is no WAV of PCM samples ({_reason(error)}); convert it, as by ffmpeg -i SOUND -f wav -."
             ) from None
         self._file, self.rate = file, self._wave.getframerate()
+        if not 1 <= self.rate <= MOST_RATE or not 1 <= self._wave.getsampwidth() <= 4:
+            raise KinformerError(
+                f"{place}: is no WAV of PCM samples (of {self._wave.getsampwidth()} bytes, {self.rate} a second); "
+                "convert it, as by ffmpeg -i SOUND -f wav -."
+            )
         self._step = self._wave.getsampwidth() * self._wave.getnchannels()
 
     def read(self, seconds: float) -> np.ndarray:
@@ -104,7 +147,7 @@ def _by_soundfile(path: str | Path, why: Exception, does: str, **options: Any) -
             f"{path}: is no WAV of PCM samples ({_reason(why)}); other sounds need soundfile: "
             "pip install 'kinformer[audio]'."
         ) from None
-    with suppress(soundfile.LibsndfileError):
+    with suppress(soundfile.SoundFileError):
         return getattr(soundfile, does)(str(path), **options)
     raise KinformerError(f"{path}: is no sound that can be read ({_reason(why)}); give WAV or FLAC.") from None
 

@@ -1,0 +1,55 @@
+"""Whether a PNG holds all of its rows: Pillow decodes one whose data end early as if the rest were black."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from kinformer.runtime.errors import KinformerError
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""Of each type of colour."""
+_WHOLE = ((0, 0, 1, 1),)
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""Of each pass of an interlaced picture: first column and row, and the steps to the next."""
+_BLOCK = 1 << 20
+
+
+def require_rows(path: Path) -> None:
+    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass.
+
+    Errors: ``KinformerError`` for such a file; ``ValueError`` or ``zlib.error`` for what is no PNG behind its head.
+    """
+    with path.open("rb") as file:
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            return
+        size, expected, held, unpacking = os.fstat(file.fileno()).st_size, 0, 0, zlib.decompressobj()
+        while len(head := file.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            end = file.tell() + length + 4
+            if name == b"IHDR":
+                expected = _bytes(*struct.unpack(">IIBBBBB", file.read(13)))
+            elif name == b"IDAT":
+                packed = file.read(min(length, size))
+                while packed and held < expected:
+                    held += len(unpacking.decompress(packed, _BLOCK))
+                    packed = unpacking.unconsumed_tail
+            file.seek(end)
+        held += len(unpacking.flush())
+    if held < expected:
+        raise KinformerError(f"{path}: holds {held} of the {expected} bytes of its rows; replace or remove it.")
+
+
+def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:
+    """What all rows take, each with the byte that says how it is filtered."""
+    if colour not in _CHANNELS:
+        raise ValueError(f"its colours are of the type {colour}")
+    total = 0
+    for left, top, across, down in _ADAM7 if interlaced else _WHOLE:
+        columns, rows = -(-(width - left) // across), -(-(height - top) // down)
+        if columns > 0 and rows > 0:
+            total += rows * (1 + -(-columns * depth * _CHANNELS[colour] // 8))
+    return total
