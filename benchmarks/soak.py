@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ from kinformer.family.kinds import kinds
 TRIALS = {"states": soak_states.trial, "runs": soak_runs.trial}
 BATCH, EVERY = 20.0, 120.0
 """Seconds that states are tried for between two runs; seconds between two writings of the result."""
-SUMS = ("compositions", "refusals", "operations", "runs", "runs_refused", "kills", "seconds")
+SUMS = ("compositions", "refusals", "operations", "runs", "runs_refused", "kills", "seconds", "processor_seconds")
 
 
 def tried(name: str) -> dict[str, Any]:
@@ -116,6 +117,8 @@ class Soak:
 
     def write(self) -> None:
         self.counts["seconds"] = round(time.monotonic() - self.begun)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.counts["processor_seconds"] = round(used.ru_utime + used.ru_stime)
         save(self.options, "soak", result([self.options.seed], self.counts, self.reasons, self.violations))
 
 
