@@ -132,7 +132,7 @@ def test_the_default_comparison_is_small_and_planned_by_time():
 
 def test_the_steps_follow_from_the_measured_speeds():
     class Fast:
-        found = {"training": {"seconds": 0.1}}
+        results = {"training": {"seconds": 0.1}}
 
     steps = comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=10, seeds=2), 0.0)
     made = 0.2 * comparing.VALIDATED * steps * (2 + 4 / training.SWEEP_SHARE)

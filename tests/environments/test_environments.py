@@ -8,7 +8,7 @@ import pytest
 from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.environments.key_to_door import MOVES, PLACES, ROOM_STEPS, SIZE, KeyToDoor
 from kinformer.control.environments.shortest_path import GOAL, ShortestPath, distances
-from kinformer.control.environments.table import OWN, make
+from kinformer.control.environments.table import BUILTIN, make
 from kinformer.runtime.errors import KinformerError
 
 
@@ -83,9 +83,9 @@ def test_where_there_is_no_edge_nobody_goes():
     assert node[0] != GOAL
 
 
-@pytest.mark.parametrize("name", [*OWN, "CartPole-v1"])
+@pytest.mark.parametrize("name", [*BUILTIN, "CartPole-v1"])
 def test_a_row_is_what_it_would_be_alone(name):
-    if name not in OWN:
+    if name not in BUILTIN:
         pytest.importorskip("gymnasium")
     together, alone = make(name, 3), make(name, 1)
     seen = together.reset(seed=[7, 8, 9])[0][1]

@@ -89,16 +89,18 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
         steps = grid(options.thresholds)
         with progressing(quiet, "calibrating") as progress:
             epsilon = 1 - options.confidence
-            risk = samples.risk if progress is None else _told(samples, progress, len(steps))
+            risk = samples.risk if progress is None else _with_progress(samples, progress, len(steps))
             tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon, options.bound)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
-        kept = keep(run, () if best is None else (best.threshold,), _said(best, options), held)
+        retained = keep(run, () if best is None else (best.threshold,), _choice_record(best, options), held)
     seconds = time.perf_counter() - begun
-    return Calibrated(run=kept, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds)
+    return Calibrated(
+        run=retained, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds
+    )
 
 
-def _told(samples: Samples, progress: ProgressCallback, most: int) -> Any:
+def _with_progress(samples: Samples, progress: ProgressCallback, most: int) -> Any:
     def risk(threshold: float) -> float:
         progress(len(samples.exits), most)
         return samples.risk(threshold)
@@ -164,11 +166,11 @@ class Samples:
             return saved(self.model, self.exits[threshold], self.options.prompt_tokens)
 
     def _continued(self) -> np.ndarray:
-        found = []
+        continued = []
         for start in range(0, len(self.prompts), self.options.rows):
             some = torch.from_numpy(self.prompts[start : start + self.options.rows])
-            found.append(generate(self.model, some, max_new_tokens=self.options.new_tokens, temperature=0.0).cpu())
-        return torch.cat(found).numpy()
+            continued.append(generate(self.model, some, max_new_tokens=self.options.new_tokens, temperature=0.0).cpu())
+        return torch.cat(continued).numpy()
 
 
 @contextmanager
@@ -182,16 +184,16 @@ def at_threshold(model: Any, threshold: float) -> Iterator[None]:
         rule.thresholds = before
 
 
-def _said(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
+def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, Any]:
     names = ("risk", "confidence", "consistency", "bound", "prompts", "prompt_tokens", "new_tokens", "seed")
-    found = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
-    return {name: getattr(options, name) for name in names} | found
+    measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
+    return {name: getattr(options, name) for name in names} | measured
 
 
-def keep(run: Run, thresholds: Sequence[float], said: Mapping[str, Any], held: HeldOut) -> Run:
+def keep(run: Run, thresholds: Sequence[float], choice: Mapping[str, Any], held: HeldOut) -> Run:
     """The run with its ``thresholds``, and what is ``said`` of how they were found, saved."""
     config = override(run.config, {"stack.rule.thresholds": list(thresholds)}, kinds())
-    data = dict(run.data) | {CALIBRATION: dict(said) | {"data": held.identity}}
-    kept = replace(run, config=config, data=data)
-    kept.save()
-    return kept
+    data = dict(run.data) | {CALIBRATION: dict(choice) | {"data": held.identity}}
+    run_ = replace(run, config=config, data=data)
+    run_.save()
+    return run_

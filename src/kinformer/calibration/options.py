@@ -80,9 +80,17 @@ class CalibrateOptions(Machine):
         require("--max-bytes", self.max_bytes, 2)
         if self.tolerance is not None and not self.tolerance >= 0:
             raise KinformerError(f"--tolerance {self.tolerance:g}: must be 0 or more bits per byte.")
-        own = {"search", "tolerance", "max_bytes", "split", "data", "seed", *(each.name for each in fields(Machine))}
-        for each in fields(CalibrateOptions):
-            if each.name not in own and getattr(self, each.name) != each.default:
+        search_options = {
+            "search",
+            "tolerance",
+            "max_bytes",
+            "split",
+            "data",
+            "seed",
+            *(item.name for item in fields(Machine)),
+        }
+        for field in fields(CalibrateOptions):
+            if field.name not in search_options and getattr(self, field.name) != field.default:
                 raise KinformerError(
-                    f"{flag_of(each.name)}: is of a calibration that bounds a risk; leave it or --search out."
+                    f"{flag_of(field.name)}: is of a calibration that bounds a risk; leave it or --search out."
                 )

@@ -25,7 +25,7 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Windows:
     """In windows, as the run was trained."""
 
     context: str
@@ -84,19 +84,19 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         held = held_out(run, EvaluationSettings(data=data, split=options.split, max_bytes=limit))
         held.split.require(2, "a search")
         model = run.model({"stack.rule.thresholds": [1.0]}).to(device)
-        windows = main_windows(run, model, _Reading(str(run.training.get("length") or model.max_length)))
+        windows = main_windows(run, model, _Windows(str(run.training.get("length") or model.max_length)))
         assert windows is not None
-        known = outlook(model, held.split, windows)
-        curve = known.search(options.search, options.seed)
+        outlook_ = outlook(model, held.split, windows)
+        curve = outlook_.search(options.search, options.seed)
         with with_rule(model.stack, None):
             whole = measure(model, held.split, windows).bits_per_byte
         room = tolerance * log(2) * held.split.bytes / len(held.split)
-        fitting = [draw for draw in curve if draw.nats <= float(known.nats[-1].mean()) + room]
+        fitting = [draw for draw in curve if draw.nats <= float(outlook_.nats[-1].mean()) + room]
         thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], whole + tolerance)
-        said = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
-        kept = keep(run, thresholds, said | {"thresholds": list(thresholds)}, held)
+        record = {"search": options.search, "tolerance": tolerance, "seed": options.seed}
+        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held)
     return SearchResult(
-        run=kept,
+        run=retained,
         thresholds=thresholds,
         bits_per_byte=bits if thresholds else whole,
         whole=whole,

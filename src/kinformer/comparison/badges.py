@@ -42,13 +42,13 @@ def badges(entrant: Entrant) -> list[dict[str, Any]]:
         subject = EncoderModelSubject(config.build, VOCAB, global_tokens=False)
         checks = {name: check for name, check in ENCODER_MODEL_CHECKS.items() if name in LAWS}
     report = examine(checks, subject)
-    found = []
+    badges_ = []
     for name in checks:
         failed = report.failed.get(name)
         holds = True if name in report.passed else False if failed is not None else None
         why = str(failed) if failed is not None else ""
-        found.append({"name": name, "law": LAWS[name], "holds": holds, "why": why, "left_out": left_out})
-    return found
+        badges_.append({"name": name, "law": LAWS[name], "holds": holds, "why": why, "left_out": left_out})
+    return badges_
 
 
 def tiny(entrant: Entrant) -> tuple[Any, list[str]]:

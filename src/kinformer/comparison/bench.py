@@ -64,7 +64,9 @@ class Bench:
 
     def seconds(self, name: str, work: str) -> dict[int, float]:
         """By length."""
-        return {each.length: each.seconds for each in self.timings if (each.member, each.work) == (name, work)}
+        return {
+            timing.length: timing.seconds for timing in self.timings if (timing.member, timing.work) == (name, work)
+        }
 
 
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
@@ -84,14 +86,14 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
         for length in options.sizes:
             timings += _timed(models | peers, work, length, options, device, floor)
     memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
-    found = Bench(
+    result = Bench(
         members=(*models, *peers), timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
         crossings=(), machine=machine(device),
         facts={"recipe": options.recipe, "batch": options.batch_size, "rounds": options.rounds,
                "set": dict(options.set), "date": time.strftime("%Y-%m-%d"),
                "peers": {name: peer.version for name, peer in peers.items()}},
     )  # fmt: skip
-    return Bench(**{**vars(found), "crossings": tuple(_crossings(found, options))})
+    return Bench(**{**vars(result), "crossings": tuple(_crossings(result, options))})
 
 
 def _config(name: str, options: BenchOptions) -> Any:
@@ -138,18 +140,18 @@ def _timed(
 ) -> list[Timing]:
     ready = {}
     for name, model in models.items():
-        known = model.works if isinstance(model, PeerModel) else works.works_of(model.config)
-        if work not in known:
+        measures = model.works if isinstance(model, PeerModel) else works.works_of(model.config)
+        if work not in measures:
             continue
         if not works.room_for(model, work, length, options.rounds):
             note(f"{name}: its positions end at {model.max_length}, so {work} of {length} tokens is left out.")
             continue
-        ready[name] = known[work](model, options.batch_size, length)
-    found = in_turns(ready, options.rounds, device)
+        ready[name] = measures[work](model, options.batch_size, length)
+    seconds_by_name = in_turns(ready, options.rounds, device)
     share = works.DECODED if work == "decode" else 1
     return [
-        Timing(name, work, length, each, _share(models[name], work, (options.batch_size, length), each, floor))
-        for name, each in ((name, found[name] / share) for name in models if name in found)
+        Timing(name, work, length, item, _share(models[name], work, (options.batch_size, length), item, floor))
+        for name, item in ((name, seconds_by_name[name] / share) for name in models if name in seconds_by_name)
     ]
 
 
@@ -168,30 +170,30 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
 
 
 def _memory(config: Any, options: BenchOptions, device: str) -> dict[int, int]:
-    found = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch_size, device)
-    return {int(length): size for length, size in found}
+    peaks = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch_size, device)
+    return {int(length): size for length, size in peaks}
 
 
 def step_peaks(data: Mapping[str, Any], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
     """For a process of its own: the highest bytes of a training step by length, above the model itself."""
     model = model_config(data).build().to(device)
-    peak, found = Peak(device), []
+    peak, peaks = Peak(device), []
     for length in lengths:
         if works.room_for(model, "step", length, 0):
             peak.restart()
             works.step(model, batch, length)()
-            found.append((length, max(0, peak.bytes)))
-    return found
+            peaks.append((length, max(0, peak.bytes)))
+    return peaks
 
 
 def _crossings(found: Bench, options: BenchOptions) -> list[str]:
     if len(options.sizes) < 2:
         return []
-    told = []
+    sentences = []
     for work in options.works:
         base = found.seconds(PLAIN, work)
         for name in found.members:
             ours = found.seconds(name, work)
             if name != PLAIN and len(ours.keys() & base.keys()) > 1:
-                told.append(words.crossover(name, PLAIN, TOLD[work], ours, base))
-    return told
+                sentences.append(words.crossover(name, PLAIN, TOLD[work], ours, base))
+    return sentences

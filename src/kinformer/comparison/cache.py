@@ -47,8 +47,8 @@ class Cache:
 
     def once(self, kind: str, key: str, make: Callable[[], Any]) -> Any:
         """The value that is kept, or what ``make`` gives, kept from now on."""
-        found = self.get(kind, key)
-        if found is None:
-            found = make()
-            self.put(kind, key, found)
-        return found
+        value = self.get(kind, key)
+        if value is None:
+            value = make()
+            self.put(kind, key, value)
+        return value

@@ -44,7 +44,7 @@ class Chart:
     note: str = ""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """For those who do not see it."""
         return (
             f"{self.title}: {self.y} against {self.x}, {len(self.series)} curves; the numbers are in the table below."
@@ -64,19 +64,19 @@ def shape_of(index: int) -> str:
 def svg(chart: Chart) -> str:
     """The chart as an SVG element to stand in HTML. Its colours are CSS variables (``--s0`` and on, ``--ink``,
     ``--muted``, ``--line``); every point carries ``data-tip`` and ``data-series``."""
-    series = [Series(each.name, each.index, _thinned(_drawable(each.points, chart.log))) for each in chart.series]
+    series = [Series(entry.name, entry.index, _thinned(_drawable(entry.points, chart.log))) for entry in chart.series]
     with figure(WIDTH, HEIGHT) as drawn:
         axes = drawn.add_axes((0.13, 0.17, 0.84, 0.77))
-        for number, each in enumerate(series):
+        for number, item in enumerate(series):
             (line,) = axes.plot(
-                [point[0] for point in each.points],
-                [point[1] for point in each.points],
-                color=_placeholder(each.index),
-                marker=shape_of(each.index),
+                [point[0] for point in item.points],
+                [point[1] for point in item.points],
+                color=_placeholder(item.index),
+                marker=shape_of(item.index),
                 markersize=5 if chart.joined else 9,
                 linewidth=1.6,
                 clip_on=False,
-                linestyle=DASHES[each.index // COLOURS % len(DASHES)] if chart.joined else "none",
+                linestyle=DASHES[item.index // COLOURS % len(DASHES)] if chart.joined else "none",
             )
             line.set_gid(f"series-{number}")
         _dress(axes, chart)
@@ -125,17 +125,17 @@ def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
     root = ElementTree.fromstring(text[text.index("<svg") :])
     for unwanted in ("metadata", "style"):
         for parent in list(root.iter()):
-            for child in [each for each in parent if each.tag == f"{{{SVG}}}{unwanted}"]:
+            for child in [item for item in parent if item.tag == f"{{{SVG}}}{unwanted}"]:
                 parent.remove(child)
-    for number, each in enumerate(series):
+    for number, line in enumerate(series):
         group = root.find(f".//{{{SVG}}}g[@id='series-{number}']")
         assert group is not None
-        group.set("data-series", str(each.index))
+        group.set("data-series", str(line.index))
         marks = list(group.iter(f"{{{SVG}}}use"))
-        for mark, point in zip(marks, each.points, strict=True):
+        for mark, point in zip(marks, line.points, strict=True):
             mark.set("class", "pt")
-            mark.set("data-series", str(each.index))
-            mark.set("data-tip", f"{each.name}: {point[2]}")
+            mark.set("data-series", str(line.index))
+            mark.set("data-tip", f"{line.name}: {point[2]}")
     for name in ("width", "height"):
         root.attrib.pop(name, None)
     root.set("role", "presentation")
@@ -143,9 +143,9 @@ def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
     root.set("focusable", "false")
     out = ElementTree.tostring(root, encoding="unicode")
     out = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{chart.key}-", out)
-    known = {INK: "var(--ink)", QUIET: "var(--muted)", FAINT: "var(--line)"}
-    known |= {_placeholder(index): colour(index) for index in range(COLOURS)}
-    return re.sub(r"#[0-9a-f]{6}\b", lambda match: known.get(match[0], match[0]), out)
+    colours = {INK: "var(--ink)", QUIET: "var(--muted)", FAINT: "var(--line)"}
+    colours |= {_placeholder(index): colour(index) for index in range(COLOURS)}
+    return re.sub(r"#[0-9a-f]{6}\b", lambda match: colours.get(match[0], match[0]), out)
 
 
 def _placeholder(index: int) -> str:

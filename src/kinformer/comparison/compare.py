@@ -28,7 +28,7 @@ from kinformer.runtime.progress import note
 from kinformer.training.metric import Metric
 from kinformer.training.precision import use_fast_products
 
-MEASURING_SHARE, FIXED_SECONDS = 0.25, 12.0
+EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
 """Of the whole comparison's minutes what measuring takes, and of each member the seconds that do not shrink with it."""
 VALIDATED = 1.15
 """What a step takes with its share of validations and checkpoints."""
@@ -49,22 +49,22 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     clock = Clock()
     with locked(folder):
         cache = Cache(folder / "cache")
-        found = contestants(chosen, options)
+        contestants_ = contestants(chosen, options)
         folder.mkdir(parents=True, exist_ok=True)
-        figure = found[0].task.metrics[0]
-        for each in still_in(found):
-            with guarded(each, "its fact sheet"):
-                each.found["facts"] = facts(each.entrant, each.config)
-                each.found["max_length"] = each.found["facts"]["max_length"]
-                each.found["flops_step"] = _flops(each)
+        figure = contestants_[0].task.metrics[0]
+        for contestant in still_in(contestants_):
+            with guarded(contestant, "its fact sheet"):
+                contestant.results["facts"] = facts(contestant.entrant, contestant.config)
+                contestant.results["max_length"] = contestant.results["facts"]["max_length"]
+                contestant.results["flops_step"] = _flops(contestant)
         with clock("training speed"):
-            training_speeds(found, options, cache)
-        steps = _steps(found, options, cache, time.monotonic() - begun)
-        _tell(found, options, steps)
-        _train(found, options, cache, clock, steps, figure)
-        _measure(found, options, cache, clock)
+            training_speeds(contestants_, options, cache)
+        steps = _steps(contestants_, options, cache, time.monotonic() - begun)
+        _tell(contestants_, options, steps)
+        _train(contestants_, options, cache, clock, steps, figure)
+        _measure(contestants_, options, cache, clock)
         where = machine(str(options.usable_device()))
-        return _comparison(found, options, clock, command, where, figure, steps)
+        return _comparison(contestants_, options, clock, command, where, figure, steps)
 
 
 def _flops(contestant: Contestant) -> float | None:
@@ -72,36 +72,41 @@ def _flops(contestant: Contestant) -> float | None:
     base = contestant.base
     with suppress(Exception):
         settings = base.settings()
-        found = estimate(contestant.config, length=settings.length, batch=settings.batch_size)
-        return float(found.flops_step)
+        estimated = estimate(contestant.config, length=settings.length, batch=settings.batch_size)
+        return float(estimated.flops_step)
     return None
 
 
-def _steps(found: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
+def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
     """Steps of a run of each contestant. What depends on measured speeds is kept, so that a killed comparison goes on
     as it was begun."""
-    left = still_in(found)
+    left = still_in(contestants)
     if not left:
-        raise KinformerError(f"no member can be trained: {found[0].name} {found[0].error}")
+        raise KinformerError(f"no member can be trained: {contestants[0].name} {contestants[0].error}")
     if options.minutes is not None:
-        return {each.name: max(1, round(60 * options.minutes / each.found["training"]["seconds"])) for each in left}
+        return {
+            contestant.name: max(1, round(60 * options.minutes / contestant.results["training"]["seconds"]))
+            for contestant in left
+        }
     if options.total_minutes is not None:
-        key = key_of([options.total_minutes, options.seeds, options.sweep, [each.model_key for each in left]])
-        kept = cache.once("steps", key, lambda: _steps_in(left, options, spent))
-        return {each.name: kept for each in left}
+        key = key_of(
+            [options.total_minutes, options.seeds, options.sweep, [contestant.model_key for contestant in left]]
+        )
+        retained = cache.once("steps", key, lambda: _steps_in(left, options, spent))
+        return {contestant.name: retained for contestant in left}
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
         steps = max(1, round(options.tokens / (options.length * options.batch_size)))
-    return {each.name: steps for each in left}
+    return {contestant.name: steps for contestant in left}
 
 
 def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float) -> int:
     """As many as leave a share of the time for measuring."""
     assert options.total_minutes is not None
-    seconds = (1 - MEASURING_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
-    each_step = sum(each.found["training"]["seconds"] for each in left)
+    seconds = (1 - EVALUATION_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
+    seconds_of_all = sum(contestant.results["training"]["seconds"] for contestant in left)
     tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE  # one more, where an optimum stands at an end
-    steps = int(seconds / (each_step * VALIDATED * (options.seeds + tried)))
+    steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
     if steps < 20:
         raise KinformerError(
             f"--total-minutes {options.total_minutes:g}: suffices for {max(0, steps)} steps a run; give more minutes, "
@@ -110,60 +115,73 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     return steps
 
 
-def _tell(found: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
-    for each in still_in(found):
-        seconds, count = each.found["training"]["seconds"], steps[each.name]
+def _tell(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
+    for contestant in still_in(contestants):
+        seconds, count = contestant.results["training"]["seconds"], steps[contestant.name]
         trials = options.sweep * sweep_steps(options, count)
         total = seconds * (count * options.seeds + trials)
         note(
-            f"{each.name}: {each.parameters:,} parameters, {options.seeds} x {count} steps and {trials} of the sweep, "
-            f"about {total / 60:.1f} minutes"
+            f"{contestant.name}: {contestant.parameters:,} parameters, {options.seeds} x {count} steps and {trials} of "
+            f"the sweep, about {total / 60:.1f} minutes"
         )
 
 
 def _train(
-    found: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock, steps: dict[str, int], figure: Any
+    contestants: Sequence[Contestant],
+    options: CompareOptions,
+    cache: Cache,
+    clock: Clock,
+    steps: dict[str, int],
+    figure: Any,
 ) -> None:
     """The sweeps, and then the runs, seed after seed, so that all have one before any has two."""
-    for each in still_in(found):
-        with clock("sweeps"), guarded(each, "the sweep"):
-            sweep(each, options, cache, steps[each.name], figure)
+    for contestant in still_in(contestants):
+        with clock("sweeps"), guarded(contestant, "the sweep"):
+            sweep(contestant, options, cache, steps[contestant.name], figure)
     for number in range(options.seeds):
-        for each in still_in(found):
-            with guarded(each, f"seed {options.seed + number}"):
-                _one_seed(each, options, cache, clock, steps[each.name], number, baseline=each is found[0])
+        for contestant in still_in(contestants):
+            with guarded(contestant, f"seed {options.seed + number}"):
+                _one_seed(
+                    contestant,
+                    options,
+                    cache,
+                    clock,
+                    steps[contestant.name],
+                    number,
+                    baseline=contestant is contestants[0],
+                )
 
 
 def _one_seed(
-    each: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
+    contestant: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
 ) -> None:
-    seed, figure = options.seed + number, each.task.metrics[0]
+    seed, figure = options.seed + number, contestant.task.metrics[0]
     with clock("training"):
         tokens = validation_tokens(options, steps)
-        done = run(each, options, cache, each.found["lr"], seed, steps, validation_tokens=tokens)
+        done = run(contestant, options, cache, contestant.results["lr"], seed, steps, validation_tokens=tokens)
     if "diverged" in done:
         raise KinformerError(done["diverged"])
     with clock("measuring"):
-        tested = measured(each, options, cache, done, number == 0, baseline and number == 0)
-    each.found.setdefault("runs", []).append(done | {"seed": seed, "measured": tested})
-    note(f"{each.name}, seed {seed}: {figure.text(tested['figures'][figure.name])}")
+        tested = measured(contestant, options, cache, done, number == 0, baseline and number == 0)
+    contestant.results.setdefault("runs", []).append(done | {"seed": seed, "measured": tested})
+    note(f"{contestant.name}, seed {seed}: {figure.text(tested['figures'][figure.name])}")
 
 
-def _measure(found: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
+def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
     """What does not depend on the weights: speeds in turns, memory, the battery."""
     with clock("measuring"):
-        generation_speeds(found, options, cache)
-        length_speeds(found, options, cache)
-    for each in still_in(found):
-        with clock("measuring"), guarded(each, "measuring memory"):
-            each.found["memory"] = memory_of(each, options, cache)
-        with clock("battery"), guarded(each, "the battery"):
-            key = key_of([__version__, torch.__version__, each.entrant.parts, dict(each.entrant.changes)])
-            each.found["badges"] = cache.once("badges", key, lambda each=each: badges(each.entrant))  # type: ignore[misc]
+        generation_speeds(contestants, options, cache)
+        length_speeds(contestants, options, cache)
+    for contestant in still_in(contestants):
+        with clock("measuring"), guarded(contestant, "measuring memory"):
+            contestant.results["memory"] = memory_of(contestant, options, cache)
+        with clock("battery"), guarded(contestant, "the battery"):
+            key = key_of([__version__, torch.__version__, contestant.entrant.parts, dict(contestant.entrant.changes)])
+            contestant.results["badges"] = cache.once("badges", key, lambda item=contestant: badges(item.entrant))  # type: ignore[misc]
 
 
 def _comparison(
-    found: Sequence[Contestant],
+    contestants: Sequence[Contestant],
     options: CompareOptions,
     clock: Clock,
     command: str,
@@ -171,21 +189,24 @@ def _comparison(
     figure: Metric,
     steps: dict[str, int],
 ) -> Comparison:
-    tested = [one["measured"] for each in found for one in each.found.get("runs", ()) if "measured" in one]
-    baselines: Any = next((each["baselines"] for each in tested if each["baselines"]), {})
-    most = max((each.parameters for each in found), default=0)
+    tested = [
+        one["measured"] for contestant in contestants for one in contestant.results.get("runs", ()) if "measured" in one
+    ]
+    baselines: Any = next((contestant["baselines"] for contestant in tested if contestant["baselines"]), {})
+    most = max((contestant.parameters for contestant in contestants), default=0)
     return Comparison(
         kinformer=__version__,
         created=time.strftime("%Y-%m-%d"),
         command=command,
-        task=found[0].task.name,
+        task=contestants[0].task.name,
         figure=figure.name,
         unit=figure.unit,
         lower_is_better=figure.lower_is_better,
-        data=tested[0]["data"] if tested else found[0].identity,
+        data=tested[0]["data"] if tested else contestants[0].identity,
         baselines=baselines,
         budget={
-            "parameters": options.parameters or next((each.parameters for each in found if each.parameters), most),
+            "parameters": options.parameters
+            or next((contestant.parameters for contestant in contestants if contestant.parameters), most),
             "steps": sorted(set(steps.values())),
             "minutes": options.minutes,
             "total_minutes": options.total_minutes,
@@ -193,29 +214,31 @@ def _comparison(
             "seeds": options.seeds,
             "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
         },
-        settings=settings_of(found[0].base.settings()),
+        settings=settings_of(contestants[0].base.settings()),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
-        entrants=tuple(_record(each, options, where, figure) for each in found),
+        entrants=tuple(_record(contestant, options, where, figure) for contestant in contestants),
     )
 
 
-def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], figure: Metric) -> EntrantRecord:
-    got, base = each.found, each.base
+def _record(contestant: Contestant, options: CompareOptions, where: dict[str, Any], figure: Metric) -> EntrantRecord:
+    got, base = contestant.results, contestant.base
     page = got.get("facts") or {}
     settings = settings_of(base.settings()) | {"lr": got.get("lr"), "own": dict(base.own), "recipe": base.recipe}
     runs = [one for one in got.get("runs", ()) if "measured" in one]
     return EntrantRecord(
-        name=each.name,
-        spec=each.entrant.spec,
-        set={path: value if isinstance(value, dict) else str(value) for path, value in each.entrant.changes.items()},
+        name=contestant.name,
+        spec=contestant.entrant.spec,
+        set={
+            path: value if isinstance(value, dict) else str(value) for path, value in contestant.entrant.changes.items()
+        },
         facts=page,
-        parameters=each.parameters,
+        parameters=contestant.parameters,
         flops_step=got.get("flops_step"),
-        error=each.error,
+        error=contestant.error,
         sweep=tuple(Trial(**trial) for trial in got.get("sweep", ())),
         lr=got.get("lr"),
         moved=got.get("moved"),
-        runs=tuple(_seed_run(each, one, figure) for one in runs),
+        runs=tuple(_seed_run(contestant, one, figure) for one in runs),
         state_bytes=page.get("state_bytes", {}),
         training=got.get("training"),
         generation=got.get("generation"),
@@ -227,7 +250,7 @@ def _record(each: Contestant, options: CompareOptions, where: dict[str, Any], fi
     )
 
 
-def _seed_run(each: Contestant, one: dict[str, Any], figure: Metric) -> SeedRun:
+def _seed_run(contestant: Contestant, one: dict[str, Any], figure: Metric) -> SeedRun:
     tested = one["measured"]
     return SeedRun(
         seed=one["seed"],
@@ -235,7 +258,7 @@ def _seed_run(each: Contestant, one: dict[str, Any], figure: Metric) -> SeedRun:
         figures=tested["figures"],
         steps=one["steps"],
         seconds=one["seconds"],
-        curve=tuple(Point(**point) for point in curve(one, figure, each.found.get("flops_step"))),
+        curve=tuple(Point(**point) for point in curve(one, figure, contestant.results.get("flops_step"))),
         contexts=tested["contexts"],
         command=one["command"],
     )

@@ -14,7 +14,7 @@ from kinformer.training.metric import size
 
 def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     """Sections of charts; what nothing is known of is left out."""
-    index = {each.name: number for number, each in enumerate(comparison.entrants)}
+    index = {entrant.name: number for number, entrant in enumerate(comparison.entrants)}
     sections = [
         ("Learning", _learning(comparison, index)),
         ("Quality against its costs", _costs(comparison, index)),
@@ -22,7 +22,11 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
         ("Time and memory against length", _lengths(comparison, index)),
         ("The sweep of learning rates", _sweep(comparison, index)),
     ]
-    return [(title, kept) for title, found in sections if (kept := [each for each in found if each.series])]
+    return [
+        (title, charts_with_data)
+        for title, section in sections
+        if (charts_with_data := [entrant for entrant in section if entrant.series])
+    ]
 
 
 def _unit(comparison: Comparison) -> str:
@@ -41,14 +45,14 @@ def _learning(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     note = "Validation; the mean over the seeds where they were measured at the same steps."
     for key, title, of, form, log in axes:
         series = []
-        for each in comparison.finished:
+        for entrant in comparison.finished:
             points = [
                 (x, y, f"{form.format(x)}, {words.shown(comparison.deciding, y)}")
-                for x, y in _mean_curve(each, of)
+                for x, y in _mean_curve(entrant, of)
                 if x is not None and x > 0
             ]
             if len(points) > 1:
-                series.append(Series(each.name, index[each.name], points))
+                series.append(Series(entrant.name, index[entrant.name], points))
         yield Chart(f"by-{key}", f"Against {title}", title, _unit(comparison), series, log, note=note)
 
 
@@ -68,22 +72,28 @@ def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             "state",
             "State",
             f"bytes of state after {length:,} tokens",
-            lambda each: words.state_at(each, length),
+            lambda entrant: words.state_at(entrant, length),
             size,
         ),
         ("time", "Training time", "seconds of training", _seconds, lambda x: f"{x:,.0f} s"),
         ("memory", "Memory", "peak bytes in training", words.peak_bytes, size),
-        ("speed", "Generation", "tokens/s, one text", lambda each: words.generated(each, 1), lambda x: f"{x:,.0f}/s"),
+        (
+            "speed",
+            "Generation",
+            "tokens/s, one text",
+            lambda entrant: words.generated(entrant, 1),
+            lambda x: f"{x:,.0f}/s",
+        ),
     ]
     for key, title, x_title, of, text in costs:
         series = [
             Series(
-                each.name,
-                index[each.name],
-                [(x, mean_of(each), f"{text(x)}, {words.shown(comparison.deciding, mean_of(each))}")],
+                entrant.name,
+                index[entrant.name],
+                [(x, mean_of(entrant), f"{text(x)}, {words.shown(comparison.deciding, mean_of(entrant))}")],
             )
-            for each in comparison.finished
-            if (x := of(each)) is not None
+            for entrant in comparison.finished
+            if (x := of(entrant)) is not None
         ]
         yield Chart(f"quality-{key}", title, x_title, f"{_unit(comparison)}, test", series, "x", joined=False)
 
@@ -94,69 +104,69 @@ def _seconds(entrant: EntrantRecord) -> float:
 
 def _contexts(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     figure, positions, lengths = comparison.deciding, [], []
-    for each in comparison.finished:
-        rows = [row for row in each.runs[0].contexts if row.get("context")]
+    for entrant in comparison.finished:
+        rows = [row for row in entrant.runs[0].contexts if row.get("context")]
         points = [(row["context"], row["value"], f"{row['context']:,} tokens, {words.shown(figure, row['value'])}")
                   for row in sorted(rows, key=lambda row: row["context"])]  # fmt: skip
         if len(points) > 1:
-            lengths.append(Series(each.name, index[each.name], points))
+            lengths.append(Series(entrant.name, index[entrant.name], points))
         longest = max((row for row in rows if row["positions"]), key=lambda row: row["context"], default=None)
         if longest is not None:
             inside = [(last, value, f"{first:,} to {last:,} tokens before, {words.shown(figure, value)}")
                       for first, last, value in map(_bin, longest["positions"])]  # fmt: skip
-            positions.append(Series(each.name, index[each.name], inside))
+            positions.append(Series(entrant.name, index[entrant.name], inside))
     note = "First seed; tokens that a prediction had before it in its window, of the longest context measured."
     yield Chart("positions", "By position", "tokens before", _unit(comparison), positions, "x", note=note)
     note = "First seed; each length measured in windows of its own."
     yield Chart("contexts", "By length of context", "tokens of context", _unit(comparison), lengths, "x", note=note)
 
 
-def _bin(found: Any) -> tuple[int, int, float]:
-    return found["first"], found["last"], found["bits_per_byte"]
+def _bin(contexts: Any) -> tuple[int, int, float]:
+    return contexts["first"], contexts["last"], contexts["bits_per_byte"]
 
 
 def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     for kind, title in (("step", "A training step"), ("forward", "A forward")):
         series = [
             Series(
-                each.name,
-                index[each.name],
+                entrant.name,
+                index[entrant.name],
                 [
                     (length, 1000 * seconds, f"{length:,} tokens, {1000 * seconds:,.1f} ms")
-                    for length, seconds in sorted(words.seconds_of(each, kind).items())
+                    for length, seconds in sorted(words.seconds_of(entrant, kind).items())
                 ],
             )
-            for each in comparison.entrants
-            if each.lengths
+            for entrant in comparison.entrants
+            if entrant.lengths
         ]
         yield Chart(f"length-{kind}", title, "tokens of one row", "milliseconds", series, "xy")
     memory = [
         Series(
-            each.name,
-            index[each.name],
+            entrant.name,
+            index[entrant.name],
             [
                 (row["length"], row["bytes"] / 2**20, f"{row['length']:,} tokens, {size(row['bytes'])}")
-                for row in each.memory["lengths"]
+                for row in entrant.memory["lengths"]
                 if row["bytes"] > 0
             ],
         )
-        for each in comparison.entrants
-        if each.memory and any(row["bytes"] > 0 for row in each.memory["lengths"])
+        for entrant in comparison.entrants
+        if entrant.memory and any(row["bytes"] > 0 for row in entrant.memory["lengths"])
     ]
     note = "The highest moment of a training step of one row, above the model itself, in a process of its own."
     yield Chart("length-memory", "Memory of a step", "tokens of one row", "MiB", memory, "xy", note=note)
     states = [
         Series(
-            each.name,
-            index[each.name],
+            entrant.name,
+            index[entrant.name],
             [
                 (int(length), count / 1024, f"{int(length):,} tokens, {size(count)}")
-                for length, count in sorted(each.state_bytes.items(), key=lambda item: int(item[0]))
+                for length, count in sorted(entrant.state_bytes.items(), key=lambda item: int(item[0]))
                 if count
             ],
         )
-        for each in comparison.entrants
-        if each.state_bytes and any(each.state_bytes.values())
+        for entrant in comparison.entrants
+        if entrant.state_bytes and any(entrant.state_bytes.values())
     ]
     yield Chart("state", "The state of one row", "tokens absorbed", "KiB", states, "xy")
 
@@ -164,13 +174,13 @@ def _lengths(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
 def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
     figure = comparison.deciding
     series = []
-    for each in comparison.entrants:
+    for entrant in comparison.entrants:
         points = [
             (trial.lr, trial.value, f"learning rate {trial.lr:g}, {words.shown(figure, trial.value)}")
-            for trial in each.sweep
+            for trial in entrant.sweep
             if trial.value is not None
         ]
         if points:
-            series.append(Series(each.name, index[each.name], points))
+            series.append(Series(entrant.name, index[entrant.name], points))
     note = "Validation after short runs with the first seed; what diverged is not shown."
     yield Chart("sweep", "Learning rates", "learning rate", _unit(comparison), series, "x", note=note)

@@ -40,10 +40,10 @@ class Entrant:
 
     def needs(self, task_options: type) -> dict[str, Any]:
         """Options of the task without which its members are not themselves."""
-        known = {each.name for each in fields(task_options)}
+        option_fields = {item.name for item in fields(task_options)}
         needed: dict[str, Any] = {}
         for name, _ in self.parts:
-            needed |= {option: value for option, value in member(name).needs.items() if option in known}
+            needed |= {option: value for option, value in member(name).needs.items() if option in option_fields}
         return needed
 
     def layers(self, recipe: str, config: ModelConfig) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class Entrant:
             return {}
         cycle = [name for name, count in self.parts for _ in range(count)]
         depth = max(len(cycle), len(config.layers) // len(cycle) * len(cycle))
-        found: dict[str, Any] = {"layers": depth} if depth != len(config.layers) else {}
+        result: dict[str, Any] = {"layers": depth} if depth != len(config.layers) else {}
         for index in range(depth):
             if (name := cycle[index % len(cycle)]) != self.member:
                 others = configure(name, recipe).layers
-                found[f"layers.{index}"] = to_dict(others[index % len(others)])
-        return found
+                result[f"layers.{index}"] = to_dict(others[index % len(others)])
+        return result
 
 
 def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
@@ -65,8 +65,8 @@ def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
 
     ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
     """
-    found = [_parsed(spec) for spec in specs]
-    names = [each.name for each in found]
+    parsed = [_parsed(spec) for spec in specs]
+    names = [entrant.name for entrant in parsed]
     for name in names:
         if names.count(name) > 1:
             raise KinformerError(f"{name}: is named twice; give one of them another name, as in other={name}.")
@@ -75,12 +75,12 @@ def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
             raise KinformerError(f"--set {path}: {owner!r} is not compared; {nearest(owner, names)}")
     return [
         Entrant(
-            each.name,
-            each.spec,
-            each.parts,
-            {path.rpartition(":")[2]: value for path, value in changes.items() if _owner(path) in ("", each.name)},
+            entrant.name,
+            entrant.spec,
+            entrant.parts,
+            {path.rpartition(":")[2]: value for path, value in changes.items() if _owner(path) in ("", entrant.name)},
         )
-        for each in found
+        for entrant in parsed
     ]
 
 
@@ -125,17 +125,17 @@ def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: st
     candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
     best: tuple[float, dict[str, Any]] = (float("inf"), {})
     for widths in candidates:
-        for found in (widths, _feed_forwards(config, widths, changes, budget)):
-            count = _count(config, {**found, **changes})
+        for best_widths in (widths, _feed_forwards(config, widths, changes, budget)):
+            count = _count(config, {**best_widths, **changes})
             if count is not None and abs(count / budget - 1) < best[0]:
-                best = abs(count / budget - 1), found
+                best = abs(count / budget - 1), best_widths
         if best[0] <= TOLERANCE / 5:
             break
     if best[0] > TOLERANCE:
-        own = _count(config, {**best[1], **changes})
+        parameters = _count(config, {**best[1], **changes})
         raise KinformerError(
             f"{name}: no width gives {budget:,} parameters within {TOLERANCE:.0%}"
-            + (f" (the nearest has {own:,})" if own else "")
+            + (f" (the nearest has {parameters:,})" if parameters else "")
             + "; give another --parameters, or --set NAME:dim=... less."
         )
     return {path: value for path, value in best[1].items() if path not in changes}
@@ -180,7 +180,7 @@ def _feed_forwards(
             return widths
         paths = {"layers.*.feed_forward.hidden_dim": hidden}
     more = {path: value + 8 for path, value in paths.items()}
-    counts = [_count(config, {**widths, **found, **changes}) for found in (paths, more)]
+    counts = [_count(config, {**widths, **result, **changes}) for result in (paths, more)]
     if None in counts or counts[0] == counts[1]:
         return widths
     step = 8 * round((budget - counts[0]) / (counts[1] - counts[0]))  # type: ignore[operator]

@@ -29,7 +29,7 @@ def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
     return {
         "members": [{name: _plain(getattr(record, name)) for name in names} for record in records],
         "config": to_dict(config),
-        "formulas": [line for formula in formulas(config) for line in _told(formula)],
+        "formulas": [line for formula in formulas(config) for line in _lines(formula)],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
         "patterns": pictures(model)[:MOST_PATTERNS],
@@ -37,7 +37,7 @@ def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
     }
 
 
-def _told(formula: Formula) -> list[str]:
+def _lines(formula: Formula) -> list[str]:
     """As text."""
     return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
 
@@ -48,4 +48,4 @@ def _plain(value: Any) -> Any:
 
 def settings_of(options: Any) -> dict[str, Any]:
     """The settings of a training, as JSON."""
-    return {each.name: getattr(options, each.name) for each in fields(type(options))}
+    return {field.name: getattr(options, field.name) for field in fields(type(options))}

@@ -41,17 +41,17 @@ def write(comparison: Comparison, folder: Path) -> Written:
         paths.insert(0, folder / HTML)
     table = TextTable(
         ("member", *(column.title for column in columns(comparison))),
-        [(each.name, *(column.cell(each) for column in columns(comparison))) for each in ordered(comparison)],
+        [(entrant.name, *(column.cell(entrant) for column in columns(comparison))) for entrant in ordered(comparison)],
         range(1, 20),
     )
-    told = [
+    lines = [
         *words.summary(comparison),
         *words.crossovers_of(comparison),
         "",
         *notes,
         *(f"wrote {path}" for path in paths),
     ]
-    return Written(comparison, tuple(paths), (table, "", *told))
+    return Written(comparison, tuple(paths), (table, "", *lines))
 
 
 def _text_file(path: Path, text: str) -> None:

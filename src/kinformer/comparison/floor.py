@@ -33,8 +33,8 @@ def measure_floor(device: str) -> Floor:
         flops=_products(torch.float32, device),
         bandwidth=max(size / timed(lambda: matrix @ row, device) for _ in range(TRIES)),
         narrow_flops=_products(torch.bfloat16, device),
-        call=_each(lambda: None, device),
-        operator=_each(lambda: torch.add(number, number), device),
+        call=_seconds_per_call(lambda: None, device),
+        operator=_seconds_per_call(lambda: torch.add(number, number), device),
     )
 
 
@@ -47,7 +47,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
     return max(rates)
 
 
-def _each(work: Callable[[], object], device: str) -> float:
+def _seconds_per_call(work: Callable[[], object], device: str) -> float:
     """Seconds of one of many calls."""
 
     def many() -> None:

@@ -15,7 +15,7 @@ from kinformer.runtime.processor import processor
 
 def machine(device: str) -> dict[str, Any]:
     """As JSON."""
-    known = {
+    facts = {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
@@ -25,13 +25,13 @@ def machine(device: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
     }
-    return known | {"versions": {"kinformer": __version__} | {name: _version(name) for name in ("torch", "numpy")}}
+    return facts | {"versions": {"kinformer": __version__} | {name: _version(name) for name in ("torch", "numpy")}}
 
 
-def described(found: dict[str, Any]) -> str:
+def described(facts: dict[str, Any]) -> str:
     """A machine in words."""
-    threads = found.get("threads")
-    return f"{found.get('processor') or found.get('architecture')}, {found.get('device')}, {threads} threads"
+    threads = facts.get("threads")
+    return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads} threads"
 
 
 def _processor() -> str:

@@ -82,11 +82,11 @@ class CompareOptions(Machine):
             raise KinformerError(f"--contexts {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
         require("--sweep", self.sweep, 0)
         require("--max-bytes", self.max_bytes, 2)
-        given = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
-        for name in given:
+        limits = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
+        for name in limits:
             require_above(flag_of(name), getattr(self, name), 0)
-        if len(given) > 1:
-            raise KinformerError(f"{' and '.join(map(flag_of, given))} contradict; give one of them.")
+        if len(limits) > 1:
+            raise KinformerError(f"{' and '.join(map(flag_of, limits))} contradict; give one of them.")
         if self.sweep == 2:
             raise KinformerError("--sweep 2: has no middle; try 3 learning rates or more, or 0 for none.")
         require_above("--lr", self.lr, 0)

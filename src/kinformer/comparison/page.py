@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.comparison import words
-from kinformer.comparison.charts import marker, svg
+from kinformer.comparison.charts import Chart, marker, svg
 from kinformer.comparison.curves import charts
 from kinformer.comparison.record import Comparison, EntrantRecord
 from kinformer.comparison.report import columns, conditions, ordered, title
@@ -27,17 +27,14 @@ def page(comparison: Comparison) -> str:
 
     loader = FileSystemLoader(ASSETS)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    index = {each.name: number for number, each in enumerate(comparison.entrants)}
+    index = {entrant.name: number for number, entrant in enumerate(comparison.entrants)}
     sections = [
         {
             "title": heading,
             "words": list(words.crossovers_of(comparison)) if "length" in heading and "Time" in heading else [],
-            "charts": [
-                {"title": c.title, "note": c.note, "told": c.told, "series": c.series, "svg": Markup(svg(c))}
-                for c in found
-            ],
+            "charts": [_figure(drawn, Markup(svg(drawn))) for drawn in chart],
         }
-        for heading, found in charts(comparison)
+        for heading, chart in charts(comparison)
     ]
     keys = {name: Markup(marker(number)) for name, number in index.items()}
     return environment.get_template("page.html").render(
@@ -53,11 +50,16 @@ def page(comparison: Comparison) -> str:
         ),
         sections=sections,
         sheets=[
-            _sheet(each, index[each.name], keys[each.name], [Markup(_picture(p["rows"])) for p in _patterns(each)])
-            for each in ordered(comparison)
+            _sheet(
+                entrant,
+                index[entrant.name],
+                keys[entrant.name],
+                [Markup(_picture(p["rows"])) for p in _patterns(entrant)],
+            )
+            for entrant in ordered(comparison)
         ],
         command=comparison.command,
-        machine=_json([{each.name: each.machine} for each in comparison.entrants][:1] + [comparison.seconds]),
+        machine=_json([{entrant.name: entrant.machine} for entrant in comparison.entrants][:1] + [comparison.seconds]),
         style=Markup((ASSETS / "style.css").read_text(encoding="utf-8")),
         script=Markup((ASSETS / "script.js").read_text(encoding="utf-8")),
     )
@@ -67,69 +69,74 @@ def _rows(comparison: Comparison, index: dict[str, int], keys: dict[str, Any]) -
     shown = columns(comparison)
     best: list[float | None] = []
     for column in shown:
-        values = [value for each in comparison.entrants if (value := column.value(each)) is not None]
+        values = [value for entrant in comparison.entrants if (value := column.value(entrant)) is not None]
         best.append((min if column.less else max)(values) if column.less is not None and values else None)
     return [
         {
-            "name": each.name,
-            "index": index[each.name],
-            "key": keys[each.name],
-            "shown": bool(each.runs or each.lengths),
+            "name": entrant.name,
+            "index": index[entrant.name],
+            "key": keys[entrant.name],
+            "shown": bool(entrant.runs or entrant.lengths),
             "cells": [
                 {
-                    "text": column.cell(each),
-                    "value": "" if (value := column.value(each)) is None else repr(value),
+                    "text": column.cell(entrant),
+                    "value": "" if (value := column.value(entrant)) is None else repr(value),
                     "best": value is not None and value == top,
                 }
                 for column, top in zip(shown, best, strict=True)
             ],
         }
-        for each in ordered(comparison)
+        for entrant in ordered(comparison)
     ]
 
 
 def _pairs(comparison: Comparison) -> dict[str, Any] | None:
-    found = [each for each in comparison.finished if len(each.runs) > 1]
-    if len(found) < 2:
+    repeated = [entrant for entrant in comparison.finished if len(entrant.runs) > 1]
+    if len(repeated) < 2:
         return None
     rows = []
-    for one in found:
-        tests = [None if other is one else welch(one.values, other.values) for other in found]
+    for one in repeated:
+        tests = [None if other is one else welch(one.values, other.values) for other in repeated]
         rows.append((one.name, ["" if test is None else f"{test.p:.3f}" for test in tests]))
-    return {"names": [each.name for each in found], "rows": rows}
+    return {"names": [entrant.name for entrant in repeated], "rows": rows}
 
 
-def _patterns(each: EntrantRecord) -> Sequence[dict[str, Any]]:
-    return (each.facts or {}).get("patterns", ())
+def _figure(chart: Chart, picture: object) -> dict[str, object]:
+    names = ("title", "note", "description", "series")
+    return {name: getattr(chart, name) for name in names} | {"svg": picture}
 
 
-def _sheet(each: EntrantRecord, index: int, key: Any, pictures: list[Any]) -> dict[str, Any]:
-    facts, settings = each.facts or {}, each.settings or {}
-    known = [
-        ("parameters", f"{each.parameters:,}" if each.parameters else "-"),
+def _patterns(entrant: EntrantRecord) -> Sequence[dict[str, Any]]:
+    return (entrant.facts or {}).get("patterns", ())
+
+
+def _sheet(entrant: EntrantRecord, index: int, key: Any, pictures: list[Any]) -> dict[str, Any]:
+    facts, settings = entrant.facts or {}, entrant.settings or {}
+    facts_shown = [
+        ("parameters", f"{entrant.parameters:,}" if entrant.parameters else "-"),
         ("width, layers", f"{facts['config']['dim']}, {len(facts['config']['layers'])}" if facts else "-"),
-        ("learning rate", f"{each.lr:g}" if each.lr else "-"),
+        ("learning rate", f"{entrant.lr:g}" if entrant.lr else "-"),
         ("state grows", ", ".join(sorted({member["growth"] for member in facts.get("members", ())})) or "-"),
-        ("FLOPs of a step", f"{each.flops_step:.3g}" if each.flops_step else "-"),
+        ("FLOPs of a step", f"{entrant.flops_step:.3g}" if entrant.flops_step else "-"),
         ("positions end at", f"{facts['max_length']:,}" if facts.get("max_length") else "nowhere"),
-        ("changes", ", ".join(f"{path} = {value}" for path, value in each.set.items()) or "none"),
+        ("changes", ", ".join(f"{path} = {value}" for path, value in entrant.set.items()) or "none"),
         ("exact attention where", "; ".join(member["exact_limit"] for member in facts.get("members", ())) or "-"),
     ]
     return {
         "index": index,
         "key": key,
-        "name": each.name,
+        "name": entrant.name,
         "members": facts.get("members", ()),
-        "error": each.error,
-        "badges": [_badge(badge) for badge in each.badges],
+        "error": entrant.error,
+        "badges": [_badge(badge) for badge in entrant.badges],
         "formulas": facts.get("formulas", ()),
-        "facts": known,
+        "facts": facts_shown,
         "patterns": [
             {"svg": picture, "name": f"{pattern['pattern']}, tokens to a cell: {pattern['tokens_per_cell']}"}
-            for picture, pattern in zip(pictures, _patterns(each), strict=True)
+            for picture, pattern in zip(pictures, _patterns(entrant), strict=True)
         ],
         "departures": [text for member in facts.get("members", ()) for text in member["departures"]],
-        "command": each.runs[0].command if each.runs else "",
+        "command": entrant.runs[0].command if entrant.runs else "",
         "config": _json({"model": facts["config"], "settings": settings}) if facts else "",
     }
 
@@ -146,9 +153,9 @@ def _picture(rows: Sequence[str]) -> str:
     cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
     size = len(rows)
     path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)
-    told = escape(f"attention pattern: {len(cells)} of {size * size} cells seen, queries down, keys across")
+    description = escape(f"attention pattern: {len(cells)} of {size * size} cells seen, queries down, keys across")
     drawn = f'<path d="{path}" style="fill: var(--s0)"/>'
-    return f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="{told}">{drawn}</svg>'
+    return f'<svg viewBox="0 0 {size} {size}" role="img" aria-label="{description}">{drawn}</svg>'
 
 
 def _json(data: Any) -> str:

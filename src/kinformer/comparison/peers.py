@@ -139,13 +139,13 @@ class HuggingFace(PeerModel):
         super().__init__(gpt2(shape), shape)
 
     def forward(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        found = self.model(tokens, past_key_values=state, use_cache=not self.training)
-        return found.logits, found.past_key_values
+        output = self.model(tokens, past_key_values=state, use_cache=not self.training)
+        return output.logits, output.past_key_values
 
     def last(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Logits [batch, vocab] behind the last token alone."""
-        found = self.model(tokens, past_key_values=state, use_cache=True, logits_to_keep=1)
-        return found.logits[:, -1], found.past_key_values
+        output = self.model(tokens, past_key_values=state, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1], output.past_key_values
 
 
 class XTransformers(PeerModel):

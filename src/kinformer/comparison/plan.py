@@ -42,7 +42,7 @@ class Contestant:
     parameters: int
     identity: dict[str, Any]
     error: str | None = None
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -73,16 +73,16 @@ class Contestant:
 def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
     """What a run with these options would train, on which data; nothing is written."""
     task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
-    own = training_options(task, options.own)
+    task_options = training_options(task, options.own)
     check_source(options, task)
     tokenizer = None
     if task.data.tokenized:
         tokenizer = ByteTokenizer() if options.tokenizer in (None, BYTES) else FileTokenizer(str(options.tokenizer))
     spec = named_data(options, task, Path(options.out))
-    data = task.open(Source(spec, options.holdout, tokenizer), own)
+    data = task.open(Source(spec, options.holdout, tokenizer), task_options)
     config = plan_config(options, None, task, data)
     objective = task.choose_objective(options.objective, member(options.member).objective)
-    return task, TrainingPlan(config, data, replace(options.settings(), objective=objective), own, tokenizer)
+    return task, TrainingPlan(config, data, replace(options.settings(), objective=objective), task_options, tokenizer)
 
 
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
@@ -98,39 +98,39 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
     """
     if options.data == "-":
         raise KinformerError("--data -: is read once, but every member reads the data; give the path of a file.")
-    task, found = first_task(entrants, options), []
+    task, contestants_ = first_task(entrants, options), []
     for entrant in entrants:
         base = _base(entrant, options, task)
         try:
-            own_task, plan = planned(base)
-            contestant = Contestant(entrant, base, own_task, plan.config, 0, plan.data.identity)
+            task, plan = planned(base)
+            contestant = Contestant(entrant, base, task, plan.config, 0, plan.data.identity)
         except KinformerError:
             if entrant is entrants[0]:
                 raise
             contestant = Contestant(entrant, base, task, None, 0, {})
-        found.append(contestant)
-    budget = options.parameters or parameters_of(found[0].config)
-    for contestant in found:
+        contestants_.append(contestant)
+    budget = options.parameters or parameters_of(contestants_[0].config)
+    for contestant in contestants_:
         with guarded(contestant, "its model"):
             _fit(contestant, budget)
-    if all(each.error for each in found):
-        raise KinformerError(str(found[0].error))
-    return found
+    if all(item.error for item in contestants_):
+        raise KinformerError(str(contestants_[0].error))
+    return contestants_
 
 
 def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
     recipe = options.recipe
     shared = ("data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "device", "threads")
-    known = {name: getattr(options, name) for name in shared}
-    own = {**entrant.needs(task.Options), **options.own}
+    shared_values = {name: getattr(options, name) for name in shared}
+    task_options = {**entrant.needs(task.Options), **options.own}
     return TrainOptions(
         member=entrant.member,
         out=options.out,
         task=task.name,
         recipe=recipe,
         set=dict(entrant.changes),
-        own=own,
-        **known,
+        own=task_options,
+        **shared_values,
     )
 
 
@@ -154,14 +154,14 @@ def guarded(contestant: Contestant, stage: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
-        told = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
-        contestant.error = f"{stage}: {told}"
+        message = reason if isinstance(error, KinformerError) else f"{type(error).__name__}: {reason.splitlines()[0]}"
+        contestant.error = f"{stage}: {message}"
         note(f"{contestant.name} is out: {contestant.error}")
 
 
-def still_in(found: Sequence[Contestant]) -> list[Contestant]:
+def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
     """Those that nothing went wrong with so far."""
-    return [each for each in found if each.error is None]
+    return [item for item in contestants if item.error is None]
 
 
 class Clock:

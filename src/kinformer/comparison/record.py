@@ -106,8 +106,8 @@ class Comparison(Config):
     @property
     def finished(self) -> list[EntrantRecord]:
         """Those that have a figure, the best first."""
-        done = [each for each in self.entrants if each.runs]
-        return sorted(done, key=lambda each: mean_of(each) * (1 if self.lower_is_better else -1))
+        done = [entrant for entrant in self.entrants if entrant.runs]
+        return sorted(done, key=lambda item: mean_of(item) * (1 if self.lower_is_better else -1))
 
 
 def mean_of(entrant: EntrantRecord) -> float:
@@ -132,11 +132,11 @@ def read(path: Path) -> Comparison:
         raise KinformerError(f"{path}: is no comparison; give the comparison.json that kinformer compare wrote.")
     if (schema := data.pop("schema", None)) != SCHEMA:
         raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; use a matching version.")
-    found = from_dict(Comparison, data, {}, str(path))
-    for entrant in found.entrants:
+    result = from_dict(Comparison, data, {}, str(path))
+    for entrant in result.entrants:
         if (entrant.lr is None or not entrant.facts) and entrant.runs:
             raise KinformerError(f"{path}: {entrant.name} has runs but no learning rate or facts; restore it.")
-    return found
+    return result
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
@@ -146,7 +146,7 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
     Errors: ``KinformerError`` for another task, other data or another figure.
     """
     (first_path, first), *others = comparisons
-    entrants: dict[str, EntrantRecord] = {each.name: each for each in first.entrants}
+    entrants: dict[str, EntrantRecord] = {item.name: item for item in first.entrants}
     for path, other in others:
         for what in ("task", "figure"):
             if getattr(other, what) != getattr(first, what):
@@ -159,17 +159,17 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
                 f"{path}: was measured on other data than {first_path}; figures from different data do not compare."
             )
         for entrant in other.entrants:
-            known = entrants.get(entrant.name)
-            if known is None:
+            previous = entrants.get(entrant.name)
+            if previous is None:
                 entrants[entrant.name] = entrant
-            elif _alike(known, entrant):
-                seeds = {run.seed for run in known.runs}
+            elif _alike(previous, entrant):
+                seeds = {run.seed for run in previous.runs}
                 more = tuple(run for run in entrant.runs if run.seed not in seeds)
-                entrants[entrant.name] = known.replace(runs=known.runs + more)
+                entrants[entrant.name] = previous.replace(runs=previous.runs + more)
             else:
                 name = _free(f"{entrant.name} ({path.stem})", entrants)
                 entrants[name] = entrant.replace(name=name)
-    seconds = {"in all": sum(sum(each.seconds.values()) for _, each in comparisons)}
+    seconds = {"in all": sum(sum(comparison.seconds.values()) for _, comparison in comparisons)}
     return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
 
 
@@ -185,7 +185,7 @@ def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
 
 def _free(name: str, taken: Any) -> str:
     count = 2
-    found = name
-    while found in taken:
-        found, count = f"{name} {count}", count + 1
-    return found
+    result = name
+    while result in taken:
+        result, count = f"{name} {count}", count + 1
+    return result

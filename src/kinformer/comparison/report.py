@@ -28,7 +28,7 @@ class Column:
 def columns(comparison: Comparison) -> list[Column]:
     """Of the table of results; those of which nothing is known are left out."""
     figure, finished = comparison.deciding, bool(comparison.finished)
-    apart = {each.name: each for each in words.differences(comparison)} if finished else {}
+    apart = {item.name: item for item in words.differences(comparison)} if finished else {}
 
     def p(entrant: EntrantRecord) -> float | None:
         return apart[entrant.name].together if entrant.name in apart else None
@@ -36,30 +36,30 @@ def columns(comparison: Comparison) -> list[Column]:
     def state(entrant: EntrantRecord) -> float | None:
         return words.state_at(entrant, words.common_length(comparison))
 
-    found = [
+    columns_ = [
         Column(
             figure.unit if figure.unit != "share" else figure.name.replace("_", " "),
-            lambda each: mean_of(each) if each.runs else None,
+            lambda item: mean_of(item) if item.runs else None,
             lambda value: words.shown(figure, value),
             figure.lower_is_better,
         ),
         Column("± seeds", words.spread, lambda value: words.shown(figure, value)),
         Column("p against the best", p, lambda value: f"{value:.3f}"),
-        Column("parameters", lambda each: each.parameters or None, lambda value: f"{value:,}"),
-        Column("learning rate", lambda each: each.lr, lambda value: f"{value:g}"),
+        Column("parameters", lambda item: item.parameters or None, lambda value: f"{value:,}"),
+        Column("learning rate", lambda item: item.lr, lambda value: f"{value:g}"),
         Column("train tokens/s", words.tokens_per_second, lambda value: f"{value:,.0f}", False),
         Column("training s", _seconds, lambda value: f"{value:,.0f}", True),
         Column("peak memory", words.peak_bytes, size, True),
         Column(f"state at {words.common_length(comparison):,} tokens", state, size, True),
-        Column("generate 1/s", lambda each: words.generated(each, 1), lambda value: f"{value:,.0f}", False),
-        Column("generate 16/s", lambda each: words.generated(each, 16), lambda value: f"{value:,.0f}", False),
+        Column("generate 1/s", lambda item: words.generated(item, 1), lambda value: f"{value:,.0f}", False),
+        Column("generate 16/s", lambda item: words.generated(item, 16), lambda value: f"{value:,.0f}", False),
     ]
-    return [column for column in found if any(column.value(each) is not None for each in comparison.entrants)]
+    return [column for column in columns_ if any(column.value(item) is not None for item in comparison.entrants)]
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
     """The best first; those that are out last."""
-    return [*comparison.finished, *(each for each in comparison.entrants if not each.runs)]
+    return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
 
 
 def _seconds(entrant: EntrantRecord) -> float | None:
@@ -69,18 +69,20 @@ def _seconds(entrant: EntrantRecord) -> float | None:
 def markdown(comparison: Comparison) -> str:
     """The comparison as a page of Markdown."""
     shown = columns(comparison)
-    told = [*words.summary(comparison), *words.crossovers_of(comparison)]
-    lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(each)}" for each in told), ""]
+    message_value = [*words.summary(comparison), *words.crossovers_of(comparison)]
+    lines = [f"# {_prose(title(comparison))}", "", *(f"- {_prose(item)}" for item in message_value), ""]
     lines += [
         "| member | " + " | ".join(_prose(column.title) for column in shown) + " |",
         "| --- |" + " ---: |" * len(shown),
     ]
-    for each in ordered(comparison):
-        lines.append(f"| {_prose(each.name)} | " + " | ".join(_prose(column.cell(each)) for column in shown) + " |")
+    for entrant in ordered(comparison):
+        lines.append(
+            f"| {_prose(entrant.name)} | " + " | ".join(_prose(column.cell(entrant)) for column in shown) + " |"
+        )
     lines += ["", _prose(conditions(comparison)), "", "    " + _line(comparison.command), ""]
-    for each in comparison.entrants:
-        if each.runs:
-            lines += [f"{_prose(each.name)} alone:", "", "    " + _line(each.runs[0].command), ""]
+    for entrant in comparison.entrants:
+        if entrant.runs:
+            lines += [f"{_prose(entrant.name)} alone:", "", "    " + _line(entrant.runs[0].command), ""]
     return "\n".join(lines)
 
 
@@ -106,7 +108,7 @@ def conditions(comparison: Comparison) -> str:
     budget, data = comparison.budget, comparison.data if isinstance(comparison.data, dict) else {}
     steps = budget.get("steps") or []
     made = f"{steps[0]:,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}" if steps else "no"
-    where: Any = next((each.machine for each in comparison.entrants if each.machine), {})
+    where: Any = next((entrant.machine for entrant in comparison.entrants if entrant.machine), {})
     most = data.get("max_bytes")
     return (
         f"{budget['parameters']:,} parameters within 5 %, {made} steps of {budget['tokens_step']:,} tokens, "

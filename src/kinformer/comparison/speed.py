@@ -35,48 +35,50 @@ def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callab
     return lambda: float(trainer.update(next(numbers), 0.0, 0.0).loss)
 
 
-def training_speeds(found: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
     """``found["training"]`` of each: seconds of a step, those of the anchor (the first contestant) in the same rounds,
     and when. Those that are kept stay as they are; the others are measured in turns, together with the anchor."""
     device = options.usable_device()
     sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
-    keys = {each.name: key_of([sizes, each.model_key, torch.get_num_threads()]) for each in still_in(found)}
-    for each in still_in(found):
-        each.found["training"] = cache.get("speed", keys[each.name])
-    missing = [each for each in still_in(found) if each.found["training"] is None]
+    keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
+    for contestant in still_in(contestants):
+        contestant.results["training"] = cache.get("speed", keys[contestant.name])
+    missing = [item for item in still_in(contestants) if item.results["training"] is None]
     if not missing:
         return
-    anchor = still_in(found)[0]
+    anchor = still_in(contestants)[0]
     with tempfile.TemporaryDirectory() as folder:
         steps = {}
-        for each in missing if anchor in missing else [anchor, *missing]:
-            with guarded(each, "its first training steps"):
-                job = each.options(Path(folder), options.middle, options.seed, 1)
+        for contestant in missing if anchor in missing else [anchor, *missing]:
+            with guarded(contestant, "its first training steps"):
+                job = contestant.options(Path(folder), options.middle, options.seed, 1)
                 first = stepper(job, Path(folder), device)
                 first()
-                steps[each.name] = first
+                steps[contestant.name] = first
         seconds = in_turns(steps, options.rounds, str(device))
-    for each in missing:
-        if each.name not in seconds:
-            each.error = each.error or "its first training steps failed."
+    for contestant in missing:
+        if contestant.name not in seconds:
+            contestant.error = contestant.error or "its first training steps failed."
         else:
-            each.found["training"] = {"seconds": seconds[each.name]} | _round(anchor, seconds.get(anchor.name))
-            cache.put("speed", keys[each.name], each.found["training"])
+            contestant.results["training"] = {"seconds": seconds[contestant.name]} | _round(
+                anchor, seconds.get(anchor.name)
+            )
+            cache.put("speed", keys[contestant.name], contestant.results["training"])
 
 
 def _round(anchor: Contestant, value: Any) -> dict[str, Any]:
     return {"anchor": anchor.name, "anchor_value": value, "date": time.strftime("%Y-%m-%d")}
 
 
-def generation_speeds(found: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
     """``found["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
-    able = [each for each in still_in(found) if works.generates(each.config)]
+    able = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
     _measured(able, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
 
 
-def length_speeds(found: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
     """``found["lengths"]``: seconds of a forward and of a training step of one row by its length."""
-    able = [each for each in still_in(found) if works.reads_tokens(each.config)]
+    able = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
     _measured(able, "lengths", points, options, cache)
 
@@ -91,34 +93,34 @@ def _measured(
     """Each point of all contestants that lack it, in turns, with the anchor among them."""
     device = options.usable_device()
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
-    keys = {each.name: key_of([content, each.model_key]) for each in able}
-    for each in able:
-        each.found[stage] = cache.get("speed", keys[each.name])
-    missing = [each for each in able if each.found[stage] is None]
+    keys = {item.name: key_of([content, item.model_key]) for item in able}
+    for contestant in able:
+        contestant.results[stage] = cache.get("speed", keys[contestant.name])
+    missing = [item for item in able if item.results[stage] is None]
     if not missing:
         return
     chosen = missing if able[0] in missing else [able[0], *missing]
     models: dict[str, Any] = {}
-    for each in chosen:
-        with guarded(each, f"measuring {stage}"):
+    for contestant in chosen:
+        with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)
-            model = each.config.build().to(device)
+            model = contestant.config.build().to(device)
             works.check_correct(model)
-            models[each.name] = model
+            models[contestant.name] = model
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     for kind, batch, length in points:
-        each_work: dict[str, works.Work] = {}
-        for each in chosen:
-            if each.name in models and works.room_for(models[each.name], kind, length, options.rounds):
-                with guarded(each, f"{kind} of {length} tokens"):
-                    each_work[each.name] = works.WORKS[kind](models[each.name], batch, length)
-        for name, seconds in in_turns(each_work, options.rounds, str(device)).items():
+        work_by_name: dict[str, works.Work] = {}
+        for contestant in chosen:
+            if contestant.name in models and works.room_for(models[contestant.name], kind, length, options.rounds):
+                with guarded(contestant, f"{kind} of {length} tokens"):
+                    work_by_name[contestant.name] = works.WORKS[kind](models[contestant.name], batch, length)
+        for name, seconds in in_turns(work_by_name, options.rounds, str(device)).items():
             share = works.DECODED if kind == "decode" else 1
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
-    for each in missing:
-        if each.name in rows:
-            each.found[stage] = {"points": rows[each.name]} | _round(able[0], rows.get(able[0].name))
-            cache.put("speed", keys[each.name], each.found[stage])
+    for contestant in missing:
+        if contestant.name in rows:
+            contestant.results[stage] = {"points": rows[contestant.name]} | _round(able[0], rows.get(able[0].name))
+            cache.put("speed", keys[contestant.name], contestant.results[stage])
 
 
 def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> dict[str, Any]:

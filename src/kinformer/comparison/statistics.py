@@ -28,11 +28,13 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
     if min(len(first), len(second)) < 2:
         return None
     difference = mean(first) - mean(second)
-    errors = [variance(each) / len(each) for each in (first, second)]
+    errors = [variance(sample) / len(sample) for sample in (first, second)]
     total = sum(errors)
     if total == 0.0:
         return Welch(difference, 0.0 if difference == 0 else inf, inf, 1.0 if difference == 0 else 0.0)
-    degrees = total**2 / sum(error**2 / (len(each) - 1) for error, each in zip(errors, (first, second), strict=True))
+    degrees = total**2 / sum(
+        error**2 / (len(sample) - 1) for error, sample in zip(errors, (first, second), strict=True)
+    )
     t = difference / sqrt(total)
     return Welch(difference, t, degrees, two_sided(t, degrees))
 
@@ -56,7 +58,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     """The p of each of several tests, so that all of them together are wrong as seldom as one: the k-th smallest of n
     times n - k + 1, and never less than a smaller one's."""
     adjusted, highest = [0.0] * len(ps), 0.0
-    for rank, index in enumerate(sorted(range(len(ps)), key=lambda each: ps[each])):
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda item: ps[item])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
         adjusted[index] = highest
     return adjusted

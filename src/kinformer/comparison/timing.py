@@ -47,7 +47,7 @@ def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str =
                 continue
             if index or spent > SLOWEST:
                 seconds[key].append(spent)
-    return {key: statistics.median(each) for key, each in seconds.items()}
+    return {key: statistics.median(second) for key, second in seconds.items()}
 
 
 def timed(work: Callable[[], object], device: str = "cpu") -> float:

@@ -55,27 +55,31 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
     tried: dict[int, float | None] = {}
     moves = 0
     if options.sweep == 0:
-        contestant.found |= {"sweep": [], "lr": options.middle, "moved": None}
+        contestant.results |= {"sweep": [], "lr": options.middle, "moved": None}
         return
     while True:
         for power in powers:
             if power not in tried:
                 tried[power] = _trial(contestant, options, cache, short, power, figure)
-        known = {power: value for power, value in tried.items() if value is not None}
-        if not known:
+        finite = {power: value for power, value in tried.items() if value is not None}
+        if not finite:
             raise KinformerError(
                 f"training diverged at every learning rate tried; give a lower --lr than {options.middle:g}."
             )
-        best = (min if figure.lower_is_better else max)(known, key=lambda power: known[power])
+        best = (min if figure.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
         if beyond is None or moves == MOST_MOVES:
             break
         powers, moves = [beyond], moves + 1
     trials = [{"lr": options.middle * 2.0**power, "value": value} for power, value in sorted(tried.items())]
-    contestant.found |= {"sweep": trials, "lr": options.middle * 2.0**best, "moved": _told(moves, beyond is not None)}
+    contestant.results |= {
+        "sweep": trials,
+        "lr": options.middle * 2.0**best,
+        "moved": _moved_text(moves, beyond is not None),
+    }
 
 
-def _told(moves: int, at_edge: bool) -> str | None:
+def _moved_text(moves: int, at_edge: bool) -> str | None:
     if not moves and not at_edge:
         return None
     went = f"the best of the first learning rates stood at an end, so {moves} more were tried"
@@ -89,8 +93,8 @@ def _trial(
     every = {"validate_every": steps, "validation_tokens": SWEEP_TOKENS, "checkpoint_every": 0, "keep": 1}
     done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **every)
     value = done.get("validation", {}).get(figure.name)
-    told = figure.text(value) if value is not None else "diverged"
-    note(f"{contestant.name}: learning rate {lr:g}, {steps} steps: {told}")
+    value_text = figure.text(value) if value is not None else "diverged"
+    note(f"{contestant.name}: learning rate {lr:g}, {steps} steps: {value_text}")
     return value
 
 
@@ -108,9 +112,9 @@ def run(
     ``log``, ``command``; ``diverged`` alone where it did. Unless it ``keeps`` its folder, only that is left."""
     planned = contestant.options(Path(options.out), lr, seed, steps, **settings)
     key = contestant.run_key(planned)
-    found = cache.get("run", key)
-    if found is not None:
-        return found
+    cached = cache.get("run", key)
+    if cached is not None:
+        return cached
     folder = Path(options.out) / "runs" / f"{file_name(contestant.name)}-{key}"
     planned = replace(planned, out=str(folder))
     _count_attempt(cache, key, folder)
@@ -120,12 +124,12 @@ def run(
     except KinformerError as error:
         if "diverged" not in str(error):
             raise
-        found = {"diverged": str(error)}
+        cached = {"diverged": str(error)}
     else:
         if summary.result.signal:
             raise KeyboardInterrupt
         log = _log(folder)
-        found = {
+        cached = {
             "folder": folder.name,
             "validation": dict(summary.result.validation),
             "steps": summary.result.steps,
@@ -133,12 +137,12 @@ def run(
             "log": log,
             "command": command_of(planned),
         }
-    cache.put("run", key, found)
+    cache.put("run", key, cached)
     cache.path("attempts", key).unlink(missing_ok=True)
     shutil.rmtree(folder / WEIGHTS_OF_A_RUN, ignore_errors=True)  # the best weights are beside them
     if not keeps:
         shutil.rmtree(folder, ignore_errors=True)  # of the sweep nothing but the figure is needed
-    return found
+    return cached
 
 
 def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
@@ -163,10 +167,10 @@ def _log(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def curve(found: Mapping[str, Any], figure: Metric, flops_step: float | None) -> list[dict[str, Any]]:
+def curve(run: Mapping[str, Any], figure: Metric, flops_step: float | None) -> list[dict[str, Any]]:
     """The validations of a run, with the seconds of training until then."""
     points, seconds = [], {}
-    for line in found["log"]:
+    for line in run["log"]:
         if "seconds" in line:
             seconds[line["step"]] = line["seconds"]
         value = line.get(f"validation_{figure.name}")
@@ -183,28 +187,32 @@ def measured(
     """A run on the test split: ``figures``, ``units``, ``baselines``, ``data``; the ``first`` seed also by position and
     at further lengths of context."""
     task = contestant.task
-    known = {each.name for each in fields(task.EvaluationOptions)}
-    own: dict[str, Any] = {}
-    if first and "lengths" in known:
-        own["lengths"] = _possible(options.contexts, contestant, options.length)
-    if baseline and "baseline" in known:
-        own["baseline"] = True
+    option_fields = {field.name for field in fields(task.EvaluationOptions)}
+    task_options: dict[str, Any] = {}
+    if first and "lengths" in option_fields:
+        task_options["lengths"] = _possible(options.contexts, contestant, options.length)
+    if baseline and "baseline" in option_fields:
+        task_options["baseline"] = True
     most = None if "data" in task.data.refused else options.max_bytes
-    asked = EvaluateOptions(max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, own=own)
+    evaluation_options = EvaluateOptions(
+        max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, own=task_options
+    )
 
     def make() -> dict[str, Any]:
-        evaluation = evaluate([Path(options.out) / "runs" / done["folder"]], asked, quiet=True).evaluations[0]
+        evaluation = evaluate(
+            [Path(options.out) / "runs" / done["folder"]], evaluation_options, quiet=True
+        ).evaluations[0]
         facts = evaluation.facts
-        lengths = {each["context"]: _context(each) for each in (facts, *facts.get("lengths", ())) if "context" in each}
+        lengths = {item["context"]: _context(item) for item in (facts, *facts.get("lengths", ())) if "context" in item}
         return {
             "figures": dict(evaluation.metrics),
-            "units": [[each.name, each.unit, each.lower_is_better] for each in evaluation.units],
+            "units": [[unit.name, unit.unit, unit.lower_is_better] for unit in evaluation.units],
             "baselines": dict(evaluation.baselines),
             "data": dict(evaluation.data) | {"max_bytes": most},
             "contexts": list(lengths.values()) if first else [],
         }
 
-    return cache.once("measured", key_of([done["folder"], most, own]), make)
+    return cache.once("measured", key_of([done["folder"], most, task_options]), make)
 
 
 def _context(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,26 +221,28 @@ def _context(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _possible(contexts: str, contestant: Contestant, length: int) -> str:
     """The lengths of context that the model's positions allow."""
-    limit = contestant.found.get("max_length")
-    kept = []
+    limit = contestant.results.get("max_length")
+    possible = []
     for part in contexts.split(","):
         number = part.strip().removesuffix("x")
         tokens = int(number) * (length if part.strip().endswith("x") else 1) if number.isdigit() else 0
         if limit is None or tokens <= limit:
-            kept.append(part.strip())
-    return ",".join(kept) or "1x"
+            possible.append(part.strip())
+    return ",".join(possible) or "1x"
 
 
 def command_of(options: TrainOptions) -> str:
     """The command that trains a run like this, as it is typed."""
     words = ["kinformer", "train", options.member]
-    plain = {each.name: each.default for each in fields(Settings)}
-    for each in fields(TrainOptions):
-        value = getattr(options, each.name)
-        if each.name in ("member", "set", "own", "resume", "out") or value is None:
+    plain = {item.name: item.default for item in fields(Settings)}
+    for field in fields(TrainOptions):
+        value = getattr(options, field.name)
+        if field.name in ("member", "set", "own", "resume", "out") or value is None:
             continue
-        if value != each.default and not (each.name in plain and value == plain[each.name] and each.name != "length"):
-            words += [flag_of(each.name), f"{value:g}" if isinstance(value, float) else str(value)]
+        if value != field.default and not (
+            field.name in plain and value == plain[field.name] and field.name != "length"
+        ):
+            words += [flag_of(field.name), f"{value:g}" if isinstance(value, float) else str(value)]
     for name, value in options.own.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():

@@ -32,14 +32,14 @@ class Difference(NamedTuple):
 def differences(comparison: Comparison) -> list[Difference]:
     """Of all others from the best, in order."""
     best, *others = comparison.finished
-    tests = [welch(each.values, best.values) for each in others]
+    tests = [welch(entrant.values, best.values) for entrant in others]
     ps = [test.p for test in tests if test is not None]
     together = iter(holm(ps))
     return [
-        Difference(each.name, mean_of(each) - mean_of(best), None, None)
+        Difference(entrant.name, mean_of(entrant) - mean_of(best), None, None)
         if test is None
-        else Difference(each.name, test.difference, test.p, next(together))
-        for each, test in zip(others, tests, strict=True)
+        else Difference(entrant.name, test.difference, test.p, next(together))
+        for entrant, test in zip(others, tests, strict=True)
     ]
 
 
@@ -78,51 +78,59 @@ def _quality(comparison: Comparison) -> Iterator[str]:
     unit = figure.unit if figure.unit != SHARE else figure.name.replace("_", " ")
     yield f"{best.name} has the best {unit}: {shown(figure, mean_of(best))} ({of})."
     apart = differences(comparison)
-    behind = [each for each in apart if each.significant]
-    near = [each for each in apart if each.p is not None and not each.significant]
-    untested = [each for each in apart if each.p is None]
+    behind = [entrant for entrant in apart if entrant.significant]
+    near = [entrant for entrant in apart if entrant.p is not None and not entrant.significant]
+    untested = [entrant for entrant in apart if entrant.p is None]
     if behind:
-        yield f"Significantly worse: {_list(_gap(figure, each) for each in behind)}."
+        yield f"Significantly worse: {_list(_gap(figure, entrant) for entrant in behind)}."
     if near:
-        yield f"Not significantly different from it: {_list(_gap(figure, each) for each in near)}."
+        yield f"Not significantly different from it: {_list(_gap(figure, entrant) for entrant in near)}."
     if untested:
-        told = _list(f"{each.name} ({shown(figure, abs(each.difference))} behind)" for each in untested)
-        yield f"Behind it, with too few seeds to call it significant (--seeds 3 would tell): {told}."
+        entrants_text = _list(
+            f"{entrant.name} ({shown(figure, abs(entrant.difference))} behind)" for entrant in untested
+        )
+        yield f"Behind it, with too few seeds to call it significant (--seeds 3 would tell): {entrants_text}."
     for name, value in (comparison.baselines or {}).items():
         yield f"For scale, {name.replace('_', ' ')}: {shown(figure, value)}."
 
 
-def _gap(figure: Metric, each: Difference) -> str:
-    assert each.together is not None
-    return f"{each.name} ({shown(figure, abs(each.difference))} behind, {p_text(each.together)})"
+def _gap(figure: Metric, entrant: Difference) -> str:
+    assert entrant.together is not None
+    return f"{entrant.name} ({shown(figure, abs(entrant.difference))} behind, {p_text(entrant.together)})"
 
 
 def _costs(comparison: Comparison) -> Iterator[str]:
-    found, length = comparison.finished, common_length(comparison)
-    for what, value, told, least in (
+    finished, length = comparison.finished, common_length(comparison)
+    for what, value, text_of, least in (
         ("fastest to train", tokens_per_second, lambda x: f"{x:,.0f} tokens/s", False),
         ("least memory in training", peak_bytes, size, True),
-        (f"smallest state after {length:,} tokens", lambda each: state_at(each, length), size, True),
-        ("fastest to generate, one text", lambda each: generated(each, 1), lambda x: f"{x:,.0f} tokens/s", False),
-        ("fastest to generate, 16 texts", lambda each: generated(each, 16), lambda x: f"{x:,.0f} tokens/s", False),
+        (f"smallest state after {length:,} tokens", lambda entrant: state_at(entrant, length), size, True),
+        ("fastest to generate, one text", lambda entrant: generated(entrant, 1), lambda x: f"{x:,.0f} tokens/s", False),
+        (
+            "fastest to generate, 16 texts",
+            lambda entrant: generated(entrant, 16),
+            lambda x: f"{x:,.0f} tokens/s",
+            False,
+        ),
     ):
-        known = sorted(
-            ((each.name, v) for each in found if (v := value(each)) is not None),
+        ranked = sorted(
+            ((entrant.name, v) for entrant in finished if (v := value(entrant)) is not None),
             key=lambda pair: pair[1] if least else -pair[1],
         )
-        if len(known) > 1:
-            (first, top), (last, bottom) = known[0], known[-1]
-            yield f"{what[0].upper()}{what[1:]}: {first} with {told(top)}; at the other end {last} with {told(bottom)}."
+        if len(ranked) > 1:
+            (first, top), (last, bottom) = ranked[0], ranked[-1]
+            title = what[0].upper() + what[1:]
+            yield f"{title}: {first} with {text_of(top)}; at the other end {last} with {text_of(bottom)}."
 
 
 def _at_equal_time(comparison: Comparison) -> Iterator[str]:
     """Who leads after the seconds that the fastest run took, by the validations of the first seed."""
-    curves = {each.name: _timed(each) for each in comparison.finished}
-    known = {name: points for name, points in curves.items() if len(points) > 1}
-    if len(known) < 2:
+    curves = {entrant.name: _timed(entrant) for entrant in comparison.finished}
+    curves_ = {name: points for name, points in curves.items() if len(points) > 1}
+    if len(curves_) < 2:
         return
-    limit = min(points[-1][0] for points in known.values())
-    reached = {name: at(points, limit) for name, points in known.items()}
+    limit = min(points[-1][0] for points in curves_.values())
+    reached = {name: at(points, limit) for name, points in curves_.items()}
     possible = {name: value for name, value in reached.items() if value is not None}
     if len(possible) < 2:
         return
@@ -148,14 +156,14 @@ def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
 
 def crossovers_of(comparison: Comparison) -> Iterator[str]:
     """Where the others overtake the first entrant, by length."""
-    timed = [each for each in comparison.entrants if each.lengths]
+    timed = [item for item in comparison.entrants if item.lengths]
     if len(timed) < 2:
         return
     first, *others = timed
-    for kind, told in (("step", "a training step"), ("forward", "a forward")):
+    for kind, kinds in (("step", "a training step"), ("forward", "a forward")):
         base = seconds_of(first, kind)
-        for each in others:
-            yield crossover(each.name, first.name, told, seconds_of(each, kind), base)
+        for entrant in others:
+            yield crossover(entrant.name, first.name, kinds, seconds_of(entrant, kind), base)
 
 
 def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
@@ -191,16 +199,18 @@ def _beyond(comparison: Comparison) -> Iterator[str]:
     figure = comparison.deciding
     worse: list[str] = []
     better: list[str] = []
-    for each in comparison.finished:
-        values = {row["context"]: row["value"] for row in each.runs[0].contexts if row.get("context")}
-        trained = each.settings.get("length")
+    for entrant in comparison.finished:
+        values = {row["context"]: row["value"] for row in entrant.runs[0].contexts if row.get("context")}
+        trained = entrant.settings.get("length")
         longer = [context for context in values if trained and context > trained]
         if trained not in values or not longer:
             continue
         longest = max(longer)
         change = values[longest] - values[trained]
-        told = f"{each.name} ({shown(figure, values[trained])} to {shown(figure, values[longest])} at {longest:,})"
-        (worse if (change > 0) == figure.lower_is_better else better).append(told)
+        change_text = (
+            f"{entrant.name} ({shown(figure, values[trained])} to {shown(figure, values[longest])} at {longest:,})"
+        )
+        (worse if (change > 0) == figure.lower_is_better else better).append(change_text)
     if better:
         yield f"Better with more context than in training: {_list(better)}."
     if worse:
@@ -208,16 +218,16 @@ def _beyond(comparison: Comparison) -> Iterator[str]:
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
-    for each in comparison.entrants:
-        if each.error:
-            yield f"{each.name} is out. {each.error}"
-        for need in (each.facts or {}).get("needs", ()) if each.runs else ():
-            yield f"{each.name} is trained with {need}, without which it is not itself; that differs from the others."
-        failed = [badge["name"] for badge in each.badges if badge["holds"] is False]
+    for entrant in comparison.entrants:
+        if entrant.error:
+            yield f"{entrant.name} is out. {entrant.error}"
+        for need in (entrant.facts or {}).get("needs", ()) if entrant.runs else ():
+            yield f"{entrant.name} is trained with {need}, a part of its method; the others are trained without."
+        failed = [badge["name"] for badge in entrant.badges if badge["holds"] is False]
         if failed:
-            yield f"{each.name} breaks laws of the battery: {_list(failed)}."
+            yield f"{entrant.name} breaks laws of the battery: {_list(failed)}."
     yield from _moved(comparison)
-    machines = {str(each.machine.get("processor")) for each in comparison.entrants if each.machine}
+    machines = {str(item.machine.get("processor")) for item in comparison.entrants if item.machine}
     if len(machines) > 1:
         yield "The members were measured on unlike machines, so times and memory do not compare between those."
 
@@ -225,11 +235,11 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
 def _moved(comparison: Comparison) -> Iterator[str]:
     """Sweeps that went on beyond their ends, those of which the same is to be told together."""
     names: dict[str, list[str]] = {}
-    for each in comparison.entrants:
-        if each.moved:
-            names.setdefault(each.moved, []).append(each.name)
-    for told, some in names.items():
-        yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {told}"
+    for entrant in comparison.entrants:
+        if entrant.moved:
+            names.setdefault(entrant.moved, []).append(entrant.name)
+    for key, some in names.items():
+        yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {key}"
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
@@ -246,8 +256,10 @@ def peak_bytes(entrant: EntrantRecord) -> int | None:
 
 def common_length(comparison: Comparison) -> int:
     """The longest text after which the state of all is known; 0 where there is none."""
-    known = [{int(length) for length in each.state_bytes} for each in comparison.entrants if each.state_bytes]
-    return max(set.intersection(*known), default=0) if known else 0
+    lengths_by_entrant = [
+        {int(length) for length in entrant.state_bytes} for entrant in comparison.entrants if entrant.state_bytes
+    ]
+    return max(set.intersection(*lengths_by_entrant), default=0) if lengths_by_entrant else 0
 
 
 def state_at(entrant: EntrantRecord, length: int) -> int | None:

@@ -40,7 +40,7 @@ class Policy(Protocol):
         """New episodes, of these numbers."""
         ...
 
-    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         """Actions for ``observations`` [rows, features], with returns ``asked`` [rows] still to get."""
         ...
 
@@ -63,16 +63,16 @@ def draw(
 ) -> np.ndarray:
     """Actions for what a head says [rows, ...]; ``uniforms(n)`` gives n numbers for each row, [rows, n]. Normal ones
     may lie outside of their box."""
-    found = predicted.double().cpu().numpy()
+    result = predicted.double().cpu().numpy()
     if isinstance(actions, Discrete):
         if temperature == 0:
-            return found.argmax(-1)
-        return (found / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)  # Gumbel's
-    mean = found[:, : actions.dim]
-    if found.shape[1] > actions.dim and temperature:
+            return result.argmax(-1)
+        return (result / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)  # Gumbel's
+    mean = result[:, : actions.dim]
+    if result.shape[1] > actions.dim and temperature:
         u = uniforms(2 * actions.dim)
         normal = np.sqrt(-2 * np.log(u[:, : actions.dim])) * np.cos(2 * np.pi * u[:, actions.dim :])
-        mean = mean + temperature * np.exp(found[:, actions.dim :]) * normal
+        mean = mean + temperature * np.exp(result[:, actions.dim :]) * normal
     return mean.astype(np.float32)
 
 
@@ -115,7 +115,7 @@ class Agent:
         self.past: np.ndarray | None = None
         self._stepping = Steps(model, LONG, recorded=False)
 
-    def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         """What the model is to absorb before it acts, [rows, time, width] float32."""
         raise NotImplementedError
 
@@ -134,8 +134,8 @@ class Agent:
         if self.state is not None:
             self.state = self._stepping.settled(self.state)
 
-    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        chunk = self.positions(observations, asked)
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        chunk = self.positions(observations, target_returns)
         if self.window is not None:
             chunk = chunk if self.past is None else np.concatenate([self.past, chunk], axis=1)
             self.past = chunk = chunk[:, -self.window :]
@@ -184,21 +184,21 @@ def rollouts(
             environment.close()
         if progress is not None:
             progress(min(first + WAVE, episodes), episodes)
-    return Rollouts(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+    return Rollouts(*(np.concatenate(item) for item in zip(*parts, strict=True)))
 
 
 def _wave(policy: Policy, environment: Environment, target: float | None, first: int, seed: int) -> Rollouts:
     observations, _ = environment.reset(seed=seed + first)
     best = environment.optimal
     optimal = np.full(environment.count, np.nan) if best is None else best
-    asked = asked_of(environment, target)
+    targets = returns_to_get(environment, target)
     returns, rows = np.zeros(environment.count), np.arange(environment.count)
     policy.begin(first + rows)
     while len(rows):
-        actions = _scattered(policy.act(observations[rows], asked[rows]), rows, environment)
+        actions = _scattered(policy.act(observations[rows], targets[rows]), rows, environment)
         observations, rewards, *_ = environment.step(actions)
         returns += rewards
-        asked -= rewards
+        targets -= rewards
         going = ~environment.ended[rows]
         if not going.all():
             policy.keep(going)
@@ -206,7 +206,7 @@ def _wave(policy: Policy, environment: Environment, target: float | None, first:
     return Rollouts(returns, environment.steps.astype(np.int64), optimal)
 
 
-def asked_of(environment: Environment, target: float | None) -> np.ndarray:
+def returns_to_get(environment: Environment, target: float | None) -> np.ndarray:
     """The return [rows] that is asked for: ``target``, or None, the best that each row's episode allows."""
     if target is not None:
         return np.full(environment.count, float(target))
@@ -227,18 +227,18 @@ def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) 
     return whole
 
 
-def summary(found: Rollouts) -> dict[str, Any]:
+def summary(rollouts_: Rollouts) -> dict[str, Any]:
     """Mean return, half the width of its 95 % confidence interval, and more, as JSON."""
-    count = len(found.returns)
-    spread = float(found.returns.std(ddof=1)) if count > 1 else 0.0
+    count = len(rollouts_.returns)
+    spread = float(rollouts_.returns.std(ddof=1)) if count > 1 else 0.0
     facts = {
-        "episodes": count, "mean": float(found.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
-        "std": spread, "steps": float(found.lengths.mean()),
+        "episodes": count, "mean": float(rollouts_.returns.mean()), "confidence": NORMAL_95 * spread / sqrt(count),
+        "std": spread, "steps": float(rollouts_.lengths.mean()),
     }  # fmt: skip
-    if np.isfinite(found.optimal).all():
+    if np.isfinite(rollouts_.optimal).all():
         facts |= {
-            "optimal": float(found.optimal.mean()),
-            "optimal_share": float((found.returns >= found.optimal).mean()),
+            "optimal": float(rollouts_.optimal.mean()),
+            "optimal_share": float((rollouts_.returns >= rollouts_.optimal).mean()),
         }
     return facts
 

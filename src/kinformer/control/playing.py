@@ -46,7 +46,7 @@ def play(
     environment: Environment,
     policy: Policy,
     begun: np.ndarray,
-    asked: float | None,
+    target_returns: float | None,
     render: str | None,
     write: Callable[[str], None] | None,
 ) -> Episode:
@@ -60,8 +60,8 @@ def play(
     while not environment.ended[0]:
         if render is not None:
             frames.append(environment.render())
-        wanted = "" if asked is None else f"  to get {asked - sum(rewards):9.3f}"
-        actions = policy.act(observations, np.array([(asked or 0.0) - sum(rewards)]))
+        wanted = "" if target_returns is None else f"  to get {target_returns - sum(rewards):9.3f}"
+        actions = policy.act(observations, np.array([(target_returns or 0.0) - sum(rewards)]))
         line = f"{len(rewards):4d}{wanted}  state {_brief(observations[0])}  action {_action(actions, environment)}"
         observations, reward, *_ = environment.step(actions)
         rewards.append(float(reward[0]))

@@ -67,10 +67,10 @@ class Trajectories:
     @cached_property
     def returns_to_go(self) -> np.ndarray:
         """[steps] float64."""
-        found = np.empty_like(self.rewards)
+        to_go = np.empty_like(self.rewards)
         for first, end in zip(self.starts, self.starts[1:], strict=False):
-            found[first:end] = self.rewards[first:end][::-1].cumsum()[::-1]
-        return found
+            to_go[first:end] = self.rewards[first:end][::-1].cumsum()[::-1]
+        return to_go
 
     @property
     def returns(self) -> np.ndarray:
@@ -94,9 +94,9 @@ class Trajectories:
     def fingerprint(self) -> str:
         """Of all arrays."""
         digest = sha256()
-        for each in (self.observations, self.actions, self.rewards, self.starts):
-            digest.update(f"{each.dtype} {each.shape} ".encode())
-            digest.update(np.ascontiguousarray(each).data)
+        for item in (self.observations, self.actions, self.rewards, self.starts):
+            digest.update(f"{item.dtype} {item.shape} ".encode())
+            digest.update(np.ascontiguousarray(item).data)
         return f"trajectories{self.version}:{digest.hexdigest()}"
 
     @property
@@ -107,7 +107,7 @@ class Trajectories:
 
     def steps_of(self, episodes: np.ndarray) -> np.ndarray:
         """The numbers of all steps of ``episodes``."""
-        return np.concatenate([np.arange(self.starts[each], self.starts[each + 1]) for each in episodes])
+        return np.concatenate([np.arange(self.starts[episode], self.starts[episode + 1]) for episode in episodes])
 
     @cached_property
     def normalisation(self) -> tuple[np.ndarray, np.ndarray]:
@@ -152,8 +152,8 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
             f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
         )
     observations = observations.reshape(len(observations), -1)
-    for what, each in (("rewards", rewards), ("observations", observations), ("actions", actions)):
-        _require_numbers(each, what, place)
+    for what, item in (("rewards", rewards), ("observations", observations), ("actions", actions)):
+        _require_numbers(item, what, place)
     return Trajectories(
         np.ascontiguousarray(observations, np.float32),
         _actions(actions, place),

@@ -30,20 +30,20 @@ def read_npz(path: Path) -> Arrays:
 
     Errors: ``KinformerError`` for what is no archive, lacks an array, or holds one as a pickle.
     """
-    known = {name: meaning for meaning, names in NAMES.items() for name in names}
-    arrays, names = read_arrays(path, lambda name: name in known)
-    found: Arrays = {}
-    for name in known:
+    valid_names = {name: meaning for meaning, names in NAMES.items() for name in names}
+    arrays, names = read_arrays(path, lambda name: name in valid_names)
+    result: Arrays = {}
+    for name in valid_names:
         if name in arrays:
             _require_steps(arrays[name], name, path)
-            found.setdefault(known[name], arrays[name])
+            result.setdefault(valid_names[name], arrays[name])
     for meaning in ("observations", "actions", "rewards"):
-        if meaning not in found:
+        if meaning not in result:
             raise KinformerError(
                 f"{path}: has no {meaning} (named {' or '.join(NAMES[meaning])}), but {', '.join(names)}; give "
                 "observations, actions, rewards, and episode_ends or terminals."
             )
-    return _cut(found, str(path))
+    return _cut(result, str(path))
 
 
 def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
@@ -51,33 +51,33 @@ def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
         raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
 
 
-def _cut(found: Arrays, place: str) -> Arrays:
+def _cut(arrays: Arrays, place: str) -> Arrays:
     """Where episodes begin; observations without the one behind each episode's last step, where there is such."""
-    steps = len(found["rewards"])
-    ends = _ends(found, steps, place)
+    steps = len(arrays["rewards"])
+    ends = _ends(arrays, steps, place)
     starts = np.concatenate([[0], ends]).astype(np.int64)
     if (np.diff(starts) < 1).any() or starts[-1] != steps:
         raise KinformerError(
             f"{place}: episodes end at {_brief(ends)}, but must do so at rising numbers of steps, the last at {steps}."
         )
-    observations = found["observations"]
+    observations = arrays["observations"]
     if len(observations) == steps + len(ends):
         keep = np.ones(len(observations), bool)
         keep[ends + np.arange(len(ends))] = False
         observations = observations[keep]
-    return {"observations": observations, "actions": found["actions"], "rewards": found["rewards"], "starts": starts}
+    return {"observations": observations, "actions": arrays["actions"], "rewards": arrays["rewards"], "starts": starts}
 
 
-def _ends(found: Arrays, steps: int, place: str) -> np.ndarray:
+def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
     for name in ("ends", "splits"):
-        if name in found:
-            ends = found[name]
+        if name in arrays:
+            ends = arrays[name]
             if ends.dtype.kind not in "iu" or ends.ndim != 1:
                 raise KinformerError(
                     f"{place}: ends of episodes are {ends.dtype} {list(ends.shape)}, not whole numbers."
                 )
             return ends.astype(np.int64) if name == "ends" else np.concatenate([ends, [steps]]).astype(np.int64)
-    marks = [found[name] for name in ("terminations", "truncations") if name in found]
+    marks = [arrays[name] for name in ("terminations", "truncations") if name in arrays]
     if not marks:
         raise KinformerError(
             f"{place}: does not say where episodes end; give episode_ends (one past the last step of each), or "
@@ -92,7 +92,7 @@ def _ends(found: Arrays, steps: int, place: str) -> np.ndarray:
 
 
 def _brief(numbers: np.ndarray) -> str:
-    shown = [str(each) for each in numbers[:4]]
+    shown = [str(number) for number in numbers[:4]]
     return ", ".join(shown + ["..."] * (len(numbers) > 4))
 
 
@@ -108,8 +108,10 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
     for name in ("observations", "actions"):
         shapes = sorted({part[name].shape[1:] for part in parts})
         if len(shapes) > 1:
-            told = " and ".join(str(list(shape)) for shape in shapes[:2])
-            raise KinformerError(f"{place}: {name} have the shapes {told} in different files; keep to one environment.")
+            shapes_text = " and ".join(str(list(shape)) for shape in shapes[:2])
+            raise KinformerError(
+                f"{place}: {name} have the shapes {shapes_text} in different files; keep to one environment."
+            )
     joined = {name: np.concatenate([part[name] for part in parts]) for name in ("observations", "actions", "rewards")}
     offsets = np.cumsum([0, *(part["starts"][-1] for part in parts)])
     starts = [part["starts"][:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
@@ -133,9 +135,15 @@ def read_minari(name: str) -> Arrays:
 
 
 def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
-    for each in dataset.iterate_episodes():
-        if isinstance(each.observations, Mapping | tuple) or isinstance(each.actions, Mapping | tuple):
+    for iterate_episode in dataset.iterate_episodes():
+        if isinstance(iterate_episode.observations, Mapping | tuple) or isinstance(
+            iterate_episode.actions, Mapping | tuple
+        ):
             raise KinformerError(f"--data minari:{name}: observations or actions are structured, but must be arrays.")
-        rewards = np.asarray(each.rewards)
-        parts = {"observations": np.asarray(each.observations), "actions": np.asarray(each.actions), "rewards": rewards}
+        rewards = np.asarray(iterate_episode.rewards)
+        parts = {
+            "observations": np.asarray(iterate_episode.observations),
+            "actions": np.asarray(iterate_episode.actions),
+            "rewards": rewards,
+        }
         yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")

@@ -190,13 +190,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for _ in range(_MOST_READINGS - 1):
         before = _identity(path)
         try:
-            found = _load_tensors(path)
+            result = _load_tensors(path)
         except KinformerError:
             if _identity(path) == before:
                 raise
         else:
             if _identity(path) == before:
-                return found
+                return result
     return _load_tensors(path)
 
 

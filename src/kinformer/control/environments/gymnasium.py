@@ -37,10 +37,10 @@ class Gymnasium(Environment):
         self.copies = [_make(name, "rgb_array" if render else None) for _ in range(count)]
         first = self.copies[0]
         spec = getattr(first, "spec", None)
-        said = spec.max_episode_steps if spec else None
-        self.most_steps = said or getattr(first.unwrapped, "max_steps", None) or ENDLESS
-        self.reading = _observed(first.observation_space, name)
-        self.observation_dim = self.reading.size
+        most_steps_ = spec.max_episode_steps if spec else None
+        self.most_steps = most_steps_ or getattr(first.unwrapped, "max_steps", None) or ENDLESS
+        self.observation_layout = _observed(first.observation_space, name)
+        self.observation_dim = self.observation_layout.size
         self.actions = _actions(first.action_space, name)
         self.seen = np.zeros((count, self.observation_dim), np.float32)
 
@@ -49,8 +49,8 @@ class Gymnasium(Environment):
         return np.asarray(picture, np.uint8) if picture is not None else super().render()
 
     def close(self) -> None:
-        for each in self.copies:
-            each.close()
+        for copy in self.copies:
+            copy.close()
 
     def _begin(self, row: int, seed: int) -> None:
         self._see(row, self.copies[row].reset(seed=seed)[0])
@@ -73,7 +73,7 @@ class Gymnasium(Environment):
         return np.clip(action, space.low.reshape(-1), space.high.reshape(-1)).reshape(space.shape).astype(space.dtype)
 
     def _see(self, row: int, observation: Any) -> None:
-        self.seen[row] = self.reading.read(observation)
+        self.seen[row] = self.observation_layout.read(observation)
 
 
 def _make(name: str, render_mode: str | None) -> Any:
@@ -109,9 +109,11 @@ def _observed(space: Any, name: str) -> _Seen:
     if kind == "Box":
         return _Seen(int(np.prod(space.shape)), lambda observation: np.asarray(observation, np.float32).reshape(-1))
     if kind == "Dict":
-        known = {key: part for key, part in space.spaces.items() if type(part).__name__ in ("Discrete", "Box", "Dict")}
-        if known:
-            parts = {key: _observed(part, name) for key, part in known.items()}
+        valid_names_value = {
+            key: part for key, part in space.spaces.items() if type(part).__name__ in ("Discrete", "Box", "Dict")
+        }
+        if valid_names_value:
+            parts = {key: _observed(part, name) for key, part in valid_names_value.items()}
             size = sum(part.size for part in parts.values())
             return _Seen(size, lambda seen: np.concatenate([part.read(seen[key]) for key, part in parts.items()]))
     raise KinformerError(

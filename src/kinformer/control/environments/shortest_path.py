@@ -23,12 +23,12 @@ def graph() -> np.ndarray:
 
 def distances(edges: np.ndarray) -> np.ndarray:
     """Steps from each node to GOAL [NODES] int64, -1 where there is no way."""
-    found = np.full(len(edges), -1)
+    distances_ = np.full(len(edges), -1)
     front, steps = np.arange(len(edges)) == GOAL, 0
     while front.any():
-        found[front] = steps
-        front, steps = edges[front].any(0) & (found < 0), steps + 1
-    return found
+        distances_[front] = steps
+        front, steps = edges[front].any(0) & (distances_ < 0), steps + 1
+    return distances_
 
 
 class ShortestPath(Environment):

@@ -11,8 +11,8 @@ from kinformer.control.environments.shortest_path import ShortestPath
 from kinformer.control.environments.t_maze import TMaze
 from kinformer.runtime.errors import KinformerError
 
-OWN: dict[str, type[Environment]] = {
-    each.name: each for each in (KeyToDoor, ShortestPath, TMaze, PocMemory, MaskedCartPole)
+BUILTIN: dict[str, type[Environment]] = {
+    item.name: item for item in (KeyToDoor, ShortestPath, TMaze, PocMemory, MaskedCartPole)
 }
 
 
@@ -21,12 +21,12 @@ def make(name: str, count: int = 1, render: bool = False) -> Environment:
 
     ``t-maze:30`` is a T-maze whose corridor is 30 steps long.
     """
-    own, colon, length = name.partition(":")
-    if own not in OWN:
+    setting, colon, length = name.partition(":")
+    if setting not in BUILTIN:
         return Gymnasium(name, count, render)
     if not colon:
-        return OWN[own](count)
-    if own != TMaze.name or not length.isdecimal():
+        return BUILTIN[setting](count)
+    if setting != TMaze.name or not length.isdecimal():
         raise KinformerError(f"--env {name}: only the T-maze has a length; write as in {TMaze.name}:30.")
     environment = TMaze(count, int(length))
     environment.name = name

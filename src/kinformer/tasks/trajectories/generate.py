@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kinformer.control.acting import asked_of
+from kinformer.control.acting import returns_to_get
 from kinformer.control.environments.environment import Environment
 from kinformer.control.environments.table import make
 from kinformer.control.playing import check_picture
@@ -52,7 +52,7 @@ def _played(
     write: Callable[[str], None] | None,
 ) -> Made:
     begun, _ = environment.reset(seed=seed)
-    target = float(asked_of(environment, target)[0])
+    target = float(returns_to_get(environment, target)[0])
     episode = play_episode(environment, agent, begun, target, render, write)
     facts = {
         "run": str(subject.run.folder), "env": environment.name, "target": target, **episode.facts, "seed": seed,
