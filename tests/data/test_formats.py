@@ -25,6 +25,15 @@ ROWS = "".join(
         (lzma.compress(TEXT.encode()), "is xz-compressed"),
         (b"PK\x03\x04" + bytes(range(256)), "is a ZIP archive"),
         (b"PAR1\x15\x04" + bytes(range(256)), "is a Parquet table"),
+        (
+            b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n" * 9,
+            "is a PDF; write its text into a text file",
+        ),
+        (b"%PDF-1.4\n1 0 obj\n", "is a PDF"),
+        (b"SQLite format 3\0" + bytes(500), "is an SQLite database"),
+        (b"7z\xbc\xaf\x27\x1c" + bytes(99), "is a 7z archive"),
+        (b"ARROW1\0\0" + bytes(99), "is an Arrow table"),
+        (bytes(257) + b"ustar\x0000" + bytes(999), "is a tar archive"),
         (TEXT.encode("utf-16"), "is UTF-16 text"),
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 text"),
         (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one of them with --text-field NAME"),
@@ -57,6 +66,26 @@ def test_text_and_other_bytes_are_data(tmp_path, data):
     path = tmp_path / "data"
     path.write_bytes(data)
     assert sum(split.bytes for split in open_corpus(str(path)).splits.values()) == len(data)
+
+
+def test_bytes_that_are_no_text_are_told(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for data, what in ((b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG picture"), (bytes(range(256)), "no text")):
+        path = tmp_path / what[-4:]
+        path.write_bytes(data)
+        open_corpus(str(path))
+        assert caplog.messages[-1] == f"note: {path}: looks like {what} and is learnt byte by byte, as it is."
+
+
+def test_a_folder_of_tables_is_refused_and_one_with_few_is_not(tmp_path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1\x15\x04" + bytes(99))
+    open_corpus(str(tmp_path))
+    assert "1 of 2 files are packed or no text (b.parquet is a Parquet table)" in caplog.messages[-1]
+    (tmp_path / "b.parquet").write_bytes(b"PAR1\x15\x04" + bytes(99_999))
+    with pytest.raises(KinformerError, match=f"{tmp_path}: b.parquet is a Parquet table; write its column of text"):
+        open_corpus(str(tmp_path))
 
 
 def test_a_field_of_json_lines_is_trained_on(tmp_path):

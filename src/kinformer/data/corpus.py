@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kinformer.data.extents import Extent, Extents
 from kinformer.data.files import SourceFile, folder_files, reading, single_file, stdlib_files
-from kinformer.data.formats import check_plain
+from kinformer.data.formats import check_folder, check_plain
 from kinformer.data.partition import partition
 from kinformer.data.split import Split
 from kinformer.data.tokenised import encode_split
@@ -116,6 +116,7 @@ def _find(spec: str) -> tuple[str, str, list[SourceFile]]:
         raise KinformerError(f"{spec} does not exist; give a file, a folder or 'stdlib' as data.")
     if path.is_dir():
         files = folder_files(path)
+        check_folder(path, files)
     else:
         files = [single_file(path)]
         check_plain(path)

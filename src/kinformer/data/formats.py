@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from kinformer.data.files import reading
+from kinformer.data.files import SourceFile, reading
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.parsing import parse_json, parse_json_line
+from kinformer.runtime.progress import note_once
 
 _HEAD = 1 << 16
+_COLUMN = "write its column of text into a text file first, as with pandas or pyarrow"
 _PACKED = {
     b"\x1f\x8b\x08": ("gzip-compressed", "unpack it first, as with gunzip -k"),
     b"PK\x03\x04": ("a ZIP archive", "unpack it first, as with unzip"),
     b"BZh": ("bzip2-compressed", "unpack it first, as with bunzip2 -k"),
     b"\xfd7zXZ\x00": ("xz-compressed", "unpack it first, as with unxz -k"),
     b"\x28\xb5\x2f\xfd": ("zstd-compressed", "unpack it first, as with unzstd"),
-    b"PAR1": ("a Parquet table", "write its column of text into a text file first, as with pandas or pyarrow"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it first, as with 7z x"),
+    b"Rar!\x1a\x07": ("a RAR archive", "unpack it first, as with unrar x"),
+    b"PAR1": ("a Parquet table", _COLUMN),
+    b"ARROW1": ("an Arrow table", _COLUMN),
+    b"ORC": ("an ORC table", _COLUMN),
+    b"SQLite format 3\0": ("an SQLite database", "write its texts into a text file first, as with sqlite3"),
+    b"%PDF-": ("a PDF", "write its text into a text file first, as with pdftotext"),
+    b"{\\rtf": ("an RTF document", "save it as plain text first"),
 }
+_BINARY = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"GIF8": "a GIF picture",
+    b"RIFF": "sound or video (RIFF)",
+    b"fLaC": "sound (FLAC)",
+    b"OggS": "sound (Ogg)",
+    b"\x7fELF": "a program (ELF)",
+    b"MZ": "a program (Windows)",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\x89HDF": "an HDF5 file",
+    b"\x80\x04\x95": "a pickle",
+}
+"""What bytes may well be learnt from, but rarely on purpose."""
 
 
 def check_plain(path: Path) -> None:
-    """Refuse a file that is packed, a table, UTF-16 or JSON lines; other bytes are data as they are."""
-    with reading(path), open(path, "rb") as file:
-        head = file.read(_HEAD)
-    for magic, (what, remedy) in _PACKED.items():
-        if head.startswith(magic) and not _is_text(head):
-            raise KinformerError(f"{path}: is {what}; {remedy}.")
+    """Refuse a file that is packed, a table, a document, UTF-16 or JSON lines. Other bytes are data as they are;
+    a note says so of those that are no text."""
+    head = _head(path)
+    if (packed := _packed(head)) is not None:
+        raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
         raise KinformerError(
             f"{path}: is UTF-16 text, in which every other byte says little; convert it first, as with "
@@ -39,6 +61,37 @@ def check_plain(path: Path) -> None:
             f"{path}: is JSON lines with the fields {shown}; train on one of them with --text-field NAME, or write the "
             "texts into a plain file first."
         )
+    if b"\0" in head:
+        what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
+        note_once(f"note: {path}: looks like {what} and is learnt byte by byte, as it is.")
+
+
+def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
+    """Refuse a folder that is mostly packed files, tables or documents; where there are few of them, a note says so."""
+    found = {file: packed for file in files if (packed := _packed(_head(Path(file.path)))) is not None}
+    if not found:
+        return
+    first, (what, remedy) = next(iter(found.items()))
+    if 2 * sum(file.size for file in found) > sum(file.size for file in files):
+        raise KinformerError(f"{folder}: {first.name} is {what}; {remedy}.")
+    note_once(
+        f"note: {folder}: {len(found)} of {len(files)} files are packed or no text ({first.name} is {what}) and are "
+        "learnt byte by byte; remove them, or write their text into text files."
+    )
+
+
+def _head(path: Path) -> bytes:
+    with reading(path), open(path, "rb") as file:
+        return file.read(_HEAD)
+
+
+def _packed(head: bytes) -> tuple[str, str] | None:
+    """What a file that begins with ``head`` is, and what to do with it, where that is neither text nor plain bytes."""
+    for magic, packed in _PACKED.items():
+        if head.startswith(magic) and (magic in (b"%PDF-", b"{\\rtf") or not _is_text(head)):
+            return packed
+    tar = head[257:262] == b"ustar"
+    return ("a tar archive", "unpack it first, as with tar -x") if tar and not _is_text(head) else None
 
 
 def write_field(path: Path, name: str, target: BinaryIO) -> None:
