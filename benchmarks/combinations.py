@@ -11,15 +11,15 @@ anything does.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import random
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,8 +185,8 @@ def _marking_changes_nothing(subject: EncoderModelSubject) -> None:
         agree("outputs when tokens are marked global in a full pattern", marked, subject.run(model, plain), 1e-9)
 
 
-def told(done: Path | None) -> list[list[str]]:
-    """``[outcome, why]`` of what an earlier run came to; a line that it was killed in does not count."""
+def told(done: Path | None) -> list[Any]:
+    """``[outcome, why, processor seconds]`` of an earlier run; a line that it was killed in does not count."""
     if done is None or not done.exists():
         return []
     whole = done.read_text().rpartition("\n")[0]
@@ -195,30 +195,48 @@ def told(done: Path | None) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--count", type=int, default=None, help="the first so many only")
+    from common import arguments, prepare, save
+
+    parser = arguments(__doc__)
+    parser.add_argument("--count", type=int, default=None, help="the first so many only, without a result file")
     parser.add_argument("--seed", type=int, default=0, help="of the order, and of what is drawn along")
     parser.add_argument("--done", type=Path, help="a file of outcomes, to go on after; of the same seed and table")
-    given = parser.parse_args()
+    parser.set_defaults(threads=1)
+    options = prepare(parser)
+    options.count = 100 if options.quick else options.count
     warnings.simplefilter("ignore")
-    outcomes = told(given.done)
-    with open(given.done or os.devnull, "a") as file:
-        for combination in itertools.islice(combinations(given.seed), len(outcomes), given.count):
+    outcomes = told(options.done)
+    with open(options.done or os.devnull, "a") as file:
+        for combination in itertools.islice(combinations(options.seed), len(outcomes), options.count):
+            begun = time.process_time()
             outcome, why = verdict(combination)
             if outcome == "failed":
                 why = f"{combination}\n        {why}"
                 print(f"FAILED  {why}", flush=True)
-            outcomes.append([outcome, why])
+            outcomes.append((outcome, why, time.process_time() - begun))
             print(json.dumps(outcomes[-1]), file=file, flush=True)
-    return _summary(outcomes)
+    result = summary(outcomes)
+    if options.count is None:
+        save(options, "combinations", {"seed": options.seed} | result)
+    return 1 if result["failed"] else 0
 
 
-def _summary(outcomes: list[list[str]]) -> int:
-    for why, count in Counter(why for outcome, why in outcomes if outcome == "refused").most_common():
+def summary(outcomes: Sequence[Any]) -> dict[str, Any]:
+    """How many keep their laws, how many are refused and why, and which fail; printed too."""
+    reasons = Counter(why for outcome, why, _ in outcomes if outcome == "refused").most_common()
+    for why, count in reasons:
         print(f"refused {count:5d} x  {why}")
-    counts = Counter(outcome for outcome, _ in outcomes)
+    counts = Counter(outcome for outcome, *_ in outcomes)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    return 1 if counts["failed"] else 0
+    return {
+        "combinations": len(outcomes),
+        "kept": counts["kept"],
+        "refused": counts["refused"],
+        "failed": counts["failed"],
+        "processor_seconds": round(sum(seconds for *_, seconds in outcomes)),
+        "failures": [why for outcome, why, _ in outcomes if outcome == "failed"],
+        "reasons": dict(reasons),
+    }
 
 
 if __name__ == "__main__":
