@@ -103,6 +103,32 @@ def test_masks_and_biases_of_single_pairs(dropout: AttentionDropout | None) -> N
     assert not expected[0][1, :, 2].any()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("impl", ["chunked", "flex"])
+@pytest.mark.parametrize(
+    ("pattern", "time"),
+    [
+        (Band(behind=4, ahead=-1), SLOTS),
+        (Dilated.Config(window=4, dilation=2).build(), SLOTS),
+        (Dilated.Config(window=4, dilation=2).build(), 1),
+    ],
+)
+def test_biases_that_hide_all_keys_of_a_query_give_zero(pattern: Any, time: int, impl: str) -> None:
+    hidden = torch.tensor([-1, 1, 2])[:, None] >= torch.arange(7)  # none, and the nearest
+    bias = torch.randn(HEADS, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    bias[:3] = bias[:3].masked_fill(hidden, -torch.inf)
+    bias[3] = -torch.inf
+    bias.requires_grad_()
+    request = Visibility(pattern), Scoring(0.6, relative=Relative(0, bias=bias))
+    expected = outcome(operands(time), *request, impl="reference")
+    assert not expected[0][:, 3].any() and expected[0][:, :2].any()
+    if impl == "chunked":
+        assert_alike(outcome(operands(time), *request, impl=impl), expected)
+    with torch.no_grad():
+        qkv = [x.detach() for x in operands(time)]
+        assert_alike([attention(*qkv, *request, impl=impl).out], expected[:1])
+
+
 @pytest.mark.parametrize("dropout", [None, AttentionDropout(0.4, 3)])
 @pytest.mark.parametrize("time", [2, 15])
 def test_keys_and_values_need_not_be_made(time: int, dropout: AttentionDropout | None) -> None:

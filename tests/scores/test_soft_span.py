@@ -13,7 +13,9 @@ from kinformer.core.learning import Regularized, regularization_metrics
 from kinformer.core.model import modules_of
 from kinformer.family.build import build
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.patterns.dilated import Dilated
 from kinformer.patterns.local import Local
+from kinformer.patterns.strided import Strided
 from kinformer.positions.alibi import Alibi
 from kinformer.positions.distance_keys import DistanceKeys
 from kinformer.positions.none import NoPosition
@@ -193,6 +195,9 @@ BATTERY = {
     "heads of unlike windows": mixer_of(max_span=12, ramp=3, multiple=2, heads=4),
     "within a window, alibi": mixer_of(Alibi.Config(), pattern=Local.Config(window=6)),
     "shaw": mixer_of(Shaw.Config(max_distance=3)),
+    "a pattern whose keys some spans hide": mixer_of(
+        NoPosition.Config(), pattern=Dilated.Config(window=4, dilation=3), initial=0.0, ramp=1, multiple=10, heads=4
+    ),
     "no position": mixer_of(NoPosition.Config()),
 }
 
@@ -215,6 +220,20 @@ def test_spans_go_with_any_position(name):
     )
     for check in ("partition", "implementations", "gradcheck"):
         CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("pattern", [Dilated.Config(window=5, dilation=3), Strided(stride=4, part="columns")])
+def test_a_span_that_hides_all_keys_of_a_pattern_gives_zero(pattern, impl):
+    mixer = mixer_of(NoPosition.Config(), pattern=pattern, initial=0.0, ramp=1, multiple=10, impl=impl)
+    mixer, x = mixer.build(DIM).double(), random(2, 20, DIM).requires_grad_()
+    for sizes in ([20], [1] * 20):
+        state, parts = None, []
+        for part in x.split(sizes, 1):
+            y, state = outputs(mixer, part, state)
+            parts.append(y)
+        y = torch.cat(parts, 1)
+        assert not y.any() and not torch.autograd.grad(y.sum(), x)[0].any()
 
 
 def test_a_captured_graph_follows_what_the_trainer_trims():

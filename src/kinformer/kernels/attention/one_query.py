@@ -18,7 +18,11 @@ from kinformer.kernels.softmax.scores import products, relative_at
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows."""
+    """Output [batch, q_heads, 1, head_dim_v] without dropout, by operations that autograd knows.
+
+    A bias by distance of -inf may hide keys, but of a band that rows see whole not all: no span does, for which the
+    nearest key always counts, and a mask for the others would take longer than the softmax.
+    """
     batch, heads, _, head_dim = q.shape
     accumulator, relative = state_dtype(q.dtype), scoring.relative
     k, v, seen, distance = _seen_slots(q, k, v, visibility, relative is not None)

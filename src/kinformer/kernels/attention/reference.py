@@ -2,6 +2,8 @@
 
 score_ij = scale * (q_i . k_j + (q_i + shift) . keys[d]) + bias[d] + bias_ij,   d = slot of query i - slot of key j
 p_i = softmax_j(score_ij) over the keys that query i may see,   out_i = sum_j p_ij (v_j + values[d])
+
+Where query i may see no key, or a bias of -inf hides all that it may see, out_i is 0 and its log-sum-exp -inf.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ def _probabilities(
     scores = _scores(query, keys, visibility, scoring)
     seen = visible(visibility, scores)
     scores = scores.masked_fill(~seen, -torch.inf)
-    sighted = seen.any(-1)
-    top = scores.detach().amax(-1, keepdim=True).where(sighted[..., None], 0)
+    top = scores.detach().amax(-1, keepdim=True)
+    sighted = (top != -torch.inf)[..., 0]
+    top = top.where(sighted[..., None], 0)
     weights = (scores - top).exp()
     total = weights.sum(-1).where(sighted, 1)
     lse = (total.log() + top[..., 0]).where(sighted, -torch.inf)
