@@ -19,10 +19,10 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 8
 
 GROUND = {"core", "runtime"}
 PARTS = {"projections", "positions", "scores", "patterns", "features", "decays"}
-MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models", "datastore"}
+MODELS = PARTS | {"kernels", "mixers", "inputs", "stacks", "blocks", "heads", "models"}
 LEARNING = {"data", "control", "training", "generation", "evaluation"}
 BELOW_TASKS = GROUND | MODELS | LEARNING | {"estimation", "figures", "interop"}
-BELOW_RUNS = BELOW_TASKS | {"family", "tasks"}
+BELOW_RUNS = BELOW_TASKS | {"family", "tasks", "datastore"}
 MAY_IMPORT = {
     "runtime": set(),
     "core": {"runtime"},
@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "heads": GROUND | {"inputs"},
     "mixers": GROUND | PARTS | {"kernels"},
     "models": GROUND | {"blocks", "stacks"},
-    "datastore": GROUND | {"models"},
     "generation": GROUND,
     "training": GROUND | {"data"},
     "control": GROUND | {"data", "generation"},
@@ -38,6 +37,7 @@ MAY_IMPORT = {
     "estimation": GROUND | {"training"},
     "figures": GROUND | {"evaluation"},
     "tasks": GROUND | LEARNING | {"figures", "stacks"},
+    "datastore": BELOW_TASKS | {"tasks"},
     "family": BELOW_TASKS,
     "runs": BELOW_RUNS,
     "testing": GROUND | {"runs", "tasks", "training"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from kinformer.core.head import NeedsStore
 from kinformer.family.record import Member
 from kinformer.tasks.table import task_for, tasks
 from kinformer.tasks.task import Task
@@ -27,7 +28,7 @@ def training(member: Member, config: Any) -> list[str]:
     run = f"runs/{name}"
     lines = []
     options = _needs(member)
-    if config.head.kind == "spalm":
+    if isinstance(config.head, NeedsStore):
         lines = [
             "kinformer train rope --minutes 5 --out runs/rope",
             "kinformer index runs/rope --split train --datastore stores/rope",

@@ -10,6 +10,7 @@ import torch
 
 import kinformer
 from kinformer.data import open_corpus
+from kinformer.datastore import evaluate as datastore_evaluation
 from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
 from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.store import Datastore
@@ -17,7 +18,6 @@ from kinformer.datastore.writer import Writer
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.heads.knn import KnnMixture
-from kinformer.runs import datastore_measure
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import open_run
 from kinformer.tasks.evaluation import EvaluationSettings
@@ -148,17 +148,17 @@ def test_a_new_text_helps_without_training(cli, gpt_run, store, other_text, tmp_
 def test_tuning_and_reporting_never_share_a_token(cli, gpt_run, text_file):
     run, options = open_run(gpt_run), EvaluateOptions(datastore="store", tune=True)
     held = held_out(run, EvaluationSettings())
-    tuning, reported = datastore_measure._parts(held, options)
+    tuning, reported = datastore_evaluation._parts(held, options)
     assert (tuning.name, reported.name, reported.bytes) == ("validation", "test", held.split.bytes)
     for split, holdout in (("validation", None), ("train", None), ("test", 0.5)):
         held = held_out(run, EvaluationSettings(split=split), holdout)
-        tuning, reported = datastore_measure._parts(held, options)
+        tuning, reported = datastore_evaluation._parts(held, options)
         text = held.split.tokens(0, len(held.split)).tobytes()
         cut = len(tuning)
         assert tuning.tokens(0, cut).tobytes() == text[:cut]
         assert reported.tokens(0, len(reported)).tobytes() == text[cut:]
         assert abs(cut - len(reported)) <= 1
-    assert datastore_measure._parts(held, replace(options, tune=False)) == (None, held.split)
+    assert datastore_evaluation._parts(held, replace(options, tune=False)) == (None, held.split)
 
 
 def test_text_in_the_store_is_no_held_out_text(cli, gpt_run, store):

@@ -2,21 +2,26 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import kinformer
+from kinformer.core.head import NeedsStore
+from kinformer.core.model_config import HeadConfig
 from kinformer.data import open_corpus
+from kinformer.datastore.attach import looks_up
 from kinformer.datastore.attached import KeyedDecoder
 from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.store import Datastore
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
+from kinformer.family.build import configure
 from kinformer.runs.rows import plan_of, rows_of
 from kinformer.runs.run import open_run
-from kinformer.runs.store import attach_store
+from kinformer.runs.stores import STORES
 from kinformer.training.settings import Settings
 
 SETTINGS = "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --log-every 1 --threads 1"
@@ -128,7 +133,7 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     model, split = run.model(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)
     alone = measure(model, split, windows).bits_per_byte
-    with_store = attach_store(run, model)
+    with_store = STORES.attach(run, model)
     assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
     text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
     assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
@@ -190,3 +195,11 @@ def test_what_a_trained_run_cannot_use_is_refused(cli, spalm_run, gpt_run, store
     shutil.rmtree(store)
     for command in (("evaluate", spalm_run), ("generate", spalm_run, "--prompt", "x")):
         assert "is no datastore" in refused(cli, *command)
+
+
+def test_a_head_says_by_its_type_that_it_looks_things_up():
+    class Strange(NeedsStore, HeadConfig):
+        kind = "strange"
+
+    assert looks_up(SimpleNamespace(head=Strange())) and looks_up(configure("spalm", "tiny"))
+    assert not looks_up(configure("gpt", "tiny")) and not looks_up(configure("vanilla", "tiny"))

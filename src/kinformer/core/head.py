@@ -36,6 +36,14 @@ class Likelihood(nn.Module):
         raise NotImplementedError
 
 
+class NeedsStore:
+    """Mixin of the config of a head that looks things up while it is trained, such as SPALM.
+
+    Its ``forward`` also takes ``neighbours`` [batch, time, k] int64, the tokens that followed the nearest entries of a
+    datastore, -1 where there is none, or None without a datastore. ``datastore`` supplies them, in training too.
+    """
+
+
 class Neighbours(NamedTuple):
     """The entries of a store nearest to each of n queries, nearest first; k is at most the number that was requested.
 

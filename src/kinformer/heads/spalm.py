@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding as rows_of
 
+from kinformer.core.head import NeedsStore
 from kinformer.core.input import Input
 from kinformer.core.model_config import HeadConfig, check_table
 from kinformer.heads.language import LanguageModelHead
@@ -30,7 +31,7 @@ class SpalmHead(nn.Module):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(HeadConfig):
+    class Config(NeedsStore, HeadConfig):
         kind = "spalm"
         elementwise: bool = False
         bias: bool = False

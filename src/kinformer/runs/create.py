@@ -25,9 +25,9 @@ from kinformer.runs.extend import check_extension, extended_config
 from kinformer.runs.folder import creating, require_empty
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions
-from kinformer.runs.retrieval import choose_retrieval
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
+from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.runtime.progress import tolerant
 from kinformer.tasks.table import refuse_options, task_for, training_options
@@ -69,7 +69,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             chooser = Chooser(asked, options, task, plan_of, _open_recipe(options, base), device, begun)
             options = _completed(chooser, quiet)
         plan = plan_of(options)
-        retrieval = choose_retrieval(options, plan.config)
+        retrieval = STORES.choose(options, plan.config)
         _check_model(plan, task, _group(options, device))
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)

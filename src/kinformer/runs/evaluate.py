@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kinformer.evaluation.adaptive_computation import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.runs.options import EvaluateOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
-from kinformer.runs.store import attach_store, looks_up, lookup_facts, note_stored, store_of
+from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
 from kinformer.tasks.table import evaluation_options
 from kinformer.tasks.task import LoadedRun
 from kinformer.training.precision import use_fast_products
-
-if TYPE_CHECKING:
-    from kinformer.datastore.store import Datastore
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
@@ -34,10 +31,8 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     use_fast_products()
     with spooled(options.data) as data:
         options = replace(options, data=data)
-        if options.datastore is not None and not all(looks_up(run.config) for run in runs):
-            from kinformer.runs.datastore_measure import evaluate_datastore
-
-            return evaluate_datastore(runs, options, own[0], quiet)
+        if (report := STORES.evaluate(runs, options, own[0], quiet)) is not None:
+            return report
         measuring = EvaluationSettings(
             **{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)}
         )
@@ -61,26 +56,24 @@ def _measured(
     runs: Sequence[Run], options: EvaluateOptions, measuring: EvaluationSettings, own: Any, quiet: bool
 ) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
-    stores: dict[Path, Datastore] = {}
+    lookups: dict[Path, Any] = {}
     taken: dict[Path, PonderRecorder] = {}
 
     def load(run: Any) -> LoadedRun:
         model = run.model(options.set).to(options.prepare(options.seed))
-        if looks_up(run.config):
-            model = attach_store(run, model, options)
-        if (store := store_of(model)) is not None:
-            stores[run.folder] = store
+        model = STORES.attach(run, model, options)
+        lookups[run.folder] = STORES.facts(model)
         taken[run.folder] = open_counts.enter_context(noting_steps(model))
-        return LoadedRun(run, model, changes, lookup_facts(model))
+        return LoadedRun(run, model, changes, lookups[run.folder])
 
     with ExitStack() as open_counts:
         report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
     told = [_with_steps(each, taken[run.folder]) for run, each in zip(runs, report.evaluations, strict=True)]
     report = replace(report, evaluations=told)
     for run, evaluation in zip(runs, report.evaluations, strict=True):
-        if run.folder in stores:
-            holdout = getattr(own, "holdout", None)
-            note_stored(stores[run.folder], evaluation.data, run.data.get("holdout") if holdout is None else holdout)
+        holdout = getattr(own, "holdout", None)
+        holdout = run.data.get("holdout") if holdout is None else holdout
+        STORES.note_text(lookups.get(run.folder), evaluation.data, holdout)
     return report
 
 

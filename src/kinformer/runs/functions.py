@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kinformer.runs.options import EvaluateOptions, TrainOptions
 from kinformer.runs.run import Run, open_run
-from kinformer.runs.store import attach_store
+from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_types
 from kinformer.tasks.evaluation import Evaluation
@@ -47,7 +47,7 @@ def evaluate(run: str | Path, options: Mapping[str, Any]) -> Evaluation:
 def load(run: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
     """See :func:`kinformer.load`."""
     opened = open_run(run)
-    return attach_store(opened, opened.model(changes))
+    return STORES.attach(opened, opened.model(changes))
 
 
 def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: OptionKind | None = None) -> O:

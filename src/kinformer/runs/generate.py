@@ -13,7 +13,7 @@ import torch
 from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
-from kinformer.runs.store import attach_store
+from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import generation_options
 from kinformer.tasks.task import LoadedRun, Task
@@ -44,7 +44,7 @@ def generate(
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
-    model = attach_store(run, packed, options, options.samples)
+    model = STORES.attach(run, packed, options, options.samples)
     return run.task.generate(LoadedRun(run, model), prompt, options, write)
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kinformer.datastore.attach import keyed, origin_of
 from kinformer.datastore.lists import InvertedLists, build, has_lists
 from kinformer.datastore.store import Datastore
+from kinformer.datastore.text import IndexedText, entries_of, open_source
 from kinformer.datastore.writer import Writer
-from kinformer.runs.index_text import IndexedText, entries_of, open_source
 from kinformer.runs.options import IndexOptions
 from kinformer.runs.run import Run, open_run
 from kinformer.runs.spool import spooled
-from kinformer.runs.store import keyed, origin_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note, progressing

@@ -10,9 +10,9 @@ from typing import Any
 from kinformer.data import FileTokenizer
 from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
-from kinformer.runs.retrieval import resume_retrieval
 from kinformer.runs.rows import data_of
 from kinformer.runs.run import BYTES, Run, open_run
+from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
@@ -39,7 +39,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     settings.rows(options.devices)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
-    data = dict(run.data) | {"spec": spec} | resume_retrieval(run, options)
+    data = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
     run = replace(run, data=data, training=vars(settings))
     found = data_of(run)
     if found.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):

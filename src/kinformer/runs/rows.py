@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kinformer.runs.retrieval import with_neighbours
 from kinformer.runs.run import Run
+from kinformer.runs.stores import STORES
 from kinformer.runs.teacher import teacher_of
 from kinformer.tasks.task import Data, Source, TrainingPlan
 from kinformer.training.data_module import DataModule
@@ -22,6 +22,6 @@ def plan_of(run: Run, settings: Settings) -> TrainingPlan:
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
     """The rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
-    rows = with_neighbours(run.task.data_module(plan), run, plan.settings, plan.data, device, quiet)
+    rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows

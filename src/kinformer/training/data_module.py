@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from kinformer.runtime.errors import KinformerError
 from kinformer.training.metric import Metric
 
 
@@ -51,7 +49,3 @@ class DataModule:
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         """The metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
         raise NotImplementedError
-
-    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        """The same rows with what a datastore finds for them (see ``tasks.next_token.retrieved``)."""
-        raise KinformerError("--datastore: this task looks nothing up; leave it out.")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kinformer.core import state as states
 from kinformer.data import EvaluationStream, Split, first_bytes, open_corpus
+from kinformer.datastore.attach import StoredRun
 from kinformer.evaluation.windows import Windows, batches
-from kinformer.runs.options import IndexOptions
-from kinformer.runs.run import Run
 from kinformer.runtime.errors import choose
 from kinformer.tasks.shared.text import check_positions, main_windows, spec_of
 
@@ -38,8 +37,8 @@ class IndexedText:
         return sum(len(split) - 1 for split in self.splits)
 
 
-def open_source(run: Run, model: Decoder, options: IndexOptions) -> IndexedText:
-    """The text that ``options`` name."""
+def open_source(run: StoredRun, model: Decoder, options: Any) -> IndexedText:
+    """The text that ``options`` (``runs.options.IndexOptions``) name."""
     holdout = run.data.get("holdout") if options.holdout is None else options.holdout
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
     names = ["train", "validation", "test"] if holdout is None else ["train", "test"]

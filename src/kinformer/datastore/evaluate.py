@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.data import Split, first_bytes
-from kinformer.datastore.exact import ExactSearch
-from kinformer.datastore.store import Datastore
-from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
-from kinformer.evaluation.windows import Windows
-from kinformer.runs.options import EvaluateOptions
-from kinformer.runs.run import Run
-from kinformer.runs.store import (
+from kinformer.datastore.attach import (
     EXACT_BELOW,
     NEIGHBOURS,
     TEMPERATURE,
     WEIGHT,
+    StoredRun,
     attach_mixture,
     note_stored,
     probes_of,
     searcher,
 )
+from kinformer.datastore.exact import ExactSearch
+from kinformer.datastore.store import Datastore
+from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
+from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
@@ -67,16 +66,17 @@ class StoreMeasurement:
 class _Job:
     """What is measured, and how."""
 
-    options: EvaluateOptions
-    run: Run
+    options: Any
+    run: StoredRun
     model: AttachedDecoder
     store: Datastore
     windows: Windows | None
     quiet: bool
 
 
-def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, quiet: bool) -> EvaluationReport:
-    """Measure a run with the datastore that ``options`` name; ``own`` are its task's options of measuring."""
+def evaluate_datastore(runs: Sequence[StoredRun], options: Any, own: Any, quiet: bool) -> EvaluationReport:
+    """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name; ``own`` are its
+    task's evaluation options."""
     sizes = _sizes(runs, options, own)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))
@@ -91,7 +91,7 @@ def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, 
     options = replace(options, probes=probes_of(store.folder, options.probes))
     job = _Job(options, run, attached, store, windows, quiet)
     held = held_out(run, options, own.holdout)
-    note_stored(store, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)
+    note_stored(store.record, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)
     tuning, reported = _parts(held, options)
     done = [
         _measure(job, tuning, reported, size)
@@ -100,7 +100,7 @@ def evaluate_datastore(runs: Sequence[Run], options: EvaluateOptions, own: Any, 
     return _report(job, held, reported, done, own.plot)
 
 
-def _sizes(runs: Sequence[Run], options: EvaluateOptions, own: Any) -> list[int]:
+def _sizes(runs: Sequence[StoredRun], options: Any, own: Any) -> list[int]:
     """The numbers of entries that are tried too; raises for what does not go together with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(own, flag, None):
@@ -113,7 +113,7 @@ def _sizes(runs: Sequence[Run], options: EvaluateOptions, own: Any) -> list[int]
     return sorted({int(part) for part in parts})
 
 
-def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
+def _parts(held: HeldOut, options: Any) -> tuple[Split | None, Split]:
     """What is tuned on, if asked for, and what is reported: never the same tokens."""
     if not options.tune:
         return None, held.split

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kinformer.core.head import NeedsStore
 from kinformer.core.model import CausalModel
-from kinformer.runs.options import StoreOptions
-from kinformer.runs.run import Run, open_run
+from kinformer.datastore.options import StoreOptions
 from kinformer.runtime.errors import KinformerError, flag_of
 from kinformer.runtime.progress import note
+from kinformer.tasks.task import TrainedRun
 
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
     from kinformer.datastore.attached import AttachedDecoder, KeyedDecoder
     from kinformer.datastore.exact import ExactSearch
     from kinformer.datastore.lists import ListSearch
-    from kinformer.datastore.store import Datastore, KeySpace
+    from kinformer.datastore.store import Datastore, KeySpace, Record
 
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
@@ -27,12 +28,23 @@ RETRIEVAL = "retrieval"
 """What a run's ``data`` calls its datastore, retriever, neighbours and probes."""
 
 
+class StoredRun(TrainedRun, Protocol):
+    """What a datastore needs of a run: that of which it is made, or that to which it belongs."""
+
+    def model(self, changes: Mapping[str, Any] | None = None) -> Any: ...
+    def weights_digest(self) -> str: ...
+
+
+OpenRun = Callable[[Any], StoredRun]
+"""Opens the run in a folder."""
+
+
 def looks_up(config: ModelConfig) -> bool:
-    """Whether the head of a model is one that looks things up while it is trained (SPALM)."""
-    return getattr(getattr(config, "head", None), "kind", None) == "spalm"
+    """Whether the head of a model is one that looks things up while it is trained (:class:`NeedsStore`)."""
+    return isinstance(getattr(config, "head", None), NeedsStore)
 
 
-def keyed(run: Run, model: Any) -> KeyedDecoder:
+def keyed(run: StoredRun, model: Any) -> KeyedDecoder:
     """The model with its keys shown; only a causal one has some."""
     from kinformer.datastore.attached import KeyedDecoder
 
@@ -47,7 +59,7 @@ def keyed(run: Run, model: Any) -> KeyedDecoder:
     return KeyedDecoder(model)
 
 
-def origin_of(run: Run, keys: KeyedDecoder) -> KeySpace:
+def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
     """What identifies a datastore of this run."""
     from kinformer.datastore.store import KeySpace
 
@@ -61,18 +73,20 @@ def origin_of(run: Run, keys: KeyedDecoder) -> KeySpace:
     )
 
 
-def attach_store(run: Run, model: Any, options: StoreOptions | None = None, rows: int | None = None) -> Any:
+def attach_store(
+    run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
+) -> Any:
     """``model`` with the store that its run or ``options`` name, or as it is where there is none.
 
     ``rows``: a retriever is made ready to read so many sequences token by token.
     """
     options = options or StoreOptions()
     if looks_up(run.config):
-        return _retrieving(run, model, options, rows)
+        return _retrieving(run, model, open_run, options, rows)
     return model if options.datastore is None else attach_mixture(run, model, options)
 
 
-def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecoder:
+def attach_mixture(run: StoredRun, model: Any, options: StoreOptions) -> AttachedDecoder:
     """``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
     from kinformer.datastore.attached import AttachedDecoder
     from kinformer.datastore.store import Datastore
@@ -92,7 +106,7 @@ def attach_mixture(run: Run, model: Any, options: StoreOptions) -> AttachedDecod
     return AttachedDecoder(model, head)
 
 
-def _retrieving(run: Run, model: Any, options: StoreOptions, rows: int | None) -> Any:
+def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOptions, rows: int | None) -> Any:
     """``model`` with its datastore and the retriever that made it (SPALM)."""
     from kinformer.datastore.retrieving import RetrievingDecoder
     from kinformer.datastore.store import Datastore
@@ -141,9 +155,9 @@ def lookup_facts(model: Any) -> dict[str, Any] | None:
     return {"datastore": str(store.folder), "entries": store.entries, "neighbours": model.neighbours}
 
 
-def note_stored(store: Datastore, data: Mapping[str, Any], holdout: float | None) -> None:
+def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) -> None:
     """Tell where the store holds the very text that is measured; ``data`` is the text's identity with its split."""
-    for part in store.record.parts:
+    for part in record.parts:
         same = (part.source.get("fingerprint"), part.source.get("holdout")) == (data["fingerprint"], holdout)
         if same and data["split"] in part.source.get("splits", ()):
             note(

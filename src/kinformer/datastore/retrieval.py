@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from kinformer.data import Corpus, Split
-from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
-from kinformer.datastore.store import Datastore, StoredText
-from kinformer.evaluation.bits import streamable
-from kinformer.evaluation.windows import Windows
-from kinformer.runs.index_text import IndexedText, entries_of
-from kinformer.runs.options import TrainOptions
-from kinformer.runs.run import Run, open_run
-from kinformer.runs.store import (
+from kinformer.datastore.attach import (
     GATED_NEIGHBOURS,
     RETRIEVAL,
+    OpenRun,
+    StoredRun,
     keyed,
     looks_up,
     origin_of,
@@ -32,8 +27,14 @@ from kinformer.runs.store import (
     search_words,
     searcher,
 )
+from kinformer.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
+from kinformer.datastore.store import Datastore, StoredText
+from kinformer.datastore.text import IndexedText, entries_of
+from kinformer.evaluation.bits import streamable
+from kinformer.evaluation.windows import Windows
 from kinformer.runtime.errors import KinformerError, flag_of, require
 from kinformer.runtime.progress import note, progressing
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
 from kinformer.training.settings import Settings
 
@@ -57,7 +58,16 @@ class _Retrieval:
     first: int
 
 
-def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, Any]:
+@runtime_checkable
+class TakesNeighbours(Protocol):
+    """Rows of text that can be joined with what followed the neighbours of every token."""
+
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
+        """The same rows with ``train`` and ``validation`` [tokens, k] int64, -1 where there is no neighbour."""
+        ...
+
+
+def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     """What a new run's ``data`` says of its retrieval."""
     given = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
@@ -84,7 +94,7 @@ def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, An
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
-def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
+def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
     """What a resumed run's ``data`` says: as it was, but for folders that were moved."""
     kept = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
@@ -102,34 +112,40 @@ def resume_retrieval(run: Run, options: TrainOptions) -> dict[str, Any]:
 
 
 def with_neighbours(
-    rows: DataModule, run: Run, settings: Settings, corpus: Corpus, device: str, quiet: bool
+    rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
 ) -> DataModule:
     """The run's rows of text with what their neighbours say, where it looks things up."""
     if RETRIEVAL not in run.data:
         return rows
-    found = _open(run, corpus, device)
+    if not isinstance(rows, TakesNeighbours):
+        raise KinformerError("--datastore: this task looks nothing up; leave it out.")
+    corpus, settings = plan.data, plan.settings
+    found = _open(run, open_run, corpus, device)
     _check_settings(run, found, settings, rows.carries)
-    plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
-    if not is_whole(found.store, plan):
+    rows_plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
+    if not is_whole(found.store, rows_plan):
         how = search_words(found.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
         train = table(
-            found.store, plan, neighbours_without_self(found.store, found.searcher, found.first, plan), progress
+            found.store,
+            rows_plan,
+            neighbours_without_self(found.store, found.searcher, found.first, rows_plan),
+            progress,
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
-        plan = _plan(found, "validation", len(held_out) - 1, source)
+        rows_plan = _plan(found, "validation", len(held_out) - 1, source)
         validation = table(
             found.store,
-            plan,
-            lambda done: neighbours_of(_keys(found, held_out), found.searcher, plan, done),
+            rows_plan,
+            lambda done: neighbours_of(_keys(found, held_out), found.searcher, rows_plan, done),
             progress,
         )
     return rows.with_neighbours(train, validation)
 
 
-def _open(run: Run, corpus: Corpus, device: str) -> _Retrieval:
+def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Retrieval:
     said = run.data[RETRIEVAL]
     retriever = open_run(said["retriever"])
     keys = keyed(retriever, retriever.model().to(device))
@@ -139,7 +155,7 @@ def _open(run: Run, corpus: Corpus, device: str) -> _Retrieval:
     return _Retrieval(keys, store, found, said["neighbours"], said["probes"], part, first)
 
 
-def _train_part(store: Datastore, run: Run, corpus: Corpus) -> tuple[StoredText, int]:
+def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
     """The part of ``store`` that is the run's training split, entry by entry, and where it begins."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
@@ -174,14 +190,14 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
     )
 
 
-def _foreign(store: Datastore, run: Run, corpus: Corpus, reason: str) -> KinformerError:
+def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
     return KinformerError(
         f"{store.folder}: is no datastore of the training split of {corpus.name} as this run reads it ({reason}); make "
         f"one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
     )
 
 
-def _check_settings(run: Run, found: _Retrieval, settings: Settings, segments: bool) -> None:
+def _check_settings(run: StoredRun, found: _Retrieval, settings: Settings, segments: bool) -> None:
     """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
     reader, where = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):

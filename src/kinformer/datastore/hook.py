@@ -1,0 +1,76 @@
+"""The one hook by which runs come to datastores: what is asked of them at every stage of a run's life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kinformer.core.model_config import ModelConfig
+    from kinformer.datastore.attach import OpenRun, StoredRun
+    from kinformer.datastore.options import StoreOptions
+    from kinformer.tasks.evaluation import EvaluationReport
+    from kinformer.tasks.task import TrainingPlan
+    from kinformer.training.data_module import DataModule
+
+
+class Stores:
+    """Datastores of runs, which ``open_run`` opens by their folders. Nothing is imported before it is needed."""
+
+    def __init__(self, open_run: OpenRun) -> None:
+        self.open_run = open_run
+
+    def choose(self, options: Any, config: ModelConfig) -> dict[str, Any]:
+        """What a new run's ``data`` says of its datastore; ``options`` are ``runs.options.TrainOptions``."""
+        from kinformer.datastore.retrieval import choose_retrieval
+
+        return choose_retrieval(options, config)
+
+    def resume(self, run: StoredRun, options: Any) -> dict[str, Any]:
+        """What a resumed run's ``data`` says of it; ``options`` as of :meth:`choose`."""
+        from kinformer.datastore.retrieval import resume_retrieval
+
+        return resume_retrieval(run, options)
+
+    def rows(self, rows: DataModule, run: StoredRun, plan: TrainingPlan, device: str, quiet: bool) -> DataModule:
+        """The run's rows, with what their neighbours say where it looks things up on ``device``."""
+        if not run.data.get("retrieval"):
+            return rows
+        from kinformer.datastore.retrieval import with_neighbours
+
+        return with_neighbours(rows, run, self.open_run, plan, device, quiet)
+
+    def attach(self, run: StoredRun, model: Any, options: StoreOptions | None = None, rows: int | None = None) -> Any:
+        """``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
+
+        ``rows``: a retriever is made ready to read so many sequences token by token.
+        """
+        from kinformer.datastore.attach import attach_store
+
+        return attach_store(run, model, self.open_run, options, rows)
+
+    def facts(self, model: Any) -> dict[str, Any] | None:
+        """What an attached ``model`` that was trained with a datastore looks things up in, for JSON."""
+        from kinformer.datastore.attach import lookup_facts
+
+        return lookup_facts(model)
+
+    def evaluate(self, runs: Sequence[StoredRun], options: Any, own: Any, quiet: bool) -> EvaluationReport | None:
+        """A run with and without the datastore that ``options`` mix into its predictions; None where there is none."""
+        from kinformer.datastore.attach import looks_up
+
+        if options.datastore is None or all(looks_up(run.config) for run in runs):
+            return None
+        from kinformer.datastore.evaluate import evaluate_datastore
+
+        return evaluate_datastore(runs, options, own, quiet)
+
+    def note_text(self, facts: Mapping[str, Any] | None, data: Mapping[str, Any], holdout: float | None) -> None:
+        """Tell where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""
+        if facts is None:
+            return
+        from kinformer.datastore.attach import note_stored
+        from kinformer.datastore.store import read_record
+
+        note_stored(read_record(Path(facts["datastore"])), data, holdout)

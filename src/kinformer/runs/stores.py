@@ -1,0 +1,8 @@
+"""The datastores of runs, by the hook of ``datastore``."""
+
+from __future__ import annotations
+
+from kinformer.datastore.hook import Stores
+from kinformer.runs.run import open_run
+
+STORES = Stores(open_run)
