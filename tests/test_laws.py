@@ -172,6 +172,36 @@ def test_powers_and_quotients_are_not_of_sizes(path):
             assert not sizes, f"line {node.lineno}: {ast.unparse(node)}"
 
 
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+COMMAND = re.compile(r"kinformer (?:[a-z]+)\b[^.;,)]*")
+STYLE = {"comparison/charts.py", "comparison/page.py"}
+
+
+def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the text of every string but docstrings; what an f-string puts in is a bare X."""
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node):
+            inner.add(id(node.body[0].value))  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield node.lineno, node.value
+
+
+@each_module
+def test_messages_mark_options_instead_of_writing_flags(path):
+    """``runtime.errors.spelled`` writes them as Python or the command line does; commands to type are exempt."""
+    name = path.relative_to(PACKAGE).as_posix()
+    if name.startswith("cli/") or name in STYLE:
+        return
+    written = {line: text for line, text in texts_of(tree_of(path)) if FLAG.search(COMMAND.sub("", text))}
+    assert not written, 'mark options with backticks, as in "`max_bytes` is 0"'
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

@@ -14,7 +14,7 @@ from kinformer.cli.form import option_docs
 from kinformer.core.model import PROTOCOLS
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.runtime.errors import flag_of
+from kinformer.runtime.errors import as_flags, flag_of
 from kinformer.tasks.table import TASKS
 from kinformer.tasks.task import Task
 from kinformer.training.metric import SHARE, Metric
@@ -96,7 +96,8 @@ def _options(task: Task) -> Iterator[str]:
 
 def option_rows(options: type) -> Iterator[tuple[str, str, str]]:
     """(flag, default, what it does) of every field of a dataclass of options."""
-    docs = option_docs(options)
+    with as_flags():
+        docs = option_docs(options)
     for each in fields(options):  # type: ignore[arg-type]
         yield f"`{flag_of(each.name)}`", _shown(each.default), escaped(docs.get(each.name, ""))
 

@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kinformer.runtime.errors import as_flags, spelled
+
 
 def escaped(text: str) -> str:
-    """Plain text, whose stars, bars, underscores, brackets and dollars mean nothing; ``code`` stays code."""
-    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
+    """Plain text, whose stars, bars, underscores, brackets and dollars mean nothing; ``code`` stays code, and marked
+    options are flags."""
+    with as_flags():
+        parts = re.split(r"(``[^`]+``|`[^`]+`)", spelled(text))
     for index, part in enumerate(parts):
         if index % 2:
             parts[index] = f"`{part.strip('`')}`"

@@ -137,5 +137,5 @@ def test_the_steps_follow_from_the_measured_speeds():
     steps = comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=10, seeds=2), 0.0)
     made = 0.2 * comparing.VALIDATED * steps * (2 + 4 / training.SWEEP_SHARE)
     assert 400 < made <= 0.75 * 600
-    with pytest.raises(KinformerError, match="--total-minutes 0.5: suffices for 0 steps"):
+    with pytest.raises(KinformerError, match="total_minutes 0.5: suffices for 0 steps"):
         comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=0.5), 0.0)

@@ -30,7 +30,7 @@ def test_names_hybrids_and_changes_of_one():
         (["gpt:0,local:1"], {}, "gpt has 0 layers of the cycle"),
         (["gpt:1,bert:1"], {}, "mixes causal members with such as read whole texts"),
         (["a b"], {}, "a b: is no member; write a name"),
-        (["gpt"], {"gbt:dim": "8"}, "--set gbt:dim: 'gbt' is not compared; did you mean 'gpt'?"),
+        (["gpt"], {"gbt:dim": "8"}, "set gbt:dim: 'gbt' is not compared; did you mean 'gpt'?"),
     ],
 )
 def test_what_is_no_entrant_is_one_sentence(specs, changes, told):

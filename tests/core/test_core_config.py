@@ -122,7 +122,7 @@ def test_overrides(changes, read):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dims": 3}, r"--set dims: 'dims' is not a field of Stack; did you mean 'dim'\?"),
+        ({"dims": 3}, r"set dims: 'dims' is not a field of Stack; did you mean 'dim'\?"),
         ({"layers.0.head": 3}, "'head' is not a field of Layer; did you mean 'num_heads'"),
         ({"layers.7.bias": True}, "'7' is no item of a list of 2; use 0 to 1"),
         ({"layers.x.bias": True}, "'x' is no item"),
@@ -206,7 +206,7 @@ class Norm(Config):
             "pattern: the norm 'plain' has the slot 'norm', but .* slot 'pattern' belongs here",
         ),
         ({"layers.0.pattern": Layer()}, r"Layer has no slot, but a config with the slot 'pattern' belongs here"),
-        ({"layers.0": Causal()}, r"--set layers\.0: the pattern 'causal' is no Layer, which belongs here; give one\."),
+        ({"layers.0": Causal()}, r"set layers\.0: the pattern 'causal' is no Layer, which belongs here; give one\."),
         (
             {"layers.0.pattern": Foreign(inner=Norm())},
             r"pattern\.inner: the norm 'plain' has the slot 'norm'",

@@ -60,7 +60,7 @@ def test_cut_to_the_length_between_bos_and_eos() -> None:
             assert tokens[1:-1].tolist() == data.tokens(index)[:18].tolist()
     assert sorted(np.concatenate([rows.labels for rows in sampler.in_order()]).tolist()) == list(range(40))
     assert sum(len(rows.labels) for rows in sampler.in_order(7)) == 7
-    with pytest.raises(KinformerError, match="--length 2"):
+    with pytest.raises(KinformerError, match="length 2"):
         Buckets(data, 5, 2, seed=0, ends=ENDS)
 
 

@@ -36,7 +36,7 @@ ROWS = "".join(
         (bytes(257) + b"ustar\x0000" + bytes(999), "is a tar archive"),
         (TEXT.encode("utf-16"), "is UTF-16 text"),
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 text"),
-        (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one of them with --text-field NAME"),
+        (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one of them with text_field NAME"),
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
     ],
 )
@@ -101,8 +101,8 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
     for wrong, told in (
         ({"text_field": "txt", "data": path}, "line 1: has no text in the field 'txt'; did you mean 'text'"),
         ({"text_field": "n", "data": path}, "has no text in the field 'n'"),
-        ({"text_field": "text"}, "give its path with --data"),
-        ({"text_field": "text", "data": path, "task": "classify"}, "--text-field text: is for tasks of text"),
+        ({"text_field": "text"}, "give its path with data"),
+        ({"text_field": "text", "data": path, "task": "classify"}, "text_field text: is for tasks of text"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.train("bert" if "task" in wrong else "gpt", out=tmp_path / "other", **wrong, **small)

@@ -103,5 +103,5 @@ def test_words_of_tokenizers() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -1.0])
 def test_shares_that_make_no_sense(share: float) -> None:
-    with pytest.raises(KinformerError, match="--mask-share"):
+    with pytest.raises(KinformerError, match="mask_share"):
         replace(PLAIN, share=share)

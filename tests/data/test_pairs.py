@@ -126,7 +126,7 @@ def test_mistakes(tmp_path, files, told):
 def test_more_mistakes(tmp_path):
     write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     for languages, told in (
-        (("fr", None), "--source fr: .* has no such files; their endings are de, en"),
+        (("fr", None), "source fr: .* has no such files; their endings are de, en"),
         (("en", "en"), "both en"),
     ):
         with pytest.raises(KinformerError, match=told):

@@ -239,15 +239,15 @@ def test_mistakes_in_a_table(tmp_path, lines, told):
 
 def test_mistakes(digits):
     for options, told in (
-        (SoundOptions(held=Holdout(speaker="eve")), "--held-out-speaker eve: is not in .*speakers are ann, bob"),
-        (SoundOptions(held=Holdout(pattern="x*")), r"--test-clips x\*: matches no file"),
+        (SoundOptions(held=Holdout(speaker="eve")), "held_out_speaker eve: is not in .*speakers are ann, bob"),
+        (SoundOptions(held=Holdout(pattern="x*")), r"test_clips x\*: matches no file"),
         (SoundOptions(held=Holdout(pattern="*", speaker="ann")), "contradict"),
     ):
         with pytest.raises(KinformerError, match=told):
             open_sound(str(digits), options)
     with pytest.raises(KinformerError, match="does not exist"):
         open_sound(str(digits / "none"), SoundOptions())
-    with pytest.raises(KinformerError, match="--held-out-speaker ann: is for recordings"):
+    with pytest.raises(KinformerError, match="held_out_speaker ann: is for recordings"):
         open_sound("dtmf", SoundOptions(held=Holdout(speaker="ann")))
     write(digits / "5_ann_0.wav", np.zeros(0))
     with pytest.raises(KinformerError, match="5_ann_0.wav: holds 0 samples"):

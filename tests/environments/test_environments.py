@@ -129,8 +129,8 @@ def test_gymnasium_behind_the_same_interface():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Nowhere-v1", "--env Nowhere-v1: gymnasium cannot make it"),
-        ("CartPole-v7", "--env CartPole-v7: gymnasium cannot make it"),
+        ("Nowhere-v1", "env Nowhere-v1: gymnasium cannot make it"),
+        ("CartPole-v7", "env CartPole-v7: gymnasium cannot make it"),
     ],
 )
 def test_what_gymnasium_does_not_have(name, told):

@@ -119,5 +119,5 @@ def test_seeds_decide_and_pictures_move(name):
 
 @pytest.mark.parametrize("name", ["t-maze:x", "t-maze:", "t-maze:0", "poc-memory:5"])
 def test_lengths_that_are_none(name):
-    with pytest.raises(KinformerError, match=f"--env {name}: "):
+    with pytest.raises(KinformerError, match=f"env {name}: "):
         make(name)

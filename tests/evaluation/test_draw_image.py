@@ -79,7 +79,7 @@ def test_from_the_command_line(runs, tmp_path, capsys):
     ("member", "options", "told"),
     [
         ("convformer", {}, "draws attention between all patches"),
-        ("vit", {"exits": True}, "--exits: is not for --image"),
+        ("vit", {"exits": True}, "exits: is not for image"),
         ("vit", {"image": "missing.png"}, "missing.png"),
     ],
 )

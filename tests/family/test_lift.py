@@ -149,7 +149,7 @@ def test_lifted_roberta_is_the_longformer_that_its_authors_make_of_it(tmp_path):
             {"dim": 64},
             r"input.embedding.weight is \(259, 32\), but .* of the model to be trained is \(259, 64\)",
         ),
-        ({"input.vocab_size": 300}, r"keeps its width and its vocabulary, so leave such a --set out"),
+        ({"input.vocab_size": 300}, r"keeps its width and its vocabulary, so leave such a set out"),
         ({"input.types": 0}, r"has input.types.weight, which the model to be trained has not"),
         ({"layers.*.mixer.bias": False}, r"has stack.layers.0.mixer.out.bias, which"),
         ({"layers.*.feed_forward": {"kind": "swiglu"}}, r"has no stack.layers.0.feed_forward.gate_up.weight"),

@@ -57,7 +57,7 @@ def test_every_number_of_a_name_has_its_range(name, values):
 
 
 def test_the_place_is_told_and_copies_are_checked_too():
-    with pytest.raises(KinformerError, match=r"--set layers.\*.mixer.dropout: dropout must be at least 0 and below 1"):
+    with pytest.raises(KinformerError, match=r"set layers.\*.mixer.dropout: dropout must be at least 0 and below 1"):
         kinformer.build("gpt", set={"layers.*.mixer.dropout": 1.0})
     with pytest.raises(KinformerError, match="head_dim must be 1 or more, but is 0"):
         SoftmaxAttention.Config(num_heads=2).replace(head_dim=0)

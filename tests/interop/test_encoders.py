@@ -233,7 +233,7 @@ def test_special_tokens_of_a_list_of_pieces(folder):
 def test_a_missing_mask_is_told(peers, tmp_path, capsys):
     imported(peers["roberta"].folder, tmp_path / "run")
     told = capsys.readouterr().err
-    assert "give --set input.mask_token=ID" in told and "takes token ids only (kinformer.load);" in told
+    assert 'give set={"input.mask_token": "ID"}' in told and "takes token ids only (kinformer.load);" in told
 
 
 def test_works_without_transformers(folder, tmp_path):

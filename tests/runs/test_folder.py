@@ -145,6 +145,6 @@ def test_a_folder_that_is_moved_away_ends_the_training(tmp_path, text_file, monk
         steps(self, *arguments)
 
     monkeypatch.setattr(Trainer, "_steps", moving)
-    with pytest.raises(KinformerError, match=r"run: was moved or removed .* --resume"):
+    with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume"):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert not out.exists() and (away / "config.json").exists()

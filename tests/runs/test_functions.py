@@ -99,10 +99,10 @@ def test_nothing_is_printed(text_file, tmp_path, capsys):
     ("options", "told"),
     [
         ({"batchsize": 3}, "kinformer.train: 'batchsize' is not an option; did you mean 'batch_size'"),
-        ({"mask_share": 0.2}, "--mask-share 0.2: is for the task mlm, not for next-token"),
+        ({"mask_share": 0.2}, "mask_share 0.2: is for the task mlm, not for next-token"),
         ({"task": "mlm"}, "gpt is causal, whose tasks are next-token"),
         ({"data": "no/such/file"}, "does not exist"),
-        ({"segments": True}, "--set position=sinusoidal"),
+        ({"segments": True}, '"position": "sinusoidal"'),
     ],
 )
 def test_mistakes_of_training(text_file, tmp_path, options, told):

@@ -78,14 +78,14 @@ def test_a_config_with_another_digit_is_refused(run):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"optimizer": "adam"}, "--optimizer is 'adam' but must be one of adamw"),
-        ({"precision": "fp8"}, "--precision is 'fp8' but must be one of fp32"),
-        ({"objective": "chess"}, "--objective chess: cannot be minimised for the task next-token"),
-        ({"steps": 2.5}, "--steps is 2.5 but must be a whole number or left out"),
-        ({"seed": True}, "--seed is True but must be a whole number"),
-        ({"lr": "0.1"}, "--lr is '0.1' but must be a number"),
-        ({"batch_size": None}, "--batch-size is None but must be a whole number"),
-        ({"keep": 0}, "--keep is 0 but must be 1 or more"),
+        ({"optimizer": "adam"}, "optimizer is 'adam' but must be one of adamw"),
+        ({"precision": "fp8"}, "precision is 'fp8' but must be one of fp32"),
+        ({"objective": "chess"}, "objective chess: cannot be minimised for the task next-token"),
+        ({"steps": 2.5}, "steps is 2.5 but must be a whole number or left out"),
+        ({"seed": True}, "seed is True but must be a whole number"),
+        ({"lr": "0.1"}, "lr is '0.1' but must be a number"),
+        ({"batch_size": None}, "batch_size is None but must be a whole number"),
+        ({"keep": 0}, "keep is 0 but must be 1 or more"),
         ({"speed": 1}, "unknown setting 'speed'"),
     ],
 )

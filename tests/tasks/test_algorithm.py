@@ -150,7 +150,7 @@ def test_positions_that_end_are_left_out(tmp_path):
     found = kinformer.evaluate(tmp_path / "run", problems=4)
     assert [each["digits"] for each in found.facts["by_digits"]] == [8, 16] and "ponder_steps" not in found.metrics
     assert found.baselines["most_frequent_token"] >= 0.5
-    with pytest.raises(KinformerError, match="--at-digits 99: takes rows of 101 tokens"):
+    with pytest.raises(KinformerError, match="at_digits 99: takes rows of 101 tokens"):
         kinformer.evaluate(tmp_path / "run", at_digits="99")
     for prompt in ("407", "4x=", ""):
         with pytest.raises(KinformerError, match="is no problem: it must hold digits"):
@@ -170,12 +170,12 @@ def main_generate(folder, prompt):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"digits": "5-x"}, "--digits 5-x: is no range of numbers from 1; write as in 1-20"),
-        ({"digits": "5-3"}, "--digits 5-3: is no range"),
-        ({"digits": "0-3"}, "--digits 0-3: is no range"),
-        ({"digits": "1-20"}, "--length 32: problems of 20 digits take 41 tokens"),
+        ({"digits": "5-x"}, "digits 5-x: is no range of numbers from 1; write as in 1-20"),
+        ({"digits": "5-3"}, "digits 5-3: is no range"),
+        ({"digits": "0-3"}, "digits 0-3: is no range"),
+        ({"digits": "1-20"}, "length 32: problems of 20 digits take 41 tokens"),
         ({"algorithm": "sort"}, "sort"),
-        ({"data": "x"}, "--data x: an algorithm makes its own problems"),
+        ({"data": "x"}, "data x: an algorithm makes its own problems"),
     ],
 )
 def test_mistakes(tmp_path, options, told):

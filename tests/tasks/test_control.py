@@ -220,20 +220,20 @@ def test_continuous_actions(tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"env": "Nowhere-v1"}, "--env Nowhere-v1: gymnasium cannot make it"),
-        ({"environments": 3}, "--environments 3: is no multiple of --batch-size 2"),
-        ({"ppo_epochs": 0}, "--ppo-epochs is 0 but must be 1 or more"),
-        ({"discount": 1.5}, "--discount is 1.5 but must lie between 0 and 1"),
-        ({"entropy_weight": -1.0}, "--entropy-weight is -1 but must be 0 or more"),
-        ({"data": "walks.npz"}, "--data walks.npz: control learns from what it does"),
-        ({"devices": 2}, "--devices: control acts in one process"),
+        ({"env": "Nowhere-v1"}, "env Nowhere-v1: gymnasium cannot make it"),
+        ({"environments": 3}, "environments 3: is no multiple of batch_size 2"),
+        ({"ppo_epochs": 0}, "ppo_epochs is 0 but must be 1 or more"),
+        ({"discount": 1.5}, "discount is 1.5 but must lie between 0 and 1"),
+        ({"entropy_weight": -1.0}, "entropy_weight is -1 but must be 0 or more"),
+        ({"data": "walks.npz"}, "data walks.npz: control learns from what it does"),
+        ({"devices": 2}, "devices: control acts in one process"),
         ({"set": {"input.observation_dim": 9}}, "has 9 observations and 3 actions, but t-maze:2 has 4 and 3"),
         ({"set": {"head": {"kind": "discrete_actions", "actions": 3}}}, "control needs policy_and_value"),
         (
             {"set": {"position": {"kind": "learned", "max_length": 5}}},
             "up to 9 steps, but this model's positions end at 5",
         ),
-        ({"trajectories": 9}, "--trajectories 9: is for the task trajectories, not for control"),
+        ({"trajectories": 9}, "trajectories 9: is for the task trajectories, not for control"),
     ],
 )
 def test_mistakes(tmp_path, options, told):
@@ -247,10 +247,10 @@ def test_mistakes(tmp_path, options, told):
 def test_mistakes_of_acting(tmp_path):
     kinformer.train("gpt", out=tmp_path / "run", steps=1, **SMALL)
     for options, told in (
-        ({"env": "poc-memory"}, "--env poc-memory: has observations of 3 numbers and 2 discrete actions, unlike"),
-        ({"context_steps": "999"}, "--context-steps 999: this model's positions end at 128"),
-        ({"data": "x"}, "--data x: control acts in new episodes"),
-        ({"target": "1"}, "--target: is for models of the trajectories"),
+        ({"env": "poc-memory"}, "env poc-memory: has observations of 3 numbers and 2 discrete actions, unlike"),
+        ({"context_steps": "999"}, "context_steps 999: this model's positions end at 128"),
+        ({"data": "x"}, "data x: control acts in new episodes"),
+        ({"target": "1"}, "target: is for models of the trajectories"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.evaluate(tmp_path / "run", **options)

@@ -244,14 +244,14 @@ def test_images_without_labels(tmp_path, capsys):
 
 def test_what_does_not_go_together(tmp_path):
     for member, options, told in (
-        ("hipt", {"level": 3}, "--level 3: this model has 2 levels"),
-        ("vit", {"level": 2}, "--level 2: this model has one level"),
-        ("deit", {}, "--set head=distilled: views are compared by one vector"),
+        ("hipt", {"level": 3}, "level 3: this model has 2 levels"),
+        ("vit", {"level": 2}, "level 2: this model has one level"),
+        ("deit", {}, '"head": "distilled".: views are compared by one vector'),
         ("vit", {"set": {"head.pooling": "gated"}}, "views are compared by one vector"),
-        ("vit", {"prototypes": 1}, "--prototypes"),
-        ("vit", {"area": 1.5}, "--area is 1.5"),
-        ("vit", {"teacher_momentum": 1.5}, "--teacher-momentum is 1.5"),
-        ("vit", {"teacher_temperature": 0.0}, "--teacher-temperature is 0"),
+        ("vit", {"prototypes": 1}, "prototypes"),
+        ("vit", {"area": 1.5}, "area is 1.5"),
+        ("vit", {"teacher_momentum": 1.5}, "teacher_momentum is 1.5"),
+        ("vit", {"teacher_temperature": 0.0}, "teacher_temperature is 0"),
         ("bert", {}, "bert is an encoder"),
     ):
         with pytest.raises(KinformerError, match=told):

@@ -92,8 +92,8 @@ def test_teachers_that_cannot_teach(teacher, tmp_path):
     for options, told in (
         ({"teacher": other.folder}, "is a run of the task next-token; give one of vision"),
         ({"teacher": tmp_path / "nothing"}, "nothing"),
-        ({"teacher": teacher.folder, "distillation_temperature": 2.0}, "does nothing without --distillation soft"),
-        ({"distillation": "soft"}, "does nothing without --teacher RUN"),
+        ({"teacher": teacher.folder, "distillation_temperature": 2.0}, "does nothing without distillation soft"),
+        ({"distillation": "soft"}, "does nothing without teacher RUN"),
         ({"teacher": teacher.folder, "distillation_weight": 2.0}, "must lie between 0 and 1"),
     ):
         with pytest.raises(KinformerError, match=told):

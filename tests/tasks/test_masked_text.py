@@ -97,5 +97,5 @@ def test_training_hides_others_at_every_step_and_processes_share_a_batch(split: 
 
 
 def test_no_room(split: Split) -> None:
-    with pytest.raises(KinformerError, match="--length 2"):
+    with pytest.raises(KinformerError, match="length 2"):
         MaskedText(split, 2, MASKING, ENDS, seed=0)

@@ -118,7 +118,7 @@ def test_utterances_that_cannot_be_learnt_are_left_out_and_told(tmp_path, caplog
     (tmp_path / "transcripts.tsv").write_text("\n".join(rows))
     kinformer.train("speech-lstm", recipe="tiny", data=str(tmp_path), out=tmp_path / "run", **SMALL)
     assert "9 of 27 utterances of the train split are shorter than their transcripts at 40 ms" in caplog.text
-    assert "9 of 27 utterances of the train split are longer than --length 64 positions of 40 ms" in caplog.text
+    assert "9 of 27 utterances of the train split are longer than length 64 positions of 40 ms" in caplog.text
     found = kinformer.evaluate(tmp_path / "run")
     assert found.facts["symbols"] == 4 and found.facts["word_error_rate"] == 1.0
     (tmp_path / "00.wav").unlink()
@@ -144,18 +144,18 @@ def test_other_recordings_are_measured_with_the_runs_symbols(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("member", "options", "told"),
     [
-        ("speech-linear", {"join": "7-3"}, "--join 7-3: is no range of clips"),
-        ("speech-linear", {"tokenizer": "x.json"}, "--tokenizer: is for text; the symbols of speech"),
-        ("speech-linear", {"data": "stdlib"}, "--data stdlib: is text, not speech"),
-        ("speech-linear", {"length": 2}, "are longer than --length 2 positions .* and none is left"),
+        ("speech-linear", {"join": "7-3"}, "join 7-3: is no range of clips"),
+        ("speech-linear", {"tokenizer": "x.json"}, "tokenizer: is for text; the symbols of speech"),
+        ("speech-linear", {"data": "stdlib"}, "data stdlib: is text, not speech"),
+        ("speech-linear", {"length": 2}, "are longer than length 2 positions .* and none is left"),
         ("speech-linear", {"set": {"input.mels": 300}}, "some filter holds no frequency"),
-        ("speech-linear", {"set": {"head.classes": 9}}, "--set head.classes=9: the data has 16 symbols"),
+        ("speech-linear", {"set": {"head.classes": 9}}, '"head.classes": 9.: the data has 16 symbols'),
         (
             "speech-linear",
             {"task": "mlm"},
-            "--task mlm: speech-linear is an encoder that reads frames, whose tasks are speech",
+            "task mlm: speech-linear is an encoder that reads frames, whose tasks are speech",
         ),
-        ("decision", {"task": "speech"}, "--task speech: "),
+        ("decision", {"task": "speech"}, "task speech: "),
     ],
 )
 def test_mistakes(tmp_path, member, options, told):

@@ -251,8 +251,8 @@ def test_continuous_actions(tmp_path, gaussian):
 def test_without_an_environment_actions_alone_are_measured(tmp_path):
     kinformer.train("decision", out=tmp_path / "run", data=pendulum(tmp_path), **SMALL)
     found = kinformer.evaluate(tmp_path / "run")
-    assert found.metrics.keys() == {"action_error"} and "give --env NAME" in found.text[-1]
-    with pytest.raises(KinformerError, match="names no environment; give --env NAME too"):
+    assert found.metrics.keys() == {"action_error"} and "give env NAME" in found.text[-1]
+    with pytest.raises(KinformerError, match="names no environment; give env NAME too"):
         kinformer.evaluate(tmp_path / "run", target="1")
     with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):
         kinformer.evaluate(tmp_path / "run", env="key-to-door")
@@ -261,16 +261,16 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"length": 2}, "--length 2: a step of a trajectory is 3 positions"),
-        ({"trajectories": 2}, "--trajectories is 2 but must be 3 or more"),
-        ({"gaussian": True}, "--gaussian: is for continuous actions"),
+        ({"length": 2}, "length 2: a step of a trajectory is 3 positions"),
+        ({"trajectories": 2}, "trajectories is 2 but must be 3 or more"),
+        ({"gaussian": True}, "gaussian: is for continuous actions"),
         (
             {"env": "shortest-path"},
-            "--env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
+            "env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
         ),
-        ({"tokenizer": "bytes.json"}, "--tokenizer: is for text, not for trajectories"),
+        ({"tokenizer": "bytes.json"}, "tokenizer: is for text, not for trajectories"),
         ({"data": "nowhere.npz"}, "is neither a file nor a folder"),
-        ({"set": {"input.action_dim": 7}}, "--set input.action_dim=7: the data has 4"),
+        ({"set": {"input.action_dim": 7}}, '"input.action_dim": 7}: the data has 4'),
         (
             {"set": {"head": {"kind": "continuous_actions", "action_dim": 4}}},
             "the data's actions need the head discrete",
@@ -310,11 +310,11 @@ def test_actions_outside_their_space(tmp_path, changes, env, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"target": "many"}, "--target many: is no list of returns; write as in 3600,1800, or optimal"),
-        ({"context_steps": "0"}, "--context-steps 0: is neither a number of steps nor 'carried'"),
-        ({"episodes": 0}, "--episodes is 0 but must be 1 or more"),
-        ({"action_temperature": -1.0}, "--action-temperature is -1"),
-        ({"max_bytes": 7}, "--max-bytes 7: is for text"),
+        ({"target": "many"}, "target many: is no list of returns; write as in 3600,1800, or optimal"),
+        ({"context_steps": "0"}, "context_steps 0: is neither a number of steps nor 'carried'"),
+        ({"episodes": 0}, "episodes is 0 but must be 1 or more"),
+        ({"action_temperature": -1.0}, "action_temperature is -1"),
+        ({"max_bytes": 7}, "max_bytes 7: is for text"),
     ],
 )
 def test_mistakes_of_measuring(tmp_path, options, told, trained):
@@ -334,9 +334,9 @@ def test_positions_that_end(tmp_path):
     kinformer.train("decision", out=tmp_path / "run", set=changes, **SMALL | {"length": 30})
     found = kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0)
     assert found.facts["context_steps"] == 10
-    with pytest.raises(KinformerError, match="positions end at 30, 3 a step; give --context-steps 10"):
+    with pytest.raises(KinformerError, match="positions end at 30, 3 a step; give context_steps 10"):
         kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, context_steps="carried")
-    with pytest.raises(KinformerError, match="--context-steps 11: takes 32 positions"):
+    with pytest.raises(KinformerError, match="context_steps 11: takes 32 positions"):
         kinformer.evaluate(tmp_path / "run", episodes=2, cloning_steps=0, context_steps="11")
 
 

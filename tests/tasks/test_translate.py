@@ -169,16 +169,16 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"label_smoothing": 1.0}, "--label-smoothing is 1"),
-        ({"length": 5}, "--length 5: no pair of .* is so short, the shortest has 8 tokens"),
-        ({"source": "fr"}, "--source fr: .* has no such files"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1"),
+        ({"length": 5}, "length 5: no pair of .* is so short, the shortest has 8 tokens"),
+        ({"source": "fr"}, "source fr: .* has no such files"),
         ({"set": {"input.eos_token": None}}, "the model has no eos_token"),
-        ({"set": {"input.bos_token": 1, "input.eos_token": 2, "input.vocab_size": 100}}, "--set input.vocab_size=100"),
+        ({"set": {"input.bos_token": 1, "input.eos_token": 2, "input.vocab_size": 100}}, '"input.vocab_size": 100'),
         ({"task": "next-token"}, "vanilla is an encoder-decoder, whose tasks are translate"),
-        ({"segments": True}, "--segments: is for the task next-token, not for translate"),
-        ({"text_field": "x"}, "--text-field: is for running text; name the sides of JSON lines with --source"),
-        ({"average": -1}, "--average is -1"),
-        ({"schedule": "linear"}, "--schedule is 'linear'"),
+        ({"segments": True}, "segments: is for the task next-token, not for translate"),
+        ({"text_field": "x"}, "text_field: is for running text; name the sides of JSON lines with source"),
+        ({"average": -1}, "average is -1"),
+        ({"schedule": "linear"}, "schedule is 'linear'"),
     ],
 )
 def test_mistakes_of_training(pairs, tmp_path, given, told):
@@ -189,16 +189,16 @@ def test_mistakes_of_training(pairs, tmp_path, given, told):
 
 def test_other_mistakes(run, pairs, tmp_path):
     for given, told in (
-        ({"max_bytes": 10}, "--max-bytes 10: is for running text; give --first N"),
-        ({"beam": 0}, "--beam is 0"),
-        ({"split": "tests"}, "--split"),
-        ({"context": "8"}, "--context: is for models of the next token"),
+        ({"max_bytes": 10}, "max_bytes 10: is for running text; give first N"),
+        ({"beam": 0}, "beam is 0"),
+        ({"split": "tests"}, "split"),
+        ({"context": "8"}, "context: is for models of the next token"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.evaluate(run.folder, **given)
-    with pytest.raises(KinformerError, match="--samples 2: a line has one translation"):
+    with pytest.raises(KinformerError, match="samples 2: a line has one translation"):
         generate(run.folder, "a", GenerateOptions(samples=2, device="cpu", seed=0))
-    with pytest.raises(KinformerError, match="--beam: is for models of the translation"):
+    with pytest.raises(KinformerError, match="beam: is for models of the translation"):
         text = kinformer.train("gpt", recipe="tiny", data=pairs / "train.en", out=tmp_path / "gpt", steps=1, length=8)
         generate(text.folder, "a", options(beam=2))
     with pytest.raises(KinformerError, match="gpt is causal, whose tasks are"):

@@ -155,14 +155,14 @@ def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
 
 def test_what_does_not_go_together(tmp_path, digits):
     for options, told in (
-        ({"augment": "crop,turn"}, "--augment: 'turn' is unknown"),
-        ({"length": 20}, "--length 20: rows of this data have 17 positions"),
-        ({"tokenizer": "x.json"}, "--tokenizer: is for text, not for images"),
+        ({"augment": "crop,turn"}, "augment: 'turn' is unknown"),
+        ({"length": 20}, "length 20: rows of this data have 17 positions"),
+        ({"tokenizer": "x.json"}, "tokenizer: is for text, not for images"),
         ({"set": {"head.classes": 4}}, "does not tell the 10 classes"),
         ({"set": {"head": "masked_language"}}, "predicts token ids|does not tell the 10 classes"),
         ({"task": "mlm"}, "vit is an encoder that reads patches, whose tasks are vision"),
-        ({"label_share": 0.0}, "--label-share is 0"),
-        ({"smoothing": 1.0}, "--smoothing is 1"),
+        ({"label_share": 0.0}, "label_share is 0"),
+        ({"smoothing": 1.0}, "smoothing is 1"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.train("vit", out=tmp_path / "run", steps=1, **SMALL | options)

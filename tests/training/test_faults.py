@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_in_a_write(corpus: Corpus, tmp_path: Path) -> None
     resumed = trainer(corpus, again)
     with small_files(100_000), pytest.raises(KinformerError, match="could not be written") as told:
         resumed.run()
-    assert "step 4 is kept, so free space and add --resume" in str(told.value)
+    assert "step 4 is kept, so free space and add resume" in str(told.value)
     assert [path.name for path in (again / "checkpoints").iterdir()] == ["step-00000004"]
     train(corpus, again)
     assert all(torch.equal(a, b) for a, b in zip(weights(again).values(), weights(tmp_path / "run").values()))

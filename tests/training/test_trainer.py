@@ -292,11 +292,11 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     ("changes", "told"),
     [
         ({"steps": 3, "minutes": 1.0}, "contradict"),
-        ({"lr": math.nan}, "--lr"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"min_lr_ratio": 2.0}, "--min-lr-ratio"),
-        ({"ema": -0.1}, "--ema"),
-        ({"steps": 0}, "--steps"),
+        ({"lr": math.nan}, "lr"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
+        ({"ema": -0.1}, "ema"),
+        ({"steps": 0}, "steps"),
     ],
 )
 def test_settings_that_make_no_sense(changes: dict[str, Any], told: str) -> None:

@@ -96,5 +96,5 @@ def _additive(residual: Residual, run: Any) -> Any:
     raise KinformerError(
         "the layer's residual changes the sum of stream and sublayer (by a norm or a gate behind it), so that no "
         "sublayer "
-        "can be taken away again; use the residual 'pre' (--set layers.*.residual=pre), or the stack 'sequential'."
+        "can be taken away again; use the residual 'pre' (`set` layers.*.residual=pre), or the stack 'sequential'."
     )

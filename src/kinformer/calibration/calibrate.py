@@ -137,7 +137,7 @@ class Samples:
         if len(split) < length + options.prompts:
             raise KinformerError(
                 f"split {split.name!r} of {split.corpus} holds {len(split)} tokens, too few for {options.prompts} "
-                f"samples of {length}; give more data, or fewer by --prompts, --prompt-tokens or --new-tokens."
+                f"samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or `new_tokens`."
             )
         draw = np.random.default_rng(options.seed)
         starts = np.sort(draw.choice(len(split) - length, options.prompts, replace=False))

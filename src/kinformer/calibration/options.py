@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, marked, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class CalibrateOptions(Machine):
     """How many continuations grow side by side."""
     search: int | None = None
     """Instead of a bound on a risk: draw so many thresholds for every exit, and take those with the fewest layers per
-    token whose bits per byte stay within --tolerance of all layers'."""
+    token whose bits per byte stay within `tolerance` of all layers'."""
     tolerance: float | None = None
-    """With --search: how many bits per byte early exits may cost (0.01 if not given)."""
+    """With `search`: how many bits per byte early exits may cost (0.01 if not given)."""
     max_bytes: int | None = None
-    """With --search: measure on the first N bytes only (20,000 if not given)."""
+    """With `search`: measure on the first N bytes only (20,000 if not given)."""
     seed: int = 0
     """Decides the samples."""
 
@@ -55,31 +55,31 @@ class CalibrateOptions(Machine):
         for name in ("risk", "confidence"):
             value = getattr(self, name)
             if not 0 < value < 1:
-                raise KinformerError(f"--{name} {value:g}: is a share; give a number above 0 and below 1.")
+                raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
         for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
-            require(f"--{name.replace('_', '-')}", getattr(self, name), least)
-        require("--seed", self.seed, 0)
+            require(name, getattr(self, name), least)
+        require("seed", self.seed, 0)
         super().__post_init__()
         if self.search is not None:
             self._check_search()
             return
         for name in ("tolerance", "max_bytes"):
             if getattr(self, name) is not None:
-                raise KinformerError(f"{flag_of(name)}: is for --search; give --search N too, or leave it out.")
+                raise KinformerError(f"{marked(name)}: is for `search`; give `search` N too, or leave it out.")
         from kinformer.evaluation.calibration import samples_needed
 
         needed = samples_needed(self.risk, 1 - self.confidence, self.bound)
         if self.prompts < needed:
             raise KinformerError(
-                f"--prompts {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
+                f"`prompts` {self.prompts}: are too few to tell a risk of at most {self.risk:g} with confidence "
                 f"{self.confidence:g}, even without a single difference; give {needed} or more."
             )
 
     def _check_search(self) -> None:
-        require("--search", self.search, 1)
-        require("--max-bytes", self.max_bytes, 2)
+        require("search", self.search, 1)
+        require("max_bytes", self.max_bytes, 2)
         if self.tolerance is not None and not self.tolerance >= 0:
-            raise KinformerError(f"--tolerance {self.tolerance:g}: must be 0 or more bits per byte.")
+            raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")
         search_options = {
             "search",
             "tolerance",
@@ -92,5 +92,5 @@ class CalibrateOptions(Machine):
         for field in fields(CalibrateOptions):
             if field.name not in search_options and getattr(self, field.name) != field.default:
                 raise KinformerError(
-                    f"{flag_of(field.name)}: is of a calibration that bounds a risk; leave it or --search out."
+                    f"{marked(field.name)}: is of a calibration that bounds a risk; leave it or `search` out."
                 )

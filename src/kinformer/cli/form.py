@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from kinformer.runtime.errors import spelled
 from kinformer.tasks.table import OptionKind as Kind
 from kinformer.tasks.table import tasks
 
@@ -237,7 +238,7 @@ def option_docs(options: type) -> dict[str, str]:
             ):
                 text = getattr(after.value, "value", None)
                 if isinstance(text, str):
-                    docs[before.target.id] = " ".join(text.split())
+                    docs[before.target.id] = spelled(" ".join(text.split()))
     return docs
 
 

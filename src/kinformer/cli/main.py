@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 
 from kinformer import __version__
 from kinformer.cli.output import BEGUN, age_of_process, printing_notes
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, as_flags, nearest
 from kinformer.runtime.progress import abandon, tolerant
 
 
@@ -104,6 +104,11 @@ COMPUTING = ("train", "evaluate", "generate", "calibrate", "compare", "bench", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code."""
+    with as_flags():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages

@@ -45,7 +45,7 @@ class CommonOptions(Printing):
     """Decides everything random."""
 
     def __post_init__(self) -> None:
-        require("--seed", self.seed, 0)
+        require("seed", self.seed, 0)
         super().__post_init__()
 
 

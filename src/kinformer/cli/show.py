@@ -35,7 +35,7 @@ class Options(CommonOptions):
     """Show settings that are at their defaults, too."""
 
     def __post_init__(self) -> None:
-        require("--vocab-size", self.vocab_size, 1)
+        require("vocab_size", self.vocab_size, 1)
         super().__post_init__()
 
 

@@ -109,8 +109,8 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
     if steps < 20:
         raise KinformerError(
-            f"--total-minutes {options.total_minutes:g}: suffices for {max(0, steps)} steps a run; give more minutes, "
-            "or fewer members, seeds or --parameters."
+            f"`total_minutes` {options.total_minutes:g}: suffices for {max(0, steps)} steps a run; give more minutes, "
+            "or fewer members, seeds or `parameters`."
         )
     return steps
 

@@ -72,7 +72,7 @@ def entrants(specs: Sequence[str], changes: Mapping[str, Any]) -> list[Entrant]:
             raise KinformerError(f"{name}: is named twice; give one of them another name, as in other={name}.")
     for path in changes:
         if (owner := _owner(path)) and owner not in names:
-            raise KinformerError(f"--set {path}: {owner!r} is not compared; {nearest(owner, names)}")
+            raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
     return [
         Entrant(
             entrant.name,
@@ -136,7 +136,7 @@ def sized(config: ModelConfig, changes: Mapping[str, Any], budget: int, name: st
         raise KinformerError(
             f"{name}: no width gives {budget:,} parameters within {TOLERANCE:.0%}"
             + (f" (the nearest has {parameters:,})" if parameters else "")
-            + "; give another --parameters, or --set NAME:dim=... less."
+            + "; give another `parameters`, or `set` NAME:dim=... less."
         )
     return {path: value for path, value in best[1].items() if path not in changes}
 

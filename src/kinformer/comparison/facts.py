@@ -27,7 +27,7 @@ def facts(entrant: Entrant, config: Any) -> dict[str, Any]:
     names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
     records = [member(name) for name, _ in entrant.parts]
     return {
-        "members": [{name: _plain(getattr(record, name)) for name in names} for record in records],
+        "members": [{name: _plain(record.facts[name]) for name in names} for record in records],
         "config": to_dict(config),
         "formulas": [line for formula in formulas(config) for line in _lines(formula)],
         "max_length": limit,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, choose, flag_of, require, require_above, require_share
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_share
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
@@ -30,19 +30,19 @@ class CompareOptions(Machine):
     steps: int | None = None
     """Optimiser steps of every run (1000 if no other budget is given)."""
     tokens: int | None = None
-    """Tokens of every run, instead of --steps."""
+    """Tokens of every run, instead of `steps`."""
     minutes: float | None = None
-    """Minutes of training of every run, instead of --steps: a faster member makes more steps."""
+    """Minutes of training of every run, instead of `steps`: a faster member makes more steps."""
     total_minutes: float | None = None
-    """Minutes of the whole comparison, instead of --steps: as many steps for all as the measured speeds allow."""
+    """Minutes of the whole comparison, instead of `steps`: as many steps for all as the measured speeds allow."""
     seeds: int = 1
-    """Runs of every member, with seeds from --seed on; two or more give a spread, and tests of the differences."""
+    """Runs of every member, with seeds from `seed` on; two or more give a spread, and tests of the differences."""
     sweep: int = 3
     """Learning rates tried for every member, a factor of 2 apart; more where the best is at an end. 0 tries none."""
     sweep_steps: int | None = None
-    """Steps of a run of the sweep (a fifth of --steps)."""
+    """Steps of a run of the sweep (a fifth of `steps`)."""
     lr: float | None = None
-    """The middle of the sweep, or with --sweep 0 the learning rate (0.01 with muon, else 0.001)."""
+    """The middle of the sweep, or with `sweep` 0 the learning rate (0.01 with muon, else 0.001)."""
     recipe: str = "small"
     """Which of the members' recipes; its width is solved for."""
     length: int = 256
@@ -60,7 +60,7 @@ class CompareOptions(Machine):
     max_bytes: int | None = 200_000
     """Measure on the first N bytes of the test split only."""
     contexts: str = "1x,2x,4x"
-    """Lengths of context at which the first seed is measured too, in multiples of --length or in tokens."""
+    """Lengths of context at which the first seed is measured too, in multiples of `length` or in tokens."""
     lengths: str = "128,512,2048"
     """Lengths at which time and memory are measured, of one row."""
     rounds: int = 5
@@ -76,22 +76,22 @@ class CompareOptions(Machine):
 
     def __post_init__(self) -> None:
         for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
-            require(flag_of(name), getattr(self, name), 1)
+            require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not re.fullmatch(r"\d+x?(,\d+x?)*", self.contexts.replace(" ", "")):
-            raise KinformerError(f"--contexts {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
-        require("--sweep", self.sweep, 0)
-        require("--max-bytes", self.max_bytes, 2)
+            raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
+        require("sweep", self.sweep, 0)
+        require("max_bytes", self.max_bytes, 2)
         limits = [name for name in ("steps", "tokens", "minutes", "total_minutes") if getattr(self, name) is not None]
         for name in limits:
-            require_above(flag_of(name), getattr(self, name), 0)
+            require_above(name, getattr(self, name), 0)
         if len(limits) > 1:
-            raise KinformerError(f"{' and '.join(map(flag_of, limits))} contradict; give one of them.")
+            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one of them.")
         if self.sweep == 2:
-            raise KinformerError("--sweep 2: has no middle; try 3 learning rates or more, or 0 for none.")
-        require_above("--lr", self.lr, 0)
-        require("--seed", self.seed, 0)
-        require_share("--holdout", self.holdout)
+            raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
+        require_above("lr", self.lr, 0)
+        require("seed", self.seed, 0)
+        require_share("holdout", self.holdout)
         super().__post_init__()
 
     @property
@@ -102,7 +102,7 @@ class CompareOptions(Machine):
     @property
     def measured_lengths(self) -> tuple[int, ...]:
         """``lengths`` as numbers."""
-        return whole_numbers(self.lengths, "--lengths")
+        return whole_numbers(self.lengths, "`lengths`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +125,17 @@ class BenchOptions(Machine):
     peers: bool = False
     """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """A change to all members, as in --set layers=2; may be given again."""
+    """A change to all members, as in `set` layers=2; may be given again."""
     seed: int = 0
     """Decides weights and tokens."""
 
     def __post_init__(self) -> None:
-        require("--batch-size", self.batch_size, 1)
-        require("--rounds", self.rounds, 1)
-        require("--seed", self.seed, 0)
+        require("batch_size", self.batch_size, 1)
+        require("rounds", self.rounds, 1)
+        require("seed", self.seed, 0)
         super().__post_init__()
         for name in self.works:
-            choose(name, WORKS, "--work")
+            choose(name, WORKS, "`work`")
         assert self.sizes
 
     @property
@@ -146,7 +146,7 @@ class BenchOptions(Machine):
     @property
     def sizes(self) -> tuple[int, ...]:
         """``lengths`` as numbers."""
-        return whole_numbers(self.lengths, "--lengths")
+        return whole_numbers(self.lengths, "`lengths`")
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def shape_of(config: Any) -> PeerShape:
     """The sizes of a gpt's config, whose parts may not be others than gpt's."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
-        raise KinformerError("peers have the parts of gpt; leave out what --set changes of them, or --peers.")
+        raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
     return PeerShape(
         layers=len(config.layers),
         dim=config.dim,

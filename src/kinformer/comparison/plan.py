@@ -97,7 +97,7 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
     Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
     """
     if options.data == "-":
-        raise KinformerError("--data -: is read once, but every member reads the data; give the path of a file.")
+        raise KinformerError("`data` -: is read once, but every member reads the data; give the path of a file.")
     task, contestants_ = first_task(entrants, options), []
     for entrant in entrants:
         base = _base(entrant, options, task)

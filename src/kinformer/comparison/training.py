@@ -64,7 +64,7 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
         finite = {power: value for power, value in tried.items() if value is not None}
         if not finite:
             raise KinformerError(
-                f"training diverged at every learning rate tried; give a lower --lr than {options.middle:g}."
+                f"training diverged at every learning rate tried; give a lower `lr` than {options.middle:g}."
             )
         best = (min if figure.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
@@ -247,5 +247,5 @@ def command_of(options: TrainOptions) -> str:
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():
         text = json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
-        words += ["--set", f"{path}={text}"]
-    return shlex.join([*words, "--out", "DIR"])
+        words += [flag_of("set"), f"{path}={text}"]
+    return shlex.join([*words, flag_of("out"), "DIR"])

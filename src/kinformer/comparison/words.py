@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.comparison.statistics import holm, welch
+from kinformer.runtime.errors import spelled
 from kinformer.training.metric import SHARE, Metric, size
 
 SIGNIFICANT = 0.05
@@ -89,7 +90,8 @@ def _quality(comparison: Comparison) -> Iterator[str]:
         entrants_text = _list(
             f"{entrant.name} ({shown(figure, abs(entrant.difference))} behind)" for entrant in untested
         )
-        yield f"Behind it, with too few seeds to call it significant (--seeds 3 would tell): {entrants_text}."
+        remedy = spelled("`seeds` 3 would tell")
+        yield f"Behind it, with too few seeds to call it significant ({remedy}): {entrants_text}."
     for name, value in (comparison.baselines or {}).items():
         yield f"For scale, {name.replace('_', ' ')}: {shown(figure, value)}."
 

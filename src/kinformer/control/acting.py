@@ -211,7 +211,7 @@ def returns_to_get(environment: Environment, target: float | None) -> np.ndarray
     if target is not None:
         return np.full(environment.count, float(target))
     if environment.optimal is None:
-        raise KinformerError(f"--target optimal: nobody knows the best return of {environment.name}; give a number.")
+        raise KinformerError(f"`target` optimal: nobody knows the best return of {environment.name}; give a number.")
     return environment.optimal.copy()
 
 

@@ -26,9 +26,9 @@ class Acting:
         return None if self.context_steps in (None, "carried") else int(self.context_steps)
 
     def __post_init__(self) -> None:
-        require("--action-temperature", self.action_temperature, 0)
+        require("action_temperature", self.action_temperature, 0)
         if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
-            raise KinformerError(f"--context-steps {self.context_steps}: is neither a number of steps nor 'carried'.")
+            raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Episodes(Acting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("--episodes", self.episodes, 1)
+        require("episodes", self.episodes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

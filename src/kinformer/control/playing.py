@@ -39,7 +39,7 @@ class Episode(NamedTuple):
 def check_picture(render: str | None) -> None:
     """Refuse a name that is no GIF's."""
     if render is not None and Path(render).suffix.lower() != ".gif":
-        raise KinformerError(f"--render {render}: is drawn as a GIF; give a name that ends in .gif.")
+        raise KinformerError(f"`render` {render}: is drawn as a GIF; give a name that ends in .gif.")
 
 
 def play(
@@ -92,7 +92,7 @@ def write_gif(path: Path, frames: list[np.ndarray]) -> None:
         from PIL import Image
     except ImportError:
         raise KinformerError(
-            f"--render {path}: needs Pillow, which is not installed; pip install 'kinformer[rl]' gets it."
+            f"`render` {path}: needs Pillow, which is not installed; pip install 'kinformer[rl]' gets it."
         ) from None
     first, *rest = [Image.fromarray(frame) for frame in frames]
     stored = io.BytesIO()

@@ -144,7 +144,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
             "to hold others out."
         )
     if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"--holdout {holdout:g}: must lie between 0 and 1; 0.1 holds out a tenth of the episodes.")
+        raise KinformerError(f"`holdout` {holdout:g}: must lie between 0 and 1; 0.1 holds out a tenth of the episodes.")
     if rewards.ndim == 2 and rewards.shape[1] == 1:
         rewards = rewards[:, 0]
     if rewards.ndim != 1:
@@ -198,5 +198,5 @@ def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
         return trajectories(read_minari(spec.removeprefix("minari:")), spec, spec, holdout)
     path = Path(spec)
     if not path.exists():
-        raise KinformerError(f"--data {spec}: is neither a file nor a folder; give an .npz of trajectories.")
+        raise KinformerError(f"`data` {spec}: is neither a file nor a folder; give an .npz of trajectories.")
     return trajectories(read_folder(path) if path.is_dir() else read_npz(path), path.resolve().name, spec, holdout)

@@ -100,7 +100,7 @@ def read_folder(path: Path) -> Arrays:
     """All .npz files of a folder, in the order of their names, one after the other."""
     files = sorted(path.glob("*.npz"))
     if not files:
-        raise KinformerError(f"--data {path}: holds no .npz files; give a folder of trajectories.")
+        raise KinformerError(f"`data` {path}: holds no .npz files; give a folder of trajectories.")
     return _joined([read_npz(file) for file in files], str(path))
 
 
@@ -124,13 +124,13 @@ def read_minari(name: str) -> Arrays:
         import minari
     except ImportError:
         raise KinformerError(
-            f"--data minari:{name}: needs Minari, which is not installed; pip install minari gets it."
+            f"`data` minari:{name}: needs Minari, which is not installed; pip install minari gets it."
         ) from None
     try:
         dataset = minari.load_dataset(name)
     except (FileNotFoundError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise KinformerError(f"--data minari:{name}: cannot be opened ({reason}); see: minari list remote.") from None
+        raise KinformerError(f"`data` minari:{name}: cannot be opened ({reason}); see: minari list remote.") from None
     return _joined(list(_episodes(dataset, name)), f"minari:{name}")
 
 
@@ -139,7 +139,7 @@ def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
         if isinstance(iterate_episode.observations, Mapping | tuple) or isinstance(
             iterate_episode.actions, Mapping | tuple
         ):
-            raise KinformerError(f"--data minari:{name}: observations or actions are structured, but must be arrays.")
+            raise KinformerError(f"`data` minari:{name}: observations or actions are structured, but must be arrays.")
         rewards = np.asarray(iterate_episode.rewards)
         parts = {
             "observations": np.asarray(iterate_episode.observations),

@@ -86,7 +86,7 @@ def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
     repeated or cut to a length by an integer (``"layers": 6``).
     """
     for path, value in changes.items():
-        config = _replace(config, path.split("."), value, kinds, f"--set {path}")
+        config = _replace(config, path.split("."), value, kinds, f"`set` {path}")
     return config
 
 
@@ -282,5 +282,5 @@ def _checked(make: typing.Callable[[], Any], place: str) -> Any:
     try:
         return make()
     except KinformerError as error:
-        text = str(error)
+        text = error.message
         raise KinformerError(text if text.startswith(place) else f"{place}: {text}") from None

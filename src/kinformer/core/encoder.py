@@ -19,7 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "
-    "takes their mean, as --set input.class_token=false --set head.pooling=mean."
+    "takes their mean, as `set` input.class_token=false `set` head.pooling=mean."
 )
 LOCAL, GLOBAL = 0, 1
 """Kinds of tokens of the long input, as ``model(tokens, kinds=...)`` takes them."""
@@ -103,7 +103,7 @@ def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor
         longest = x.shape[1] if valid is None else int(valid.sum(1).max())
         raise KinformerError(
             f"a text of {longest} tokens is longer than max_length = {end} of the mixer {kind}, which has no weights "
-            "for more; give shorter texts, or --set layers.*.mixer.max_length."
+            "for more; give shorter texts, or `set` layers.*.mixer.max_length."
         )
     return x[:, :end], valid[:, :end]
 

@@ -86,7 +86,7 @@ class AlgorithmData:
     version: str = VERSION
 
     def __post_init__(self) -> None:
-        choose(self.algorithm, ALGORITHMS, "--algorithm")
+        choose(self.algorithm, ALGORITHMS, "`algorithm`")
 
     @property
     def fingerprint(self) -> str:
@@ -108,8 +108,8 @@ class AlgorithmData:
         """Refuse rows of a ``length`` that the longest problem does not fit in."""
         if self.width() > length:
             raise KinformerError(
-                f"--length {length}: problems of {self.most} digits take {self.width()} tokens with their answers; "
-                "give a longer length, or fewer --digits."
+                f"`length` {length}: problems of {self.most} digits take {self.width()} tokens with their answers; "
+                "give a longer length, or fewer `digits`."
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:

@@ -112,7 +112,7 @@ class Buckets(Order):
 
     def __init__(self, examples: Examples, batch_size: int, length: int, seed: int, ends: BosEos = NO_ENDS) -> None:
         if length <= ends.size:
-            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
+            raise KinformerError(f"`length` {length}: leaves no room beside BOS and EOS; give more.")
         super().__init__(np.minimum(examples.lengths + ends.size, length), batch_size, seed)
         self.examples, self.length, self.ends = examples, length, ends
 

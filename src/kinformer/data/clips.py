@@ -161,19 +161,19 @@ def _chosen(clips: Sequence[Clip], held: Holdout, place: str) -> list[Clip]:
     """The clips that are asked for as the test."""
     if held.speaker is not None and held.pattern is not None:
         raise KinformerError(
-            f"--held-out-speaker {held.speaker} and --test-clips {held.pattern} contradict; give one of them."
+            f"`held_out_speaker` {held.speaker} and `test_clips` {held.pattern} contradict; give one of them."
         )
     if held.speaker is not None:
         speakers = sorted({clip.speaker for clip in clips if clip.speaker})
         if held.speaker not in speakers:
             speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
-            raise KinformerError(f"--held-out-speaker {held.speaker}: is not in {place}; {speakers_text}.")
+            raise KinformerError(f"`held_out_speaker` {held.speaker}: is not in {place}; {speakers_text}.")
         return [clip for clip in clips if clip.speaker == held.speaker]
     if held.pattern is not None:
         chosen = [clip for clip in clips if fnmatch(clip.name, held.pattern)]
         if not chosen:
             raise KinformerError(
-                f"--test-clips {held.pattern}: matches no file of {place}, such as {clips[0].name}; mend the pattern."
+                f"`test_clips` {held.pattern}: matches no file of {place}, such as {clips[0].name}; mend the pattern."
             )
         return chosen
     return []

@@ -55,7 +55,7 @@ def mel_filters(rate: int, points: int, mels: int) -> Tensor:
     filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
     if not bool((filters > 0).any(0).all()):
         raise KinformerError(
-            f"--set input.mels={mels}: some filter holds no frequency at {rate} samples a second; give fewer."
+            f"`set` input.mels={mels}: some filter holds no frequency at {rate} samples a second; give fewer."
         )
     return filters.float()
 

@@ -58,7 +58,7 @@ def check_plain(path: Path) -> None:
     if (names := _fields(head)) is not None:
         shown = ", ".join(names) or "none"
         raise KinformerError(
-            f"{path}: is JSON lines with the fields {shown}; train on one of them with --text-field NAME, or write the "
+            f"{path}: is JSON lines with the fields {shown}; train on one of them with `text_field` NAME, or write the "
             "texts into a plain file first."
         )
     if b"\0" in head:
@@ -98,7 +98,7 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
     """The texts of the field ``name`` of a file of JSON lines, each with a line's end, into ``target``."""
     with reading(path), open(path, "rb") as file:
         for number, line in _lines(file):
-            row = parse_json_line(path, number, line, "--text-field reads JSON lines")
+            row = parse_json_line(path, number, line, "`text_field` reads JSON lines")
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 text_fields = (
                     [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []

@@ -38,11 +38,11 @@ def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, c
     They are drawn once and kept in ``cache`` (``~/.cache/kinformer`` if not given).
     """
     if number < 8:
-        raise KinformerError(f"--examples {number}: ListOps needs 8 or more.")
+        raise KinformerError(f"`examples` {number}: ListOps needs 8 or more.")
     least, most = bounds
     if most - least < NARROWEST or not 0 <= least < LARGEST:
         raise KinformerError(
-            f"--example-tokens {least}-{most}: is no range to draw from; give two numbers that lie {NARROWEST} apart "
+            f"`example_tokens` {least}-{most}: is no range to draw from; give two numbers that lie {NARROWEST} apart "
             f"or more, the first below {LARGEST}, as in 500-2000."
         )
     name = f"listops-{VERSION}-{number}-{least}-{most}-{seed}"

@@ -33,7 +33,7 @@ class MaskedText:
     def __init__(self, split: Split, length: int, masking: Masking, ends: BosEos, seed: int) -> None:
         self.room = length - ends.size
         if self.room < 1:
-            raise KinformerError(f"--length {length}: leaves no room beside BOS and EOS; give more.")
+            raise KinformerError(f"`length` {length}: leaves no room beside BOS and EOS; give more.")
         self.split, self.length, self.masking, self.ends, self.seed = split, length, masking, ends, seed
 
     def __len__(self) -> int:

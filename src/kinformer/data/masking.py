@@ -65,7 +65,7 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise KinformerError(f"--mask-share is {self.share:g} but must lie between 0 and 1.")
+            raise KinformerError(f"`mask_share` is {self.share:g} but must lie between 0 and 1.")
 
     def most(self, length: int) -> int:
         """Tokens that are chosen of a row of ``length``, with whole words at most."""

@@ -62,11 +62,11 @@ class Recall:
         if most > self.symbols // 2 - 1:
             raise KinformerError(
                 f"{most} pairs need as many keys, but {self.symbols} symbols have {self.symbols // 2 - 1}; give "
-                f"--symbols {2 * most + 2} or more, or fewer pairs."
+                f"`symbols` {2 * most + 2} or more, or fewer pairs."
             )
         if 4 * most > length:
             raise KinformerError(
-                f"--length {length}: {most} pairs and as many queries take {4 * most} tokens; give a longer length, or "
+                f"`length` {length}: {most} pairs and as many queries take {4 * most} tokens; give a longer length, or "
                 "fewer pairs."
             )
 

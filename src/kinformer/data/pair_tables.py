@@ -45,7 +45,7 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
     if any(names):
         first_name = next(name for name in names if name)
         raise KinformerError(
-            f"{path}: its first line names no column {first_name!r}; leave --source and --target out, the columns are "
+            f"{path}: its first line names no column {first_name!r}; leave `source` and `target` out, the columns are "
             "source and target then, or name them in the first line."
         )
     return names, rows
@@ -76,7 +76,7 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
             shown = " and ".join(str(name) for name in chosen if name) or "source and target"
             raise KinformerError(
                 f'{path}, line {number}: lacks the text of {shown}; write {{"source": "...", "target": "..."}}, or '
-                "name the fields with --source and --target."
+                "name the fields with `source` and `target`."
             )
         source, target = (" ".join(str(item).splitlines()) for item in pair)
         rows.append((source, target))

@@ -151,17 +151,17 @@ def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tup
 def _languages(path: Path, sides: Mapping[str, Mapping[str, Any]], requested: Languages) -> Languages:
     candidates = sorted({ending for side in sides.values() if len(side) > 1 for ending in side})
     candidates = candidates or sorted({ending for side in sides.values() for ending in side})
-    for option, language in zip(("--source", "--target"), requested, strict=True):
+    for option, language in zip(("`source`", "`target`"), requested, strict=True):
         if language is not None and language not in candidates:
             raise KinformerError(
                 f"{option} {language}: {path} has no such files; their endings are {_listed(candidates)}."
             )
     if requested.source is not None and requested.source == requested.target:
-        raise KinformerError(f"--source and --target are both {requested.source}; give two languages.")
+        raise KinformerError(f"`source` and `target` are both {requested.source}; give two languages.")
     left = [item for item in candidates if item not in requested]
     if len(left) > 2 - sum(item is not None for item in requested):
         raise KinformerError(
-            f"{path}: has files of more than two endings ({_listed(candidates)}); say which with --source and --target."
+            f"{path}: has files of more than two endings ({_listed(candidates)}); say which with `source` and `target`."
         )
     if len(candidates) < 2:
         raise KinformerError(

@@ -57,7 +57,7 @@ class SoundOptions:
     held: Holdout = field(default_factory=Holdout)
 
     def __post_init__(self) -> None:
-        require("--sample-rate", self.rate, 1000)
+        require("sample_rate", self.rate, 1000)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,10 +161,10 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
 
 def _tones(options: SoundOptions) -> Sound:
     for flag, unused in (
-        ("--held-out-speaker", options.held.speaker),
-        ("--test-clips", options.held.pattern),
-        ("--holdout", options.held.share),
-        ("--sample-rate", options.rate),
+        ("`held_out_speaker`", options.held.speaker),
+        ("`test_clips`", options.held.pattern),
+        ("`holdout`", options.held.share),
+        ("`sample_rate`", options.rate),
     ):
         if unused is not None:
             raise KinformerError(f"{flag} {unused}: is for recordings, but telephone tones are made; leave it out.")

@@ -110,5 +110,5 @@ class Split:
         if len(self) < tokens:
             raise KinformerError(
                 f"split {self.name!r} of {self.corpus} holds {len(self)} tokens but {purpose} needs {tokens}; "
-                "give more data or a smaller --length."
+                "give more data or a smaller `length`."
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kinformer.core.head import NeedsStore
 from kinformer.core.model import CausalModel
 from kinformer.datastore.options import StoreOptions
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.progress import note
 from kinformer.tasks.task import TrainedRun
 
@@ -114,7 +114,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
-            raise KinformerError(f"{flag_of(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
+            raise KinformerError(f"{marked(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
     said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
     names = ("datastore", "retriever", "neighbours")
     said |= {name: given for name in names if (given := getattr(options, name)) is not None}
@@ -124,7 +124,7 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
         said["probes"] = probes_of(said["datastore"], options.probes)
     if "retriever" not in said:
         raise KinformerError(
-            f"--datastore {said['datastore']}: {run.folder} was trained without; give --retriever RUN, which made it."
+            f"`datastore` {said['datastore']}: {run.folder} was trained without; give `retriever` RUN, which made it."
         )
     retriever = open_run(said["retriever"])
     keys = keyed(retriever, retriever.model().to(next(model.parameters()).device))
@@ -178,7 +178,7 @@ def search_words(probes: int | None) -> str:
     """How a datastore is searched, and how to have it otherwise."""
     if probes is None:
         return "exactly (kinformer index --approximate makes lists, which are faster to search)"
-    return f"approximately, in {probes} of the datastore's lists (--probes 0: exactly)"
+    return spelled(f"approximately, in {probes} of the datastore's lists (`probes` 0: exactly)")
 
 
 def searcher(store: Datastore, probes: int | None, entries: int | None = None) -> ExactSearch | ListSearch:

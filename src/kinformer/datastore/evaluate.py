@@ -24,7 +24,7 @@ from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.store import Datastore
 from kinformer.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 from kinformer.evaluation.windows import Windows
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.evaluation import EvaluationReport, TextTable, evaluated
 from kinformer.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
@@ -104,12 +104,12 @@ def _sizes(runs: Sequence[StoredRun], options: Any, own: Any) -> list[int]:
     """The numbers of entries that are tried too; raises for what does not go together with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(own, flag, None):
-            raise KinformerError(f"--{flag}: does not go together with --datastore; leave one out.")
+            raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
     if len(runs) > 1:
-        raise KinformerError("--datastore: belongs to one run; give one DIR.")
+        raise KinformerError("`datastore`: belongs to one run; give one DIR.")
     parts = [] if options.sizes is None else [part.strip() for part in options.sizes.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise KinformerError(f"--sizes {options.sizes}: is not a list of numbers of entries; write as in 10000,100000.")
+        raise KinformerError(f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10000,100000.")
     return sorted({int(part) for part in parts})
 
 

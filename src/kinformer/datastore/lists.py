@@ -248,7 +248,7 @@ def _read(folder: Path) -> InvertedLists:
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(
-            f"{folder}: is not sorted into lists, which --probes needs; make them with kinformer index --approximate."
+            f"{folder}: is not sorted into lists, which `probes` needs; make them with kinformer index --approximate."
         )
     data = read_json(place)
     with reading(place.parent, "is truncated or damaged", "remove it and give kinformer index --approximate again"):

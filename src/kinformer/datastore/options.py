@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from kinformer.runtime.errors import KinformerError, flag_of, require, require_above
+from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
 
 
@@ -18,30 +18,30 @@ class StoreOptions(Checked):
     """A datastore of this run (see: kinformer index) whose next tokens are mixed into its predictions; for a run of
     spalm, another one than it was trained with."""
     retriever: str | None = None
-    """With --datastore, for a run of spalm: the run that made it (that which it was trained with if not given)."""
+    """With `datastore`, for a run of spalm: the run that made it (that which it was trained with if not given)."""
     weight: float | None = None
-    """With --datastore: the store's share of the prediction, 0 to 1 (0.25 if not given)."""
+    """With `datastore`: the store's share of the prediction, 0 to 1 (0.25 if not given)."""
     neighbours: int | None = None
-    """With --datastore: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
+    """With `datastore`: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
     knn_temperature: float | None = None
-    """With --datastore: what squared distances are divided by before their softmax (1 if not given)."""
+    """With `datastore`: what squared distances are divided by before their softmax (1 if not given)."""
     probes: int | None = None
-    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 <= self.weight <= 1:
-            raise KinformerError(f"--weight is {self.weight:g} but must lie between 0 and 1.")
-        require("--neighbours", self.neighbours, 1)
-        require("--probes", self.probes, 0)
-        require_above("--knn-temperature", self.knn_temperature, 0)
+            raise KinformerError(f"`weight` is {self.weight:g} but must lie between 0 and 1.")
+        require("neighbours", self.neighbours, 1)
+        require("probes", self.probes, 0)
+        require_above("knn_temperature", self.knn_temperature, 0)
         super().__post_init__()
 
     def check_store(self) -> None:
         """Refuse the options of a store where none is named."""
         given = [each.name for each in fields(type(self)) if self._is_given(each)]
         if given and self.datastore is None:
-            raise KinformerError(f"{flag_of(given[0])}: says how a datastore is used; give --datastore FOLDER too.")
+            raise KinformerError(f"{marked(given[0])}: says how a datastore is used; give `datastore` FOLDER too.")
 
     def _is_given(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""

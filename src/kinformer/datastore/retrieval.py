@@ -32,7 +32,7 @@ from kinformer.datastore.store import Datastore, StoredText
 from kinformer.datastore.text import IndexedText, entries_of
 from kinformer.evaluation.bits import streamable
 from kinformer.evaluation.windows import Windows
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, marked, require
 from kinformer.runtime.progress import note, progressing
 from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
@@ -73,22 +73,22 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     if options.datastore is None:
         for name, value in given.items():
             if value is not None:
-                raise KinformerError(f"{flag_of(name)}: says how a datastore is used; give --datastore FOLDER too.")
+                raise KinformerError(f"{marked(name)}: says how a datastore is used; give `datastore` FOLDER too.")
         if looks_up(config):
-            note("note: there is no --datastore, so this trains the model without its long-term memory.")
+            note("note: there is no `datastore`, so this trains the model without its long-term memory.")
         return {}
     if not looks_up(config):
         raise KinformerError(
-            f"--datastore {options.datastore}: the head of {options.member!r} looks nothing up while it is trained; "
+            f"`datastore` {options.datastore}: the head of {options.member!r} looks nothing up while it is trained; "
             "train spalm, or give the datastore to kinformer evaluate and generate."
         )
     if options.retriever is None:
         raise KinformerError(
-            f"--datastore {options.datastore}: is searched with what made it; give --retriever RUN, the run that "
+            f"`datastore` {options.datastore}: is searched with what made it; give `retriever` RUN, the run that "
             "kinformer index was given."
         )
-    require("--neighbours", options.neighbours, 1)
-    require("--probes", options.probes, 0)
+    require("neighbours", options.neighbours, 1)
+    require("probes", options.probes, 0)
     paths = {name: str(Path(str(getattr(options, name))).resolve()) for name in ("datastore", "retriever")}
     probes = probes_of(paths["datastore"], options.probes)
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
@@ -102,8 +102,8 @@ def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
         moved = kept is not None and name in ("datastore", "retriever")
         if value is not None and not moved and (kept is None or (value or None) != kept[name]):
             raise KinformerError(
-                f"--{name} {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
-                "leave it out, or give another --out."
+                f"`{name}` {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+                "leave it out, or give another `out`."
             )
     if kept is None:
         return {}
@@ -118,7 +118,7 @@ def with_neighbours(
     if RETRIEVAL not in run.data:
         return rows
     if not isinstance(rows, TakesNeighbours):
-        raise KinformerError("--datastore: this task looks nothing up; leave it out.")
+        raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
     corpus, settings = plan.data, plan.settings
     found = _open(run, open_run, corpus, device)
     _check_settings(run, found, settings, rows.carries)
@@ -201,16 +201,16 @@ def _check_settings(run: StoredRun, found: _Retrieval, settings: Settings, segme
     """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
     reader, where = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
-        raise KinformerError(f"--objective {settings.objective}: looks nothing up; take next-token.")
+        raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
         raise KinformerError(
-            f"--segments: the state goes on without end, but that of the retriever {where} grows with every token or "
-            "its positions end; take one with a bounded state, or leave --segments out."
+            f"`segments`: the state goes on without end, but that of the retriever {where} grows with every token or "
+            "its positions end; take one with a bounded state, or leave `segments` out."
         )
     if reader.max_length is not None and settings.length > reader.max_length:
         raise KinformerError(
-            f"--length {settings.length}: the positions of the retriever {where} end at {reader.max_length}; give "
-            f"--length {reader.max_length} or less, or take another retriever."
+            f"`length` {settings.length}: the positions of the retriever {where} end at {reader.max_length}; give "
+            f"`length` {reader.max_length} or less, or take another retriever."
         )
 
 

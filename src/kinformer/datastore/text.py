@@ -43,7 +43,7 @@ def open_source(run: StoredRun, model: Decoder, options: Any) -> IndexedText:
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
     names = ["train", "validation", "test"] if holdout is None else ["train", "test"]
     if options.split != "all":
-        names = [choose(options.split, corpus.splits, "--split")]
+        names = [choose(options.split, corpus.splits, "`split`")]
     splits = [corpus.splits[name] for name in names if len(corpus.splits[name])]
     if options.max_bytes is not None:
         splits = [first_bytes(splits[0], options.max_bytes, corpus.tokenizer)]

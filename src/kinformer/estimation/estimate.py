@@ -139,7 +139,7 @@ def _check(model: Any, length: int, batch: int) -> None:
     if length > longest:
         raise KinformerError(
             f"length is {length}, but the learned positions of this model end at max_length = {longest}; "
-            f"use a shorter length, or --set position.max_length={length}, and the max_length of mixers that have one."
+            f"use a shorter length, or `set` position.max_length={length}, and the max_length of mixers that have one."
         )
 
 

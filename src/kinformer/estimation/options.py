@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kinformer.runtime.errors import flag_of, require
+from kinformer.runtime.errors import require
 from kinformer.runtime.fields import Checked
 
 
@@ -21,7 +21,7 @@ class EstimateOptions(Checked):
     vocab_size: int | None = None
     """Size of the vocabulary; the recipe's own if not given."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """A change to the recipe, as in --set layers=6 or --set layers.*.mixer.num_heads=8; may be given again."""
+    """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
     length: int | None = None
     """Tokens of a sequence (1024, or what an image of the recipe's size has)."""
     batch_size: int = 1
@@ -33,5 +33,5 @@ class EstimateOptions(Checked):
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "length", "batch_size"):
-            require(flag_of(name), getattr(self, name), 1)
+            require(name, getattr(self, name), 1)
         super().__post_init__()

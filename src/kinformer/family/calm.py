@@ -47,7 +47,7 @@ MEMBER = Member(
     growth="linear",
     departures=(
         "the decoder alone, as a language model, with T5's biases of distances; its feed-forward is not gated",
-        "calibration tests by the tighter p-value of Learn then Test unless asked for Hoeffding's (--bound hoeffding)",
+        "calibration tests by the tighter p-value of Learn then Test unless asked for Hoeffding's (`bound` hoeffding)",
         "rows of a batch leave on their own; in the authors' code all wait for the least sure",
         "a layer that is skipped absorbs the vector that the token left with; in the authors' code the first exit's",
         "a threshold decays with the position in the sequence, prompt included; in the authors' code it does not",

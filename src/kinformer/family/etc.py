@@ -68,7 +68,7 @@ MEMBER = Member(
     departures=(
         "any length, no padding to blocks; the window is exact",
         "a sentence is a run of tokens of one length unless the caller gives them by model(tokens, sentences=...)",
-        "contrastive prediction (--objective mlm-cpc), whose code is not released, standardises features over a batch",
+        "contrastive prediction (`objective` mlm-cpc), whose code is not released, standardises features over a batch",
         "long and global input are normed by one layer norm at the embedding",
         "no dropout unless asked for",
     ),

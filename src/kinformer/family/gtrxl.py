@@ -47,8 +47,8 @@ MEMBER = Member(
     causal=True,
     growth="window",
     departures=(
-        "recipes read tokens and predict the next one; agents learn by PPO (--task control; the paper's by V-MPO), or "
-        "from trajectories (--task trajectories)",
+        "recipes read tokens and predict the next one; agents learn by PPO (`task` control; the paper's by V-MPO), or "
+        "from trajectories (`task` trajectories)",
         "memory begins empty, where other implementations let tokens attend zeros",
         "u and v are each layer's own, and feed-forwards have no biases, as in RLlib; there is no official code",
         "recipe small is narrower than that of other members, since gates double a layer's weights",

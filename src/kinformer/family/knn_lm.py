@@ -44,7 +44,7 @@ MEMBER = Member(
     growth="store",
     departures=(
         "what is trained is the decoder alone; kinformer index writes the datastore of this or of any other causal "
-        "run, and evaluate and generate take it by --datastore",
+        "run, and evaluate and generate take it by `datastore`",
         "one embedding table and a full softmax, where the authors' model has adaptive ones",
         "keys in float16 beside int32 tokens (the authors' float16 store cuts tokens to int16); lists of one byte per "
         "number instead of product quantisation, distances always computed from the stored keys",

@@ -56,7 +56,7 @@ MEMBER = Member(
     cost="linear",
     departures=(
         "any length, no padding to a multiple of the window",
-        "dilation on a CPU and in training (--set layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",
+        "dilation on a CPU and in training (`set` layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",
         "the first token is global unless kinds say otherwise",
         "the autoregressive character model is the member local",
     ),

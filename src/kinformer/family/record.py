@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from kinformer.runtime.errors import spelled
+
 if TYPE_CHECKING:
     from kinformer.core.model_config import ModelConfig
 
@@ -55,6 +57,7 @@ class Member:
         """The record as data for JSON."""
         names = ("name", "title", "paper", "year", "axes", "causal", "growth", "departures", "exact_limit")
         return {name: getattr(self, name) for name in names} | {
+            "departures": tuple(map(spelled, self.departures)),
             "cost": self.growth_of_cost,
             "recipes": list(self.recipes),
         }

@@ -46,7 +46,7 @@ MEMBER = Member(
         "the own and the sorted block are in one softmax",
         "a last block that is not full, and texts of any length up to max_length: what is missing has no weight",
         "Gumbel noise in training alone",
-        "the mixture with plain attention is a list of layers (--set layers.0.mixer=bidirectional)",
+        "the mixture with plain attention is a list of layers (`set` layers.0.mixer=bidirectional)",
         "the recipes predict masked tokens; the paper's encoders classify",
     ),
     exact_limit="one block (block >= length), or two that change places",

@@ -33,9 +33,9 @@ MEMBER = Member(
     growth="window",
     departures=(
         "the growth is that of the model itself: with a datastore, the retriever's state is carried beside it",
-        "without --datastore there is no gate and no long-term memory: what is trained is Transformer-XL",
+        "without `datastore` there is no gate and no long-term memory: what is trained is Transformer-XL",
         "keys are those that kinformer index makes of any causal run (the input of its last feed-forward), searched by "
-        "squared distance, exactly or with --probes in lists (the authors: quantised search)",
+        "squared distance, exactly or with `probes` in lists (the authors: quantised search)",
         "a text is looked up as a stream, as the datastore was made; a token's own entry is left out in training, and "
         "only there",
         "the gate is one number a token, as printed; elementwise=true gives each feature its own, as the blog's sign "

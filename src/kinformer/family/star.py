@@ -58,8 +58,8 @@ MEMBER = Member(
     cost="linear",
     departures=(
         "the relay begins as the mean of the real tokens, and the ring closes over them: in the authors' code both see "
-        "padding in the first update, and both ends of a text look at zeros (--set layers.*.mixer.ends=zeros)",
-        "a token's output is its mean with the relay; --set head.pooling=max is what the authors' classifier reads",
+        "padding in the first update, and both ends of a text look at zeros (`set` layers.*.mixer.ends=zeros)",
+        "a token's output is its mean with the relay; `set` head.pooling=max is what the authors' classifier reads",
         "small and benchmark have the updates in place of attention, in layers with residuals and feed-forwards",
         "masked tokens are predicted, which the paper does not",
         "no dropout unless asked for",

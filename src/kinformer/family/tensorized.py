@@ -36,7 +36,7 @@ MEMBER = Member(
         "positions count from the beginning of a sequence; there is no memory of an earlier segment",
         "blocks share their factors, as in the authors' code, so that more of them add no capacity (tested)",
         "cores begin as softmax of noise; the authors' are uninitialised memory",
-        "dim * max_length^2 weights a layer, so that the recipes read 32 to 128 tokens (--length)",
+        "dim * max_length^2 weights a layer, so that the recipes read 32 to 128 tokens (`length`)",
     ),
     exact_limit="none with softmax: values of ones make every slice of the tensor the scores Q K^T",
     needs={"length": 32},

@@ -29,7 +29,7 @@ class DistilledHead(nn.Module):
         def check(self, dim: int, input: Input) -> None:
             if not getattr(getattr(input, "config", None), "distillation_token", False):
                 raise KinformerError(
-                    "the head 'distilled' reads a distillation token, which the input does not have; give --set "
+                    "the head 'distilled' reads a distillation token, which the input does not have; give `set` "
                     "input.distillation_token=true, or another head."
                 )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.input import Input, InputConfig
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError
 
 MOST = 6
 
@@ -32,7 +32,8 @@ class Frames(Input):
         convolutions: int = 2
 
         def __post_init__(self) -> None:
-            require("mels", self.mels, 1)
+            if self.mels < 1:
+                raise KinformerError(f"mels is {self.mels} but must be 1 or more.")
             if not 0 <= self.convolutions <= MOST:
                 raise KinformerError(f"convolutions must lie between 0 and {MOST}, but is {self.convolutions}.")
 

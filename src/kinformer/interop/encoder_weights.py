@@ -161,5 +161,5 @@ def notes(names: Collection[str], model: Mapping[str, Any]) -> tuple[str, ...]:
     if kind == "masked_language" and not has_language_head(names):
         notes_.append("it has no head, so the masked-language head is a new one; hidden states are as they were")
     if kind == "masked_language" and model["input"].get("mask_token") is None:
-        notes_.append("no file of its tokenizer has the mask's id; to train it give --set input.mask_token=ID")
+        notes_.append("no file of its tokenizer has the mask's id; to train it give `set` input.mask_token=ID")
     return tuple(notes_)

@@ -141,7 +141,7 @@ class TensorizedAttention(CausalMixer):
         except IndexError:
             raise KinformerError(
                 f"position {int(where.max())} has no weights: the mixer tensorized ends at max_length = "
-                f"{self.config.max_length}; use a shorter context, or --set layers.*.mixer.max_length."
+                f"{self.config.max_length}; use a shorter context, or `set` layers.*.mixer.max_length."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
 

@@ -132,6 +132,6 @@ class CommonModel(Trunk):
         if not any(parameter.dim() > 1 for parameter in heads.parameters()):
             raise KinformerError(
                 f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
-                "cannot have separate ones; give --set head.tied=false, or --set stack.classifiers=tied."
+                "cannot have separate ones; give `set` head.tied=false, or `set` stack.classifiers=tied."
             )
         return heads

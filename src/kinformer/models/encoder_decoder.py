@@ -80,7 +80,7 @@ class EncoderDecoder(Decoder):
         if not any(isinstance(module, ReadsSource) for module in self.stack.modules()):
             raise KinformerError(
                 "no layer of the decoder looks at the source; give its layers cross-attention, as "
-                '--set \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
+                '`set` \'layers.*.further_mixers=[{"kind": "cross"}]\', or train a decoder alone.'
             )
 
     def _build_entrance(self, config: Any, dim: int) -> None:

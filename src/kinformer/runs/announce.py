@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kinformer.runs.run import Run
+from kinformer.runtime.errors import spelled
 from kinformer.training.distributed import Group
 from kinformer.training.settings import Settings
 
@@ -19,9 +20,9 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
     note where ``frozen`` parameters beside others that learn begin at random."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {rows * length:,} tokens a step"
-    note = (
-        f"\nkinformer: note: {frozen:,} parameters are frozen, and begin at random: --init RUN takes those of a run in "
-        "which they learnt, as by --task dino; --set input.frozen=false lets them learn"
+    note = spelled(
+        f"\nkinformer: note: {frozen:,} parameters are frozen, and begin at random: `init` RUN takes those of a run in "
+        "which they learnt, as by `task` dino; `set` input.frozen=false lets them learn"
     )
     return (
         f"kinformer: {run.member} ({run.recipe}), {parameters:,} parameters, task {run.task.name}\n"

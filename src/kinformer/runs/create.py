@@ -28,7 +28,7 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.rows import rows_of
 from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
 from kinformer.runs.stores import STORES
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.progress import tolerant
 from kinformer.tasks.table import refuse_options, task_for, training_options
 from kinformer.tasks.task import Source, Task, TrainingPlan
@@ -97,12 +97,12 @@ def base_of(options: TrainOptions) -> Run | None:
     base = open_run(options.init)
     if base.member != options.member and (member(base.member).causal or member(options.member).causal):
         raise KinformerError(
-            f"--init {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
+            f"`init` {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
         )
     for name, given in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
         if given:
-            flag = flag_of(name)
-            raise KinformerError(f"{flag}: --init {options.init} brings its own tokenizer; leave {flag} out.")
+            flag = marked(name)
+            raise KinformerError(f"{flag}: `init` {options.init} brings its own tokenizer; leave {flag} out.")
     return base
 
 
@@ -133,10 +133,10 @@ def check_source(options: TrainOptions, task: Task) -> None:
     refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
     if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(
-            f"--text-field {options.text_field}: is for tasks of text and JSON lines; give its path with --data."
+            f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
         )
     if options.data is None and task.data.default is None and not options.resume:
-        raise KinformerError(f"--task {task.name}: {task.data.missing}")
+        raise KinformerError(f"`task` {task.name}: {task.data.missing}")
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
@@ -170,7 +170,7 @@ def _tokenizer(options: TrainOptions, task: Task, source: Source, base: Run | No
     size, own = options.train_tokenizer, training_options(task, options.own)
     if options.tokenizer is not None:
         if size is not None:
-            raise KinformerError(f"--tokenizer {options.tokenizer} and --train-tokenizer {size} contradict; give one.")
+            raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
     size = task.own_vocabulary(source, own) if size is None else size
     if size is None:
@@ -182,8 +182,8 @@ def _tokenizer(options: TrainOptions, task: Task, source: Source, base: Run | No
 def _file_tokenizer(path: str) -> FileTokenizer:
     if not Path(path).is_file():
         raise KinformerError(
-            f"--tokenizer {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
-            "--train-tokenizer holds one, or leave it out and train on bytes."
+            f"`tokenizer` {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
+            "`train_tokenizer` holds one, or leave it out and train on bytes."
         )
     return FileTokenizer(path)
 
@@ -209,7 +209,7 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
         settings, **{name: value for name, value in task.settings.items() if getattr(options, name) is None}
     )
     if length is not None and options.length not in (None, length):
-        raise KinformerError(f"--length {options.length}: rows of this data have {length} positions; leave it out.")
+        raise KinformerError(f"`length` {options.length}: rows of this data have {length} positions; leave it out.")
     settings = settings if length is None else replace(settings, length=length)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)
@@ -227,8 +227,8 @@ def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
     longest = getattr(model, "max_length", None)
     if longest is not None and plan.settings.length > longest:
         raise KinformerError(
-            f"--length {plan.settings.length}: this model's positions end at {longest}; give --length {longest} or "
-            f"less, or --set position.max_length={plan.settings.length}, and the max_length of mixers that have one."
+            f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or "
+            f"less, or `set` position.max_length={plan.settings.length}, and the max_length of mixers that have one."
         )
 
 

@@ -19,7 +19,7 @@ from kinformer.family.table import FAMILY, member
 from kinformer.figures.formulas import formulas, symbols
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, marked, require
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
@@ -44,7 +44,7 @@ def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Description:
     """See :func:`kinformer.show`."""
-    require(flag_of("vocab_size"), vocab_size, 1)
+    require("vocab_size", vocab_size, 1)
     if name not in FAMILY and Path(name).is_dir():
         record, recipe, config = _of_run(name, recipe, vocab_size, changes or {})
     else:
@@ -72,7 +72,7 @@ def _of_run(
     run = open_run(folder)
     for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
         if value is not None:
-            raise KinformerError(f"{flag_of(option)} {value}: the run in {run.folder} has its own; leave it out.")
+            raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")
     return member(run.member), run.recipe, override(run.config, changes, kinds())
 
 

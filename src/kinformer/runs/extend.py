@@ -110,7 +110,7 @@ def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path |
         if short[origin.name][1:] != shape[1:] or (rows != shape[0] and name != POSITIONS):
             raise KinformerError(
                 f"{place}: {origin.name} is {short[origin.name]}, but {name} of the model to be trained is {shape}; "
-                "what begins with another run keeps its width and its vocabulary, so leave such a --set out."
+                "what begins with another run keeps its width and its vocabulary, so leave such a `set` out."
             )
         found[name] = origin
     used = {origin.name for origin in found.values()} | {POSITIONS}

@@ -49,10 +49,10 @@ def require_empty(folder: Path) -> None:
     """Refuse a folder that holds anything."""
     if (folder / CONFIG).exists():
         raise KinformerError(
-            f"--out {folder}: holds a run already; add --resume to continue it, or give another folder."
+            f"`out` {folder}: holds a run already; add `resume` to continue it, or give another folder."
         )
     if any(folder.iterdir()):
-        raise KinformerError(f"--out {folder}: is not empty; give a new folder.")
+        raise KinformerError(f"`out` {folder}: is not empty; give a new folder.")
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -51,8 +51,8 @@ def generate(
 def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
     prompted = task.generation.prompt is not None
     if not prompted and prompt is not None:
-        raise KinformerError(f"--prompt: the task {task.name} continues no text; leave it out.")
+        raise KinformerError(f"`prompt`: the task {task.name} continues no text; leave it out.")
     if prompted and prompt is None:
-        raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
+        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
     if prompted and not prompt:
-        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")

@@ -14,6 +14,7 @@ from kinformer.family.build import model_config
 from kinformer.interop import read_checkpoint
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
+from kinformer.runtime.errors import spelled
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.tasks.table import task_of
 
@@ -54,7 +55,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
         parameters = _checked(imported, config, str(folder))
         with creating(out):
             run = _write(imported, config, out, name)
-    notes = [f"{folder}: {note}." for note in imported.notes]
+    notes = [spelled(f"{folder}: {note}.") for note in imported.notes]
     if imported.tokenizer is None and reads_ids(config):
         calls = "kinformer.load"
         calls += " and kinformer.generate" if config.protocol is CausalModel else ""

@@ -79,7 +79,7 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
     with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
         if not options.append and not writer.holds(text.identity):
             raise KinformerError(
-                f"{options.datastore}: holds a datastore of another text, or read in another way; add --append to add "
+                f"{options.datastore}: holds a datastore of another text, or read in another way; add `append` to add "
                 "to it, or give another folder."
             )
         done = before = writer.begin(text.identity, text.entries)

@@ -26,7 +26,7 @@ from kinformer.data import Split
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.tasks.task import Task, TrainingPlan
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
@@ -95,7 +95,7 @@ class Choice:
         return (
             f"kinformer: in {self.options.minutes:g} minutes {self.steps:,} steps can be made ({speed:,.0f} tokens/s), "
             f"{self.passes:.2g} times the data; chosen for that:\n"
-            f"kinformer: {' '.join(self.flags)}"
+            f"kinformer: {spelled(' '.join(self.flags))}"
         )
 
 
@@ -280,8 +280,8 @@ def _flags(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
                 if name in old:
                     continue
                 if each.name == "set":
-                    yield f"--set '{name}={value}'" if "*" in name else f"--set {name}={value}"
+                    yield f"`set` '{name}={value}'" if "*" in name else f"`set` {name}={value}"
                 else:
-                    yield flag_of(name) if value is True else f"{flag_of(name)} {value}"
+                    yield marked(name) if value is True else f"{marked(name)} {value}"
         elif new != old:
-            yield f"{flag_of(each.name)} {new}"
+            yield f"{marked(each.name)} {new}"

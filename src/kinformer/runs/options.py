@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.datastore.options import StoreOptions
-from kinformer.runtime.errors import KinformerError, flag_of, require, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
@@ -29,7 +29,7 @@ class Machine(Checked):
     """CPU threads (PyTorch's own choice if not given)."""
 
     def __post_init__(self) -> None:
-        require("--threads", self.threads, 1)
+        require("threads", self.threads, 1)
         super().__post_init__()
 
     def prepare(self, seed: int) -> torch.device:
@@ -39,7 +39,7 @@ class Machine(Checked):
         device = self.usable_device()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        require("--seed", seed, 0)
+        require("seed", seed, 0)
         torch.manual_seed(seed)
         return device
 
@@ -51,21 +51,21 @@ class Machine(Checked):
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.split(":")[0] == "mps":
             raise KinformerError(
-                f"--device {self.device}: has no float64, in which angles of positions and figures are computed; "
+                f"`device` {self.device}: has no float64, in which angles of positions and figures are computed; "
                 "use cpu or auto."
             )
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
-            raise KinformerError(f"--device {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
+            raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
             device = torch.device(self.device)
             if device.type != "cuda":  # which would begin to use the GPU, also in a process that only starts others
                 torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise KinformerError(f"--device {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
+            raise KinformerError(f"`device` {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise KinformerError(
-                f"--device {self.device}: the GPUs here are numbered 0 to {torch.cuda.device_count() - 1}; choose one."
+                f"`device` {self.device}: the GPUs here are numbered 0 to {torch.cuda.device_count() - 1}; choose one."
             )
         return device
 
@@ -76,28 +76,28 @@ class TrainOptions(Settings, Machine):
     it is chosen so that the time is well spent (see ``runs.minutes``); else the defaults of :class:`Settings` hold."""
 
     length: int | None = None  # type: ignore[assignment]
-    """Tokens that each row of a batch predicts (512, or what suits --minutes)."""
+    """Tokens that each row of a batch predicts (512, or what suits `minutes`)."""
     batch_size: int | None = None  # type: ignore[assignment]
-    """Rows per step, over all processes and all accumulated parts (8, or what suits --minutes)."""
+    """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9
-    (adamw, or what suits --minutes)."""
+    (adamw, or what suits `minutes`)."""
     lr: float | None = None  # type: ignore[assignment]
-    """Highest learning rate (0.001, or what suits --minutes)."""
+    """Highest learning rate (0.001, or what suits `minutes`)."""
     schedule: Literal["cosine", "inverse-sqrt"] | None = None  # type: ignore[assignment]
     weight_decay: float | None = None  # type: ignore[assignment]
-    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits --minutes)."""
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     average: int | None = None  # type: ignore[assignment]
     ema: float | None = None  # type: ignore[assignment]
     """Measure and keep a moving average of the weights, which looks back over about this share of the steps so far
-    (0, the weights themselves, or what suits --minutes)."""
+    (0, the weights themselves, or what suits `minutes`)."""
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
-    --minutes what is faster)."""
+    `minutes` what is faster)."""
     member: str
     """A member of the family (see: kinformer list)."""
     out: str
-    """The run folder: new, or with --resume an existing one."""
+    """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
     """A file or folder of text or bytes, - for standard input, or stdlib: Python's standard library, which tasks of
     text take if nothing is given. For classify, a folder per class, or lines: .tsv or .jsonl. For image, a folder of
@@ -107,11 +107,11 @@ class TrainOptions(Settings, Machine):
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None
-    """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits --minutes)."""
+    """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits `minutes`)."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
+    """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if nothing is given, but with --minutes, and for translation, one that is
+    """bytes, or a tokenizer.json (bytes if nothing is given, but with `minutes`, and for translation, one that is
     trained)."""
     train_tokenizer: int | None = None
     """Train a byte-level tokenizer of so many tokens on the training data first."""
@@ -123,14 +123,14 @@ class TrainOptions(Settings, Machine):
     datastore: str | None = None
     """Of a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
     retriever: str | None = None
-    """With --datastore: the run that made it, which reads along, frozen, and is looked up with."""
+    """With `datastore`: the run that made it, which reads along, frozen, and is looked up with."""
     neighbours: int | None = None
-    """With --datastore: entries looked up per token (4 if not given)."""
+    """With `datastore`: entries looked up per token (4 if not given)."""
     probes: int | None = None
-    """With --datastore: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
+    """With `datastore`: search approximately, in so many of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
     resume: bool = False
-    """Continue the run in --out from its newest checkpoint."""
+    """Continue the run in `out` from its newest checkpoint."""
     devices: int = 1
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -140,11 +140,11 @@ class TrainOptions(Settings, Machine):
 
     def __post_init__(self) -> None:
         self.settings()
-        require("--devices", self.devices, 1)
-        require("--train-tokenizer", self.train_tokenizer, 1)
-        require("--neighbours", self.neighbours, 1)
-        require("--probes", self.probes, 0)
-        require_share("--holdout", self.holdout)
+        require("devices", self.devices, 1)
+        require("train_tokenizer", self.train_tokenizer, 1)
+        require("neighbours", self.neighbours, 1)
+        require("probes", self.probes, 0)
+        require_share("holdout", self.holdout)
         Machine.__post_init__(self)
 
     def settings(self) -> Settings:
@@ -158,12 +158,12 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     """Measure runs of any task on held-out data."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     tune: bool = False
-    """With --datastore: find weight, temperature and neighbours (up to --neighbours) on the validation split, or on the
+    """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
     first half of the text where that is the same; the figures are of what was not used."""
     sizes: str | None = None
-    """With --datastore: also measure with its first so many entries, as in 10000,100000."""
+    """With `datastore`: also measure with its first so many entries, as in 10000,100000."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
@@ -172,7 +172,7 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
         if self.tune:
             for name in ("weight", "knn_temperature"):
                 if getattr(self, name) is not None:
-                    raise KinformerError(f"{flag_of(name)}: is what --tune finds; leave one of them out.")
+                    raise KinformerError(f"{marked(name)}: is what `tune` finds; leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class GenerateOptions(StoreOptions, Machine):
     """Continue a text, every token written as soon as it is drawn, or draw images."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
+    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     max_new_tokens: int | None = None
     """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
     temperature: float | None = None
@@ -205,11 +205,11 @@ class GenerateOptions(StoreOptions, Machine):
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_new_tokens", "top_k", "chunk"):
-            require(flag_of(name), getattr(self, name), 1)
+            require(name, getattr(self, name), 1)
         for name in ("temperature", "seed"):
-            require(flag_of(name), getattr(self, name), 0)
+            require(name, getattr(self, name), 0)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise KinformerError(f"--top-p is {self.top_p:g} but must be above 0 and at most 1.")
+            raise KinformerError(f"`top_p` is {self.top_p:g} but must be above 0 and at most 1.")
         super().__post_init__()
 
 
@@ -219,7 +219,7 @@ class IndexOptions(Machine):
     was stopped goes on when the same command is given again."""
 
     datastore: str
-    """The datastore: a new folder, or with --append one that this run made."""
+    """The datastore: a new folder, or with `append` one that this run made."""
     data: str | None = None
     """The text: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "train"
@@ -241,17 +241,17 @@ class IndexOptions(Machine):
     approximate: bool = False
     """Also sort the entries into lists, for approximate search (needs faiss)."""
     lists: int | None = None
-    """With --approximate: into how many lists (the root of the number of entries if not given)."""
+    """With `approximate`: into how many lists (the root of the number of entries if not given)."""
     seed: int = 0
     """Decides everything random."""
 
     def __post_init__(self) -> None:
-        require("--chunk", self.chunk, 1)
-        require("--max-bytes", self.max_bytes, 2)
-        require("--lists", self.lists, 1)
-        require("--seed", self.seed, 0)
-        require_share("--holdout", self.holdout)
-        require_share("--overlap", self.overlap, zero=True)
+        require("chunk", self.chunk, 1)
+        require("max_bytes", self.max_bytes, 2)
+        require("lists", self.lists, 1)
+        require("seed", self.seed, 0)
+        require_share("holdout", self.holdout)
+        require_share("overlap", self.overlap, zero=True)
         super().__post_init__()
         if self.lists is not None and not self.approximate:
-            raise KinformerError(f"--lists {self.lists}: is for approximate search; add --approximate.")
+            raise KinformerError(f"`lists` {self.lists}: is for approximate search; add `approximate`.")

@@ -13,7 +13,7 @@ from kinformer.runs.options import TrainOptions
 from kinformer.runs.rows import data_of
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runs.stores import STORES
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.table import task as task_called
 from kinformer.tasks.table import training_options
 from kinformer.training.settings import Settings
@@ -32,7 +32,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     run = open_run(Path(options.out))
     if run.member.lower() != options.member.lower():
         raise KinformerError(
-            f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another --out."
+            f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another `out`."
         )
     options = replace(options, member=run.member)
     settings = _merged(run, options)
@@ -45,11 +45,11 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     if found.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(
             f"{spec}: is not the data that the run in {run.folder} was begun with ({found.fingerprint} instead of "
-            f"{begun_with}); give that data, or another --out."
+            f"{begun_with}); give that data, or another `out`."
         )
     if options.set and _plan_again(run, options, found) != run.config:
         path, value = next(iter(options.set.items()))
-        raise _otherwise(run, f"--set {path}={value}")
+        raise _otherwise(run, f"`set` {path}={value}")
     run.save()
     return run, settings
 
@@ -63,10 +63,10 @@ def _merged(run: Run, options: TrainOptions) -> Settings:
     given = {name: value for name, value in given.items() if value != defaults[name]}
     for name, value in given.items():
         if name not in MAY_CHANGE and value != stored.get(name):
-            flag = flag_of(name)
+            flag = marked(name)
             raise KinformerError(
                 f"{flag} {value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
-                f"on as it was; leave {flag} out, or give another --out."
+                f"on as it was; leave {flag} out, or give another `out`."
             )
     if "steps" in given or "minutes" in given:
         stored |= {"steps": None, "minutes": None}
@@ -77,21 +77,21 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     """Refuse a task, its options, a recipe, a tokenizer or a holdout other than the run's own."""
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
-        raise _otherwise(run, f"--task {options.task}")
+        raise _otherwise(run, f"`task` {options.task}")
     training_options(run.task, options.own)
     own: Mapping[str, Any] = asdict(run.options)
     for name, value in options.own.items():
         if value != own[name]:
-            raise _otherwise(run, f"{flag_of(name)} {value}")
+            raise _otherwise(run, f"{marked(name)} {value}")
     check_source(options, run.task)
     if options.recipe not in (None, "small", run.recipe):
-        raise _otherwise(run, f"--recipe {options.recipe}")
+        raise _otherwise(run, f"`recipe` {options.recipe}")
     if options.tokenizer not in (None, BYTES) and (
         run.tokenizer is None or FileTokenizer(options.tokenizer).fingerprint != run.tokenizer.fingerprint
     ):
-        raise _otherwise(run, f"--tokenizer {options.tokenizer}")
+        raise _otherwise(run, f"`tokenizer` {options.tokenizer}")
     if options.holdout not in (None, run.data.get("holdout")):
-        raise _otherwise(run, f"--holdout {options.holdout}")
+        raise _otherwise(run, f"`holdout` {options.holdout}")
 
 
 def _plan_again(run: Run, options: TrainOptions, data: Any) -> Any:
@@ -103,5 +103,5 @@ def _plan_again(run: Run, options: TrainOptions, data: Any) -> Any:
 def _otherwise(run: Run, changed: str) -> KinformerError:
     return KinformerError(
         f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
-        "leave it out, or give another --out."
+        "leave it out, or give another `out`."
     )

@@ -95,7 +95,7 @@ def train(options: TrainOptions, quiet: bool = False, begun: float | None = None
     Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
     """
     begun = time.monotonic() if begun is None else begun
-    require("--devices", options.devices, 1)
+    require("devices", options.devices, 1)
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet, begun)
     with writing(Path(options.out)):
@@ -114,7 +114,7 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
     device = options.usable_device().type
     if device == "cuda" and options.devices > torch.cuda.device_count():
         raise KinformerError(
-            f"--devices {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or --device cpu."
+            f"`devices` {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or `device` cpu."
         )
     _begin_process(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
@@ -145,7 +145,7 @@ def _begin_process(threads: int | None, processes: int, device: str) -> None:
     """The products and threads of one of so many processes, for training and for measuring how fast it will be."""
     use_fast_products()
     if threads is not None:
-        require("--threads", threads, 1)
+        require("threads", threads, 1)
     elif processes > 1 and device == "cpu":
         threads = max(1, (os.cpu_count() or 1) // processes)
     if threads is not None:
@@ -163,7 +163,7 @@ def _join_and_work(job: Job) -> Summary:
 def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
     if options.devices not in (1, world):
-        raise KinformerError(f"--devices {options.devices}: torchrun started {world} processes; leave --devices out.")
+        raise KinformerError(f"`devices` {options.devices}: torchrun started {world} processes; leave `devices` out.")
     with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
         _begin_process(options.threads, world, group.device.type)
 
@@ -184,7 +184,7 @@ def _require_compiler() -> None:
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise KinformerError(
-            f"--compile: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave --compile out."
+            f"`compile`: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave `compile` out."
         )
 
 

@@ -1,17 +1,71 @@
 """How Kinformer speaks to its users when something is wrong.
 
-Every message is one sentence that holds the value, what was expected, the place and the remedy.
+Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
+names of options with backticks, as in "`max_bytes` is 0". Who reads it sees them as they are written where they are:
+``max_bytes`` in Python and ``--max-bytes`` on the command line (:func:`spelled`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
+
+_MARKED = re.compile(r"(?<!`)`([a-z][a-z0-9_]*)`(?!`)")
+_CHANGE = re.compile(r"""(?<!`)`set` ('?)([\w.*:]+)=(.+?)\1(?=[,;:.)]*(?:\s|$))""")
+_AS_FLAGS: ContextVar[bool] = ContextVar("as_flags", default=False)
 
 
 class KinformerError(ValueError):
     """Something that a user can cause and mend; the command line prints it and exits with 2."""
+
+    def __str__(self) -> str:
+        return spelled(self.message)
+
+    @property
+    def message(self) -> str:
+        """The sentence with its marks."""
+        return super().__str__()
+
+
+def marked(name: str) -> str:
+    """The option ``name`` as messages mark it."""
+    return f"`{name}`"
+
+
+def flag_of(name: str) -> str:
+    """The option ``name`` on the command line: ``batch_size`` is ``--batch-size``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def spelled(message: str) -> str:
+    """``message`` with the marked options as they are written in Python, or inside :func:`as_flags` as flags."""
+    if _AS_FLAGS.get():
+        return _MARKED.sub(lambda match: flag_of(match[1]), message)
+    return _MARKED.sub(r"\1", _CHANGE.sub(_change, message))
+
+
+def _change(match: re.Match[str]) -> str:
+    """A change of a config, ``set` path=value``, as Python has it."""
+    _, path, value = match.groups()
+    if value in ("true", "false", "null"):
+        value = {"true": "True", "false": "False", "null": "None"}[value]
+    elif re.match(r"[A-Za-z_][\w-]*$", value):
+        value = f'"{value}"'
+    return f'set={{"{path}": {value}}}'
+
+
+@contextmanager
+def as_flags() -> Iterator[None]:
+    """Messages are for somebody at a command line."""
+    token = _AS_FLAGS.set(True)
+    try:
+        yield
+    finally:
+        _AS_FLAGS.reset(token)
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
@@ -31,11 +85,6 @@ def choose(word: str, names: Iterable[str], place: str) -> str:
     return word
 
 
-def flag_of(name: str) -> str:
-    """How an option is called in messages: ``batch_size`` is ``--batch-size``."""
-    return f"--{name.replace('_', '-')}"
-
-
 def require_finite(finite: bool, where: str = "") -> None:
     """Refuse what a model with damaged weights predicts; ``where`` it did."""
     if not finite:
@@ -44,29 +93,29 @@ def require_finite(finite: bool, where: str = "") -> None:
         )
 
 
-def require_finite_number(flag: str, value: float | None) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is infinite or no number at all."""
+def require_finite_number(option: str, value: float | None) -> None:
+    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is infinite or no number at all."""
     if value is not None and not math.isfinite(value):
-        raise KinformerError(f"{flag} is {value:g} but must be a finite number.")
+        raise KinformerError(f"{marked(option)} is {value:g} but must be a finite number.")
 
 
-def require(flag: str, value: float | None, least: float) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is below ``least`` or no finite number."""
-    require_finite_number(flag, value)
+def require(option: str, value: float | None, least: float) -> None:
+    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is below ``least`` or no finite number."""
+    require_finite_number(option, value)
     if value is not None and value < least:
-        raise KinformerError(f"{flag} is {value:g} but must be {least:g} or more.")
+        raise KinformerError(f"{marked(option)} is {value:g} but must be {least:g} or more.")
 
 
-def require_above(flag: str, value: float | None, bound: float) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is not above ``bound`` or no finite number."""
-    require_finite_number(flag, value)
+def require_above(option: str, value: float | None, bound: float) -> None:
+    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is not above ``bound`` or no finite number."""
+    require_finite_number(option, value)
     if value is not None and value <= bound:
-        raise KinformerError(f"{flag} is {value:g} but must be above {bound:g}.")
+        raise KinformerError(f"{marked(option)} is {value:g} but must be above {bound:g}.")
 
 
-def require_share(flag: str, value: float | None, zero: bool = False) -> None:
-    """Raise a :class:`KinformerError` when an option's ``value`` is no share of something: above 0 (or, with ``zero``,
-    at least 0) and below 1."""
+def require_share(option: str, value: float | None, zero: bool = False) -> None:
+    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is no share of something: above 0 (or, with
+    ``zero``, at least 0) and below 1."""
     if value is not None and not (0 < value < 1 or (zero and value == 0)):
         least = "at least" if zero else "above"
-        raise KinformerError(f"{flag} is {value:g} but must be {least} 0 and below 1.")
+        raise KinformerError(f"{marked(option)} is {value:g} but must be {least} 0 and below 1.")

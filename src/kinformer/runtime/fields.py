@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from kinformer.runtime.errors import KinformerError, flag_of, require_finite_number
+from kinformer.runtime.errors import KinformerError, marked, require_finite_number
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -48,7 +48,7 @@ class Checked:
         for option in fields(self):
             value = getattr(self, option.name)
             if isinstance(value, float):
-                require_finite_number(flag_of(option.name), value)
+                require_finite_number(option.name, value)
 
 
 def require_types(options: Any, declared: type) -> None:
@@ -56,7 +56,7 @@ def require_types(options: Any, declared: type) -> None:
     for name, kind in _plain_types(declared).items():
         value = getattr(options, name)
         if not any(_is_one(value, item) for item in kind):
-            raise KinformerError(f"{flag_of(name)} is {value!r} but must be {' or '.join(map(_type_name, kind))}.")
+            raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kind))}.")
 
 
 @cache

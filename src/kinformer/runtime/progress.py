@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from io import StringIO
 from typing import Any, TextIO
 
+from kinformer.runtime.errors import spelled
+
 ProgressCallback = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
@@ -18,7 +20,7 @@ LOGGER = logging.getLogger("kinformer")
 
 def note(text: str) -> None:
     """Tell the user something that is no error: the command line prints it, Python's logging has it at level INFO."""
-    LOGGER.info(text)
+    LOGGER.info(spelled(text))
 
 
 def note_once(text: str) -> None:

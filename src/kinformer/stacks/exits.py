@@ -55,13 +55,13 @@ class Exits(Stack):
             if self.training == "aligned" and self.samples > 1:
                 raise KinformerError(
                     "stack.samples is how often exits are drawn in a step of mixed training; add "
-                    "--set stack.training=mixed, or leave it out."
+                    "`set` stack.training=mixed, or leave it out."
                 )
 
             if self.training == "mixed" and self.rule is not None and self.rule.learns:
                 raise KinformerError(
                     f"the rule {self.rule.kind!r} learns from all exits of a token, but mixed training takes one; "
-                    "train with --set stack.training=aligned, or with another rule (softmax_response, saturation)."
+                    "train with `set` stack.training=aligned, or with another rule (softmax_response, saturation)."
                 )
 
         def exits(self, layers: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from kinformer.runtime.derivatives import Gradients, first_order
 from kinformer.runtime.errors import KinformerError
 
 NAME = "the reversible stack"
-REMEDY = "use --set stack.recompute=false for that"
+REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:

@@ -74,7 +74,7 @@ class Reversible(Stack):
             if isinstance(position, Position) and type(position).layer_input is not Position.layer_input:
                 raise KinformerError(
                     "the stack 'reversible' has two streams, but this position enters every layer of one; use another "
-                    "position, such as --set position=sinusoidal, or the stack 'sequential'."
+                    "position, such as `set` position=sinusoidal, or the stack 'sequential'."
                 )
 
         def build(self, layers: Sequence[nn.Module]) -> Reversible:

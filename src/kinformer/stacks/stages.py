@@ -47,7 +47,7 @@ class Stages(GridOnly, Stack):
             if sum(self.depths) != layers:
                 raise KinformerError(
                     f"stack.depths is {list(self.depths)}, {sum(self.depths)} layers together, but the model has "
-                    f"{layers}; give both alike, as in --set layers=4 --set stack.depths=[2,2]."
+                    f"{layers}; give both alike, as in `set` layers=4 `set` stack.depths=[2,2]."
                 )
             return tuple(dim << self.stage_of(layer) for layer in range(layers))
 
@@ -63,7 +63,7 @@ class Stages(GridOnly, Stack):
             if isinstance(position, Position) and type(position).layer_input is not Position.layer_input:
                 raise KinformerError(
                     "the stack 'stages' has fewer patches from stage to stage, but this position enters every layer; "
-                    "use another position, such as --set position=none."
+                    "use another position, such as `set` position=none."
                 )
 
         def build_model(self, layers: Sequence[nn.Module], dim: int) -> Stages:

@@ -34,15 +34,15 @@ class EvaluationSettings(Checked):
     """Decides everything random."""
 
     def __post_init__(self) -> None:
-        require("--max-bytes", self.max_bytes, 2)
-        require("--chunk", self.chunk, 1)
-        require("--seed", self.seed, 0)
+        require("max_bytes", self.max_bytes, 2)
+        require("chunk", self.chunk, 1)
+        require("seed", self.seed, 0)
         super().__post_init__()
 
     def refuse_data(self, why: str) -> None:
         """For a task that makes its own rows."""
         if self.data is not None or self.max_bytes is not None:
-            given = f"--data {self.data}" if self.data is not None else f"--max-bytes {self.max_bytes}"
+            given = f"`data` {self.data}" if self.data is not None else f"`max_bytes` {self.max_bytes}"
             raise KinformerError(f"{given}: {why}")
 
 

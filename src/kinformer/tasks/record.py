@@ -43,7 +43,7 @@ class DataNeeds:
     """
 
     default: str | None = None
-    missing: str = "the task needs data; give --data PATH."
+    missing: str = "the task needs data; give `data` PATH."
     tokenized: bool = False
     running_text: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)

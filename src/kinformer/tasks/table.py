@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import PROTOCOLS
 from kinformer.runtime import plugins
-from kinformer.runtime.errors import KinformerError, choose, flag_of, nearest
+from kinformer.runtime.errors import KinformerError, choose, marked, nearest
 from kinformer.tasks import (
     algorithm,
     classify,
@@ -78,7 +78,7 @@ def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
     found = task(asked)
     if not found.takes(config):
         raise KinformerError(
-            f"--task {asked}: {member} is {what_fits(config, tasks())}; choose one, or another member."
+            f"`task` {asked}: {member} is {what_fits(config, tasks())}; choose one, or another member."
         )
     return found
 
@@ -111,7 +111,7 @@ def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
     for name, reason in task.data.refused.items():
         if (value := given.get(name)) is not None:
             shown = f" {value}" if name == "data" else ""
-            raise KinformerError(f"{flag_of(name)}{shown}: {reason}")
+            raise KinformerError(f"{marked(name)}{shown}: {reason}")
 
 
 def what_tasks_there_are() -> str:
@@ -147,5 +147,5 @@ def _own(found: Task, kind: OptionKind, given: Mapping[str, Any], owned: Any) ->
         if name not in known:
             raise KinformerError(f"{name!r} is not an option of the task {found.name}; {nearest(name, known)}")
         shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
-        raise KinformerError(f"{flag_of(name)}{shown}: is for {owned(known[name])}; leave it out.")
+        raise KinformerError(f"{marked(name)}{shown}: is for {owned(known[name])}; leave it out.")
     return own(**given)

@@ -193,7 +193,7 @@ class Task:
             return preferred if preferred in names else names[0]
         if name not in names:
             raise KinformerError(
-                f"--objective {name}: cannot be minimised for the task {self.name}; choose {' or '.join(names)}, or "
+                f"`objective` {name}: cannot be minimised for the task {self.name}; choose {' or '.join(names)}, or "
                 "leave it out."
             )
         return name

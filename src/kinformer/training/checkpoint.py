@@ -125,7 +125,7 @@ class Checkpoints:
             cause = error if isinstance(error, OSError) else error.__cause__
             reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
             steps = self.steps()
-            remedy = f"step {steps[-1]} is kept, so free space and add --resume" if steps else "free space, start again"
+            remedy = f"step {steps[-1]} is kept, so free space and add `resume`" if steps else "free space, start again"
             raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
 
 

@@ -97,7 +97,7 @@ class Group:
             try:
                 outcome = [function(), None]
             except KinformerError as error:
-                outcome = [None, str(error)]
+                outcome = [None, error.message]
         distributed.broadcast_object_list(outcome)
         if outcome[1] is not None:
             raise KinformerError(outcome[1])
@@ -127,19 +127,19 @@ def check_shared(model: nn.Module, group: Group) -> None:
         return
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise KinformerError(
-            f"--devices {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
-            "--set layers.*.feed_forward.norm=layer."
+            f"`devices` {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
+            "`set` layers.*.feed_forward.norm=layer."
         )
     if group.strategy == "fsdp" and any(not stack.shardable for stack in model.modules() if isinstance(stack, Stack)):
         raise KinformerError(
-            "--strategy fsdp: a stack that computes layers again from their outputs needs whole weights then; train "
-            "with --strategy ddp, or with --set stack=sequential."
+            "`strategy` fsdp: a stack that computes layers again from their outputs needs whole weights then; train "
+            "with `strategy` ddp, or with `set` stack=sequential."
         )
     if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
-        where = "--strategy fsdp" if group.strategy == "fsdp" else f"--devices {group.world} on GPUs"
+        where = "`strategy` fsdp" if group.strategy == "fsdp" else f"`devices` {group.world} on GPUs"
         raise KinformerError(
-            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with --strategy ddp on "
-            "a CPU, or with --set layers.N.feed_forward.sparse=false, which makes them dense."
+            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with `strategy` ddp on "
+            "a CPU, or with `set` layers.N.feed_forward.sparse=false, which makes them dense."
         )
 
 
@@ -209,14 +209,14 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
         if failure.exitcode < 0:
             killed = KinformerError(
                 f"process {rank} of {processes} was killed by {signal.Signals(-failure.exitcode).name} (SIGKILL often "
-                "means that memory ran out); continue from the last checkpoint with --resume."
+                "means that memory ran out); continue from the last checkpoint with `resume`."
             )
             killed.add_note(withheld.text)
             raise killed from failed
         withheld.tell()
         raise KinformerError(
             f"process {rank} of {processes} ended with exit code {failure.exitcode} (its own message stands above); "
-            "continue from the last checkpoint with --resume."
+            "continue from the last checkpoint with `resume`."
         ) from None
     if isinstance(outcome, KinformerError):
         raise outcome
@@ -260,4 +260,4 @@ def _guarded(function: Callable[..., T], arguments: tuple[Any, ...]) -> T | Kinf
     try:
         return function(*arguments)
     except KinformerError as error:
-        return KinformerError(str(error))
+        return KinformerError(error.message)

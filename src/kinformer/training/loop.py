@@ -219,8 +219,8 @@ class Trainer:
         steps = self.checkpoints.steps()
         remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
         return KinformerError(
-            f"training diverged: {what}; {remedy}; start again with a lower --lr (now {self.settings.lr:g}), "
-            "a longer --warmup or a smaller --clip."
+            f"training diverged: {what}; {remedy}; start again with a lower `lr` (now {self.settings.lr:g}), "
+            "a longer `warmup` or a smaller `clip`."
         )
 
     def _finish(self, measures: bool) -> None:
@@ -270,7 +270,7 @@ class Trainer:
         if self.home is not None and not is_here(self.folder, self.home):
             raise KinformerError(
                 f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
-                "kept; go on where it is now with --resume."
+                "kept; go on where it is now with `resume`."
             )
 
     def _write(self, checkpoint: Checkpoint) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, flag_of, require, require_above, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_share
 from kinformer.runtime.fields import Checked, require_types
 
 DEFAULT_STEPS = 1000
@@ -17,7 +17,7 @@ class Settings(Checked):
     """What decides the weights that come out, and when they are measured and kept."""
 
     steps: int | None = None
-    """Optimiser steps in all (1000 if --minutes is not given either)."""
+    """Optimiser steps in all (1000 if `minutes` is not given either)."""
     minutes: float | None = None
     """Train for so long instead: the number of steps is fixed once, by the speed of some that change nothing."""
     length: int = 512
@@ -75,26 +75,26 @@ class Settings(Checked):
     def __post_init__(self) -> None:
         require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
-            raise KinformerError(f"--steps {self.steps} and --minutes {self.minutes:g} contradict; give one of them.")
+            raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one of them.")
         for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
-            require(flag_of(name), getattr(self, name), 1)
+            require(name, getattr(self, name), 1)
         for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup", "seed"):
-            require(flag_of(name), getattr(self, name), 0)
+            require(name, getattr(self, name), 0)
         for name in ("table_lr", "weight_decay", "clip"):
-            require(flag_of(name), getattr(self, name), 0)
+            require(name, getattr(self, name), 0)
         for name in ("lr", "minutes"):
-            require_above(flag_of(name), getattr(self, name), 0)
-        require_share("--beta2", self.beta2, zero=True)
+            require_above(name, getattr(self, name), 0)
+        require_share("`beta2`", self.beta2, zero=True)
         for name in ("min_lr_ratio", "ema"):
             if not 0 <= getattr(self, name) <= 1:
-                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
+                raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
         super().__post_init__()
 
     def rows(self, world: int) -> int:
         """Rows of each accumulated part of each of ``world`` processes."""
         if self.batch_size % (world * self.accumulate):
             raise KinformerError(
-                f"--batch-size {self.batch_size} cannot be shared by {world} process{'es' if world > 1 else ''} "
+                f"`batch_size` {self.batch_size} cannot be shared by {world} process{'es' if world > 1 else ''} "
                 f"x {self.accumulate} accumulated parts; give a multiple of {world * self.accumulate}."
             )
         return self.batch_size // (world * self.accumulate)

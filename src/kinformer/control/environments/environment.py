@@ -95,7 +95,7 @@ class Environment:
 
     def render(self) -> np.ndarray:
         """A picture of the first row, [height, width, 3] uint8."""
-        raise KinformerError(f"{self.name}: has no picture of itself; leave --render out.")
+        raise KinformerError(f"{self.name}: has no picture of itself; leave `render` out.")
 
     def close(self) -> None:
         """Let go of what the environment holds."""
@@ -121,4 +121,4 @@ class Environment:
 def require_length(name: str, length: int) -> None:
     """Refuse an environment without a step between its beginning and its end."""
     if length < 1:
-        raise KinformerError(f"--env {name}:{length}: is {length} steps long, but must be 1 or more.")
+        raise KinformerError(f"`env` {name}:{length}: is {length} steps long, but must be 1 or more.")

@@ -81,7 +81,7 @@ def _make(name: str, render_mode: str | None) -> Any:
         import gymnasium
     except ImportError:
         raise KinformerError(
-            f"--env {name}: is an environment of gymnasium, which is not installed; pip install 'kinformer[rl]' gets "
+            f"`env` {name}: is an environment of gymnasium, which is not installed; pip install 'kinformer[rl]' gets "
             f"it."
         ) from None
     package = PACKAGES.get(name.partition("-")[0].partition("/")[0])
@@ -89,13 +89,13 @@ def _make(name: str, render_mode: str | None) -> Any:
         if package is not None:
             import_module(package)
     except ImportError:
-        raise KinformerError(f"--env {name}: is an environment of {package}; pip install {package} gets it.") from None
+        raise KinformerError(f"`env` {name}: is an environment of {package}; pip install {package} gets it.") from None
     try:
         return gymnasium.make(name, render_mode=render_mode)
     except gymnasium.error.Error as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise KinformerError(
-            f"--env {name}: gymnasium cannot make it ({reason}); check its name and version, or install the package "
+            f"`env` {name}: gymnasium cannot make it ({reason}); check its name and version, or install the package "
             f"that brings it."
         ) from None
 
@@ -117,7 +117,7 @@ def _observed(space: Any, name: str) -> _Seen:
             size = sum(part.size for part in parts.values())
             return _Seen(size, lambda seen: np.concatenate([part.read(seen[key]) for key, part in parts.items()]))
     raise KinformerError(
-        f"--env {name}: observations are of the kind {kind}, but must be a Box, Discrete or a Dict of such."
+        f"`env` {name}: observations are of the kind {kind}, but must be a Box, Discrete or a Dict of such."
     )
 
 
@@ -128,5 +128,5 @@ def _actions(space: Any, name: str) -> Discrete | Box:
     if kind == "Box" and np.isfinite(space.low).all() and np.isfinite(space.high).all():
         return Box(tuple(map(float, space.low.reshape(-1))), tuple(map(float, space.high.reshape(-1))))
     raise KinformerError(
-        f"--env {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
+        f"`env` {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
     )

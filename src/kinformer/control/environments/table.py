@@ -27,7 +27,7 @@ def make(name: str, count: int = 1, render: bool = False) -> Environment:
     if not colon:
         return BUILTIN[setting](count)
     if setting != TMaze.name or not length.isdecimal():
-        raise KinformerError(f"--env {name}: only the T-maze has a length; write as in {TMaze.name}:30.")
+        raise KinformerError(f"`env` {name}: only the T-maze has a length; write as in {TMaze.name}:30.")
     environment = TMaze(count, int(length))
     environment.name = name
     return environment

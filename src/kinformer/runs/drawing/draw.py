@@ -20,7 +20,7 @@ from kinformer.runs.drawing.exits import coloured_text
 from kinformer.runs.drawing.image import looked_at
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.subject import find
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, spelled
 
 MOST_PANELS = 24
 
@@ -46,14 +46,16 @@ def draw(options: DrawOptions) -> Drawing:
     if options.exits and not options.spans:
         return _exits(options, out)
     if options.data is not None and not options.spans:
-        raise KinformerError(f"--data {options.data}: is for --exits; add --exits, or leave it out.")
+        raise KinformerError(f"`data` {options.data}: is for `exits`; add `exits`, or leave it out.")
     subject = find(options)
     panels = subject.panels()
     if not panels:
         raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
     shown = panels[:MOST_PANELS]
     draw_panels(shown, subject.title, out)
-    more = f" ({len(shown)} of {len(panels)}; choose with --layer and --head)" if len(panels) > len(shown) else ""
+    more = ""
+    if len(panels) > len(shown):
+        more = spelled(f" ({len(shown)} of {len(panels)}; choose with `layer` and `head`)")
     facts = {"drawn": len(shown), "panels": [_facts(panel) for panel in panels]}
     return _drawing(options, out, subject.kind, subject.title + more, list(_lines(shown)), facts)
 

@@ -13,7 +13,7 @@ from kinformer.evaluation.windows import Windows, cut
 from kinformer.figures.exits import ColouredText
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import Run, open_run
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.tasks.shared.text import held_out, main_windows
 
@@ -31,8 +31,8 @@ class _Reading:
 def coloured_text(options: DrawOptions) -> ColouredText:
     """The first ``options.length`` tokens of the text, and by which exits they were foretold."""
     others = ("pattern", "position", "layer", "head", "image_width")
-    if given := [flag_of(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"--exits draws a text, and knows no {', '.join(given)}; leave them out.")
+    if given := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`exits` draws a text, and knows no {', '.join(given)}; leave them out.")
     run = open_run(options.subject)
     if not run.task.data.tokenized:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
@@ -40,7 +40,7 @@ def coloured_text(options: DrawOptions) -> ColouredText:
     if early_exit_stack(model) is None:
         raise KinformerError(
             f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
-            "give a threshold by --set stack.rule.thresholds=[0.9]."
+            "give a threshold by `set` stack.rule.thresholds=[0.9]."
         )
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")

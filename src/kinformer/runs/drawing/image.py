@@ -20,7 +20,7 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, flag_of
+from kinformer.runtime.errors import KinformerError, marked
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.vision.predict import pictures, probabilities_of
 
@@ -39,12 +39,12 @@ class _Call:
 def looked_at(options: DrawOptions) -> ImageDrawing:
     """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
     others = ("pattern", "position", "spans", "exits", "data", "length", "layer", "head", "image_width")
-    if given := [flag_of(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"{', '.join(given)}: is not for --image, which draws what a run sees; leave it out.")
+    if given := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"{', '.join(given)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
     run = open_run(options.subject)
     if run.task.name != TASK:
-        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}; --image is for the task {TASK}.")
+        raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}; `image` is for the task {TASK}.")
     model, names = run.model(options.set), classes_of(run)
     picture = next(pictures(run, options.image, 1))
     calls: list[_Call] = []
@@ -69,7 +69,7 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
         panels = _rolled(found, shares, calls[0], model.config.input)
     else:
         raise KinformerError(
-            f"{run.folder}: --image draws attention between all patches, as in vit and deit, or windows, as in swin, "
+            f"{run.folder}: `image` draws attention between all patches, as in vit and deit, or windows, as in swin, "
             f"but {run.member} mixes otherwise; give a run of those."
         )
     title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"

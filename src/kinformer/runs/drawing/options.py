@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kinformer.runtime.errors import flag_of, require
+from kinformer.runtime.errors import require
 from kinformer.runtime.fields import Checked
 
 
@@ -29,11 +29,11 @@ class DrawOptions(Checked):
     """Of a run of the task vision: what it looks at in an image (a PNG or JPEG, or the first test image of data), by
     attention roll-out, or the windows of its stages."""
     data: str | None = None
-    """With --exits: the text, a path or stdlib; the test split of the run's own data if not given."""
+    """With `exits`: the text, a path or stdlib; the test split of the run's own data if not given."""
     recipe: str = "small"
     """Which of the member's recipes."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Change the recipe, or an option of the pattern or position, as in --set window=8; may be given again."""
+    """Change the recipe, or an option of the pattern or position, as in `set` window=8; may be given again."""
     length: int | None = None
     """Tokens in the picture; if not given, as many as it takes to see the structure."""
     layer: int | None = None
@@ -49,6 +49,6 @@ class DrawOptions(Checked):
 
     def __post_init__(self) -> None:
         for name in ("length", "layer", "head", "image_width"):
-            require(flag_of(name), getattr(self, name), 1)
-        require("--seed", self.seed, 0)
+            require(name, getattr(self, name), 1)
+        require("seed", self.seed, 0)
         super().__post_init__()

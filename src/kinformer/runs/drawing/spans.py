@@ -19,16 +19,16 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
     spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
     if any(isinstance(module, TokenSpan) for module in model.modules()):
         raise KinformerError(
-            f"--spans: the spans of {title} follow from its tokens, so that no table says them; draw a run whose heads "
+            f"`spans`: the spans of {title} follow from its tokens, so that no table says them; draw a run whose heads "
             "have spans of their own (span=soft_span)."
         )
     if not spans:
         raise KinformerError(
-            f"--spans: {title} learns no spans; train one that does, as adaptive-span or with "
-            "--set layers.*.mixer.span=soft_span."
+            f"`spans`: {title} learns no spans; train one that does, as adaptive-span or with "
+            "`set` layers.*.mixer.span=soft_span."
         )
     if len({len(heads) for heads in spans}) > 1:
-        raise KinformerError(f"--spans: the layers of {title} differ in heads, which is no table; draw another model.")
+        raise KinformerError(f"`spans`: the layers of {title} differ in heads, which is no table; draw another model.")
     return HeatPanel(
         place="",
         name="learnt span in tokens",

@@ -31,7 +31,7 @@ from kinformer.kernels.block_sparse import explain
 from kinformer.runs.drawing.options import DrawOptions
 from kinformer.runs.drawing.spans import span_panel
 from kinformer.runs.run import CONFIG, open_run
-from kinformer.runtime.errors import KinformerError, flag_of, nearest
+from kinformer.runtime.errors import KinformerError, marked, nearest
 from kinformer.runtime.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def find(options: DrawOptions) -> Subject:
     if options.spans:
         return _spans(options)
     if options.pattern and options.position:
-        raise KinformerError("--pattern and --position contradict; give one.")
+        raise KinformerError("`pattern` and `position` contradict; give one.")
     if name.lstrip().startswith("{"):
         return _expression(options)
     named = not (options.pattern or options.position)
@@ -101,8 +101,8 @@ def find(options: DrawOptions) -> Subject:
 
 def _spans(options: DrawOptions) -> Subject:
     others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "data")
-    if given := [flag_of(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"--spans draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
+    if given := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
     run = open_run(options.subject)
     title = f"{run.folder.name} ({run.member}, trained)"
     return Subject(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
@@ -190,7 +190,7 @@ def _model(kind: str, title: str, config: ModelConfig, model: Any, options: Draw
     """Patterns and positions of a model's config; of a trained ``model`` its own positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
-        raise KinformerError(f"--layer {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
+        raise KinformerError(f"`layer` {options.layer}: {title} has {depth} layers; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
     _add(subject, _Side(config, config.dim, model), "")
     if (encoder := getattr(config, "encoder", None)) is not None:
@@ -262,7 +262,7 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     count = groups[0][0].num_heads if not groups[0][2] else sum(len(heads) for _, _, heads in groups)
     if options.head is not None and groups[0][2]:
         if options.head > (count or 0):
-            raise KinformerError(f"--head {options.head}: the pattern is for {count} heads; give 1 to {count}.")
+            raise KinformerError(f"`head` {options.head}: the pattern is for {count} heads; give 1 to {count}.")
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
     named = [(pattern, name, [_place(placed), numbered("head", heads)]) for pattern, name, heads in groups]

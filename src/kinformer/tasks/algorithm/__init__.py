@@ -39,7 +39,7 @@ class AlgorithmOptions:
         least, dash, most = self.digits.partition("-")
         fine = least.isdecimal() and (most.isdecimal() if dash else not most)
         if not fine or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"--digits {self.digits}: is no range of numbers from 1; write as in 1-20.")
+            raise KinformerError(f"`digits` {self.digits}: is no range of numbers from 1; write as in 1-20.")
 
     @property
     def data(self) -> AlgorithmData:
@@ -60,14 +60,14 @@ class AlgorithmEvaluationOptions:
     """How many problems of each number of digits are measured."""
 
     def __post_init__(self) -> None:
-        require("--problems", self.problems, 1)
+        require("problems", self.problems, 1)
         if self.at_digits is not None:
             lengths_of(self.at_digits)
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
     """``"10,20"`` as distinct numbers of digits, in order."""
-    return whole_numbers("--at-digits", text, "digits", "10,20,40")
+    return whole_numbers("`at_digits`", text, "digits", "10,20,40")
 
 
 def _answers(model: Any) -> Any:
@@ -124,7 +124,7 @@ class Algorithm(Task):
     ) -> Evaluation:
         from kinformer.tasks.algorithm.evaluate import evaluate
 
-        measuring.refuse_data("an algorithm makes its own problems; give --problems and --at-digits.")
+        measuring.refuse_data("an algorithm makes its own problems; give `problems` and `at_digits`.")
         at = None if own.at_digits is None else lengths_of(own.at_digits)
         return evaluate(subject, measuring, at, own.problems, quiet)
 

@@ -39,7 +39,7 @@ def evaluate(
     or over all where none is."""
     begun = time.perf_counter()
     data: AlgorithmData = subject.run.options.data
-    split = choose(measuring.split, SPLITS, "--split")
+    split = choose(measuring.split, SPLITS, "`split`")
     lengths = _lengths(subject.model, data, at_digits)
     groups = by_group(lengths, lambda digits: _measured(subject.model, data, split, digits, rows, measuring), quiet)
     main = [group for group in groups if group["trained"]] or groups
@@ -100,7 +100,7 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
         for digits in at_digits:
             if limit is not None and data.width(digits) > limit:
                 raise KinformerError(
-                    f"--at-digits {digits}: takes rows of {data.width(digits)} tokens, but this model's positions end "
+                    f"`at_digits` {digits}: takes rows of {data.width(digits)} tokens, but this model's positions end "
                     f"at {limit}; give fewer digits."
                 )
         return list(at_digits)
@@ -140,7 +140,7 @@ def _measured(
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
     if options.samples != 1:
-        raise KinformerError(f"--samples {options.samples}: a problem has one answer, the most probable; leave it out.")
+        raise KinformerError(f"`samples` {options.samples}: a problem has one answer, the most probable; leave it out.")
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
     if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
         raise KinformerError(

@@ -39,9 +39,9 @@ class Classify(Task):
     )
     models = Models(protocols=(WholeModel,), inputs=("tokens",))
     data = DataNeeds(
-        missing="the task needs labelled examples; give --data FOLDER, FILE.tsv or FILE.jsonl.",
+        missing="the task needs labelled examples; give `data` FOLDER, FILE.tsv or FILE.jsonl.",
         tokenized=True,
-        refused={"train_tokenizer": "is for text without labels, not for classify; give --tokenizer."},
+        refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
     )
     generation = Generation(refusal=READS_WHOLE_TEXTS)
     metrics = (ACCURACY, BITS_PER_LABEL)
@@ -81,7 +81,7 @@ class Classify(Task):
         from kinformer.tasks.classify.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for examples; leave it out.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for examples; leave it out.")
         return evaluate(self, subject, measuring, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:

@@ -94,5 +94,5 @@ def _examples(task: Any, subject: LoadedRun, measuring: EvaluationSettings) -> t
     source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)
     found = task.open(source, run.options)
     same = note_other_data(run, found, measuring.data is not None)
-    part = found.splits[choose(measuring.split, found.splits, "--split")]
+    part = found.splits[choose(measuring.split, found.splits, "`split`")]
     return found, same, replace(part, labels=numbers_of(run, found.name, found.classes)[part.labels])

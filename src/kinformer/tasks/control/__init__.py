@@ -37,7 +37,7 @@ class Control(Task):
     name = NAME
     title = "control"
     description = (
-        "Acts in an environment (--env: t-maze, poc-memory, masked-cartpole, or gymnasium's) and learns from its "
+        "Acts in an environment (`env`: t-maze, poc-memory, masked-cartpole, or gymnasium's) and learns from its "
         "rewards by proximal policy optimisation, with the model's state carried from step to step. Measured by the "
         "mean return of new episodes, beside random actions."
     )
@@ -46,7 +46,7 @@ class Control(Task):
         default=NAME,
         refused=dict.fromkeys(
             ("data", "holdout", "tokenizer", "train_tokenizer"),
-            "control learns from what it does in --env; leave it out.",
+            "control learns from what it does in `env`; leave it out.",
         )
         | {"devices": "control acts in one process; leave it out."},
     )
@@ -94,7 +94,7 @@ class Control(Task):
     ) -> Evaluation:
         from kinformer.tasks.control.evaluate import evaluate
 
-        measuring.refuse_data("control acts in new episodes; leave it out, or give --env and --episodes.")
+        measuring.refuse_data("control acts in new episodes; leave it out, or give `env` and `episodes`.")
         return evaluate(subject, measuring, own, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -77,24 +77,24 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
     config, data, settings = plan.config, plan.data, plan.settings
     if data.options.environments % settings.batch_size:
         raise KinformerError(
-            f"--environments {data.options.environments}: is no multiple of --batch-size {settings.batch_size}, the "
+            f"`environments` {data.options.environments}: is no multiple of `batch_size` {settings.batch_size}, the "
             "rows that an update learns from; change one of them."
         )
     wanted = {"input": INPUT, "head": HEAD}
     for slot, kind in wanted.items():
         if getattr(config, slot).kind != kind:
-            raise KinformerError(f"--set {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
+            raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
     policy = config.head.policy
     found = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
     if found != (data.observation_dim, data.actions.dim):
         raise KinformerError(
-            f"--set: the model has {found[0]} observations and {found[1]} actions, but {data.env} has "
+            f"`set`: the model has {found[0]} observations and {found[1]} actions, but {data.env} has "
             f"{data.observation_dim} and {data.actions.dim}; leave it out."
         )
     if longest is not None and longest <= data.most_steps:
         raise KinformerError(
-            f"--env {data.env}: episodes have up to {data.most_steps} steps, but this model's positions end at "
-            f"{longest}; give --set position.max_length={data.most_steps + 1}, or a member whose positions do not end."
+            f"`env` {data.env}: episodes have up to {data.most_steps} steps, but this model's positions end at "
+            f"{longest}; give `set` position.max_length={data.most_steps + 1}, or a member whose positions do not end."
         )
 
 
@@ -106,6 +106,6 @@ def check_environment(environment: Environment, config: Any, place: str) -> None
     if known != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
         kind = "discrete" if discrete else "continuous"
         raise KinformerError(
-            f"--env {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "
+            f"`env` {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "
             f"{kind} actions, unlike the environment that {place} was trained in; give one like that."
         )

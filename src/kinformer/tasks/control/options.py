@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.control.options import Episodes, Rendering
-from kinformer.runtime.errors import KinformerError, flag_of, require
+from kinformer.runtime.errors import KinformerError, marked, require
 
 DEFAULT_ENV = "t-maze"
 
@@ -17,9 +17,9 @@ class ControlOptions:
     env: str | None = None
     """The environment to act in."""
     environments: int = 64
-    """Copies of the environment that are acted in side by side, --length steps of each in every rollout."""
+    """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
     ppo_epochs: int = 4
-    """How often each rollout is learnt from, --batch-size rows at a time."""
+    """How often each rollout is learnt from, `batch_size` rows at a time."""
     discount: float = 0.99
     """What a reward is worth a step later."""
     gae_lambda: float = 0.95
@@ -37,12 +37,12 @@ class ControlOptions:
 
     def __post_init__(self) -> None:
         for name in ("environments", "ppo_epochs"):
-            require(flag_of(name), getattr(self, name), 1)
+            require(name, getattr(self, name), 1)
         for name in ("kl_stop", "entropy_weight", "value_weight"):
-            require(flag_of(name), getattr(self, name), 0)
+            require(name, getattr(self, name), 0)
         for name in ("discount", "gae_lambda", "clip_ratio"):
             if not 0 <= getattr(self, name) <= 1:
-                raise KinformerError(f"{flag_of(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
+                raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True)

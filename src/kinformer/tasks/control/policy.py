@@ -18,7 +18,7 @@ class ControlAgent(Agent):
         super().__init__(model, drawing, context)
         if context is not None and model.max_length is not None and context > model.max_length:
             raise KinformerError(
-                f"--context-steps {context}: this model's positions end at {model.max_length}; give fewer steps."
+                f"`context_steps` {context}: this model's positions end at {model.max_length}; give fewer steps."
             )
 
     def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ class ControlRows(DataModule):
 
     def batch(self, step: int, rank: int, world: int) -> Rollout:
         if world > 1:
-            raise KinformerError(f"--devices {world}: control acts in one process; leave it out.")
+            raise KinformerError(f"`devices` {world}: control acts in one process; leave it out.")
         stopped = 0 < self.options.kl_stop < self.moved
         if self.rollout is None or stopped or self.used == self.options.ppo_epochs * self.parts:
             self.rollout, self.used, self.moved = self.actor.rollout(self.model), 0, 0.0

@@ -185,7 +185,7 @@ class Actor:
         if not bool(said.isfinite().all()):
             raise KinformerError(
                 "training diverged: what the model says of actions are no finite numbers; start again with a lower "
-                "--lr, a longer --warmup or a smaller --clip."
+                "`lr`, a longer `warmup` or a smaller `clip`."
             )
         return said[:, 0].float(), state
 

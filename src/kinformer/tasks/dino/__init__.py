@@ -36,8 +36,8 @@ class Dino(Task):
     title = "self-distillation of images"
     description = (
         "An encoder of images learns without labels (DINO): a student that sees a small view of an image says what a "
-        "teacher, the running mean of its weights, says of a large one. Of a pyramid (hipt) --level says which of its "
-        "encoders learns; the next, and the task vision, begin with the run by --init. evaluate looks, where images "
+        "teacher, the running mean of its weights, says of a large one. Of a pyramid (hipt) `level` says which of its "
+        "encoders learns; the next, and the task vision, begin with the run by `init`. evaluate looks, where images "
         "have labels, for the class of the nearest training images."
     )
     models = Models(protocols=(WholeModel,), inputs=INPUTS)
@@ -47,7 +47,7 @@ class Dino(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
-    generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with --init.")
+    generation = Generation(refusal="it tells no classes yet; train it on for the task vision, with `init`.")
     metrics = (ACCURACY,)
     objectives = {"self-distillation": _objective}
     Options = DinoOptions
@@ -104,7 +104,7 @@ class Dino(Task):
         from kinformer.tasks.dino.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, measuring, own, quiet)
 
 

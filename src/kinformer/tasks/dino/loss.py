@@ -140,6 +140,6 @@ def check_level(level: Any) -> None:
     pooling = getattr(level.head, "pooling", None)
     if pooling is None or pooling == "gated":
         raise KinformerError(
-            f"--set head={level.config.head.kind}: views are compared by one vector each, that of the first token, the "
-            "mean or the maximum; give --set head=pooled, or another member."
+            f"`set` head={level.config.head.kind}: views are compared by one vector each, that of the first token, the "
+            "mean or the maximum; give `set` head=pooled, or another member."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kinformer.runtime.errors import KinformerError, flag_of, require, require_above
+from kinformer.runtime.errors import KinformerError, require, require_above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class DinoOptions:
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
     level: int = 1
     """Which encoder of a pyramid (hipt) learns, counted from below; those under it are frozen, so begin the second with
-    --init, the run of the first."""
+    `init`, the run of the first."""
     prototypes: int = 1024
     """Over how many classes of its own the model spreads its views (65536 in the paper)."""
     local_views: int = 8
@@ -33,12 +33,12 @@ class DinoOptions:
 
     def __post_init__(self) -> None:
         for name, least in (("resize", 1), ("level", 1), ("prototypes", 2), ("local_views", 0)):
-            require(flag_of(name), getattr(self, name), least)
+            require(name, getattr(self, name), least)
         if not 0.05 <= self.area <= 1:
-            raise KinformerError(f"--area is {self.area:g} but must lie between 0.05 and 1.")
+            raise KinformerError(f"`area` is {self.area:g} but must lie between 0.05 and 1.")
         if not 0 <= self.teacher_momentum <= 1:
-            raise KinformerError(f"--teacher-momentum is {self.teacher_momentum:g} but must lie between 0 and 1.")
-        require_above("--teacher-temperature", self.teacher_temperature, 0)
+            raise KinformerError(f"`teacher_momentum` is {self.teacher_momentum:g} but must lie between 0 and 1.")
+        require_above("teacher_temperature", self.teacher_temperature, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,5 +51,5 @@ class DinoEvaluationOptions:
     """Measure on the first N images only."""
 
     def __post_init__(self) -> None:
-        require("--nearest", self.nearest, 1)
-        require("--images", self.images, 1)
+        require("nearest", self.nearest, 1)
+        require("images", self.images, 1)

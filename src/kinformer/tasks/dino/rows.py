@@ -117,6 +117,6 @@ def level_config(config: Any, level: int) -> Any:
     if level > len(found):
         levels = "one level" if len(found) == 1 else f"{len(found)} levels"
         raise KinformerError(
-            f"--level {level}: this model has {levels} that can learn without labels; give one of them."
+            f"`level` {level}: this model has {levels} that can learn without labels; give one of them."
         )
     return found[level - 1]

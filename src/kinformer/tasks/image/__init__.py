@@ -34,7 +34,7 @@ class ImageOptions:
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
 
     def __post_init__(self) -> None:
-        require("--resize", self.resize, 1)
+        require("resize", self.resize, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ImageEvaluationOptions:
     """Leave the first value of every image unscored, as the Linear Transformer's code does."""
 
     def __post_init__(self) -> None:
-        require("--images", self.images, 1)
+        require("images", self.images, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +55,19 @@ class ImageGenerationOptions:
     """Of images."""
 
     out: str | None = None
-    """The PNG to write, a grid of --samples images (samples.png in the run folder)."""
+    """The PNG to write, a grid of `samples` images (samples.png in the run folder)."""
     complete: str | None = None
-    """Complete images: a PNG or JPEG, or data as --data takes it, of which the first test images are taken."""
+    """Complete images: a PNG or JPEG, or data as `data` takes it, of which the first test images are taken."""
     rows: int | None = None
-    """With --complete: how many rows from the top are kept (half of them)."""
+    """With `complete`: how many rows from the top are kept (half of them)."""
     occluded: int = 8
-    """With --complete: how many images of the data are completed; each of them --samples times."""
+    """With `complete`: how many images of the data are completed; each of them `samples` times."""
 
     def __post_init__(self) -> None:
-        require("--rows", self.rows, 0)
-        require("--occluded", self.occluded, 1)
+        require("rows", self.rows, 0)
+        require("occluded", self.occluded, 1)
         if self.rows is not None and self.complete is None:
-            raise KinformerError(f"--rows {self.rows}: says what is kept of an image; give --complete FILE too.")
+            raise KinformerError(f"`rows` {self.rows}: says what is kept of an image; give `complete` FILE too.")
 
 
 def _pixels(model: Any) -> Any:
@@ -84,7 +84,7 @@ class Image(Task):
     description = (
         "Learns to draw images value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten digits). "
         "Measured in bits per dimension, every value scored, beside a histogram of every place and the neighbours that "
-        "are known; generate writes a PNG, --complete the rest of occluded images."
+        "are known; generate writes a PNG, `complete` the rest of occluded images."
     )
     models = Models(protocols=(CausalModel,), inputs=(INPUT,), from_tokens=True)
     data = DataNeeds(
@@ -118,7 +118,7 @@ class Image(Task):
         raster = getattr(config.input, "raster", None)
         if raster is None:
             raise KinformerError(
-                f"--set input={config.input.kind}: the task image needs the input pixels; leave it out, or choose "
+                f"`set` input={config.input.kind}: the task image needs the input pixels; leave it out, or choose "
                 "another task."
             )
         return raster.size
@@ -139,7 +139,7 @@ class Image(Task):
         from kinformer.tasks.image.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, measuring, own, quiet)
 
     def check_generation(self, run: TrainedRun) -> None:

@@ -29,7 +29,7 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
     input: Any = run.config.input
     if found.shape != (shape := (input.height, input.width, input.channels)):
         raise KinformerError(
-            f"--data {spec}: has images of {' x '.join(map(str, found.shape))}, but this model draws "
+            f"`data` {spec}: has images of {' x '.join(map(str, found.shape))}, but this model draws "
             f"{' x '.join(map(str, shape))}; give images of that shape."
         )
     return found
@@ -40,7 +40,7 @@ def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet:
     run, model = subject.run, subject.model
     begun = time.perf_counter()
     data = data_of(run, measuring.data)
-    split = data.splits[choose(measuring.split, data.splits, "--split")]
+    split = data.splits[choose(measuring.split, data.splits, "`split`")]
     same = note_other_data(run, data, measuring.data is not None)
     pixels = split.pixels[: own.images]
     sequences = Sequences(run.config.input)

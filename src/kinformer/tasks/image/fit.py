@@ -59,7 +59,7 @@ def check_image(config: Any, data: ImageData, model: nn.Module) -> None:
     shape = (input.height, input.width, input.channels)
     if shape != data.shape:
         raise KinformerError(
-            f"--set input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
+            f"`set` input: is for images of {' x '.join(map(str, shape))}, but {data.name} has "
             f"{' x '.join(map(str, data.shape))}; leave the sizes out, they follow the data."
         )
     for module in model.modules():

@@ -45,7 +45,7 @@ def draw(subject: LoadedRun, options: Any, own: Any) -> Drawn:
     run, model, _, _ = subject
     out = Path(own.out) if own.out is not None else run.folder / "samples.png"
     if out.suffix.lower() != ".png":
-        raise KinformerError(f"--out {out}: is no name of a PNG; end it with .png.")
+        raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
     _check(model, options)
     sequences = Sequences(run.config.input)
     kept, whole = _occluded(subject, sequences, own)
@@ -91,15 +91,15 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
 
 def _check(model: Any, options: Any) -> None:
     if options.stop:
-        raise KinformerError(f"--stop {options.stop[0]}: is for text; an image ends with its last pixel.")
+        raise KinformerError(f"`stop` {options.stop[0]}: is for text; an image ends with its last pixel.")
     if options.max_new_tokens is not None:
-        raise KinformerError(f"--max-new-tokens {options.max_new_tokens}: an image has a size; leave it out.")
+        raise KinformerError(f"`max_new_tokens` {options.max_new_tokens}: an image has a size; leave it out.")
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p"):
             if (value := getattr(options, name)) is not None:
                 raise KinformerError(
-                    f"--{name.replace('_', '-')} {value}: is for heads that give every value a probability; leave it "
-                    "out, or give --temperature."
+                    f"`{name}` {value}: is for heads that give every value a probability; leave it "
+                    "out, or give `temperature`."
                 )
 
 
@@ -110,11 +110,11 @@ def _occluded(subject: LoadedRun, sequences: Sequences, own: Any) -> tuple[Tenso
     input: Any = subject.run.config.input
     rows = input.height // 2 if own.rows is None else own.rows
     if rows >= input.height:
-        raise KinformerError(f"--rows {rows}: nothing is left to complete of {input.height} rows; keep fewer.")
+        raise KinformerError(f"`rows` {rows}: nothing is left to complete of {input.height} rows; keep fewer.")
     kept = sequences.prefix(rows)
     if kept is None:
         raise KinformerError(
-            f"--rows {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
+            f"`rows` {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
         )
     if Path(own.complete).suffix.lower() in SUFFIXES:
         whole = _picture(Path(own.complete).expanduser(), (input.height, input.width, input.channels))[None]
@@ -128,7 +128,7 @@ def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     head = read_head(path)
     if (head.height, head.width) != shape[:2]:
         raise KinformerError(
-            f"--complete {path}: has {head.width} x {head.height} pixels, but this model draws {shape[1]} x "
+            f"`complete` {path}: has {head.width} x {head.height} pixels, but this model draws {shape[1]} x "
             f"{shape[0]}; scale the picture first."
         )
     return decode(path, shape)

@@ -29,10 +29,10 @@ class ListOpsOptions:
 
     def __post_init__(self) -> None:
         if self.examples < 8:
-            raise KinformerError(f"--examples {self.examples}: ListOps needs 8 or more.")
+            raise KinformerError(f"`examples` {self.examples}: ListOps needs 8 or more.")
         least, dash, most = self.example_tokens.partition("-")
         if not (dash and least.isdecimal() and most.isdecimal()):
-            raise KinformerError(f"--example-tokens {self.example_tokens}: is no range; write as in 500-2000.")
+            raise KinformerError(f"`example_tokens` {self.example_tokens}: is no range; write as in 500-2000.")
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class ListOps(Classify):
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         if data is not None:
-            raise KinformerError(f"--data {data}: ListOps brings its own data; leave it out.")
+            raise KinformerError(f"`data` {data}: ListOps brings its own data; leave it out.")
         return NAME
 
 

@@ -102,7 +102,7 @@ def masking_of(config: Any, tokenizer: Tokenizer | None, options: MlmOptions) ->
     mask = mask_token_of(config)
     if mask is None:
         raise KinformerError(
-            "this model has no token that stands for a mask; give one, as in --set input.mask_token=103."
+            "this model has no token that stands for a mask; give one, as in `set` input.mask_token=103."
         )
     assert tokenizer is not None
     special = {token for token in (mask, *ends_of(config)) if token is not None}

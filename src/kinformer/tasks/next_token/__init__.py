@@ -111,13 +111,13 @@ def _check_endless(model: Any) -> None:
     """A state that is carried through the whole corpus must not grow with it."""
     if model.max_length is not None:
         raise KinformerError(
-            f"--segments: the state goes on without end, but this model's positions end at {model.max_length}; choose "
-            "another member, or another position such as --set position=sinusoidal."
+            f"`segments`: the state goes on without end, but this model's positions end at {model.max_length}; choose "
+            "another member, or another position such as `set` position=sinusoidal."
         )
     if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
         raise KinformerError(
-            "--segments: the state goes on without end, but this model's grows with every token; choose another "
-            'member, or bound it, as --set \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+            "`segments`: the state goes on without end, but this model's grows with every token; choose another "
+            'member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
         )
 
 

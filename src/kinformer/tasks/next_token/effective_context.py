@@ -59,7 +59,7 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
         return sorted({length.tokens(first) for length in lengths})
     trained = trained_at(first)
     if trained is None:
-        raise KinformerError(f"{first.folder}: does not say its training length; give --lengths 64,128,192,256.")
+        raise KinformerError(f"{first.folder}: does not say its training length; give `lengths` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
@@ -69,7 +69,7 @@ def _same_data(runs: Sequence[TrainedRun], measuring: EvaluationSettings) -> Hel
     for other in runs[1:]:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise KinformerError(
-                f"--recl compares losses token by token, but {other.folder} and {first.folder} have different "
+                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
                 "tokenizers; measure them separately."
             )
     return held_out(first, measuring)

@@ -59,7 +59,7 @@ def evaluate(
 
         check(Path(own.plot))
         if own.lengths is None and not own.recl:
-            raise KinformerError(f"--plot {own.plot}: draws what --lengths measures; give --lengths 1x,2x,4x too.")
+            raise KinformerError(f"`plot` {own.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too.")
     lengths = parse_lengths(own.lengths)
     if own.recl:
         from kinformer.tasks.next_token.effective_context import contexts_of, evaluate_recl

@@ -39,7 +39,7 @@ class ExitLosses:
         if not (units_of(model) and getattr(model, "stack").exits):  # noqa: B009
             raise KinformerError(
                 "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
-                "train calm or depth-adaptive, add --set stack=exits, or leave --objective out."
+                "train calm or depth-adaptive, add `set` stack=exits, or leave `objective` out."
             )
         return cls()
 

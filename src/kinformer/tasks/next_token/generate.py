@@ -58,7 +58,7 @@ def continue_text(
     tokenizer = subject.run.tokenizer
     tokens = tokenizer.encode(prompt)
     if not len(tokens):
-        raise KinformerError("the prompt is empty; give at least one character with --prompt or --prompt-file.")
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     session, new = _session(subject.model, options, len(tokens))
     writers = [_Writer(tokenizer, options.stop, None) for _ in range(options.samples)]
     tell_untrained(subject.run, len(tokens) + new - 1)

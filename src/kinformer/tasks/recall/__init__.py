@@ -31,7 +31,7 @@ class RecallOptions:
     """Of recall."""
 
     pairs: str = "4,8,16"
-    """How many keys and values a row of --length tokens has: one of these numbers, drawn for every row."""
+    """How many keys and values a row of `length` tokens has: one of these numbers, drawn for every row."""
     symbols: int = 256
     """How many tokens there are; keys are of the lower half, values of the upper."""
     gap_power: float = 0.01
@@ -40,9 +40,9 @@ class RecallOptions:
     """Zeros stand between queries, instead of random tokens."""
 
     def __post_init__(self) -> None:
-        numbers("--pairs", self.pairs)
-        require("--symbols", self.symbols, 4)
-        require_above("--gap-power", self.gap_power, 0)
+        numbers("`pairs`", self.pairs)
+        require("symbols", self.symbols, 4)
+        require_above("gap_power", self.gap_power, 0)
 
     @property
     def data(self) -> Recall:
@@ -50,7 +50,7 @@ class RecallOptions:
         from kinformer.data.mqar import Recall
 
         return Recall(
-            pairs=numbers("--pairs", self.pairs),
+            pairs=numbers("`pairs`", self.pairs),
             symbols=self.symbols,
             gap_power=self.gap_power,
             random_fillers=not self.zero_fillers,
@@ -67,9 +67,9 @@ class RecallEvaluationOptions:
     """How many rows of each number of pairs are measured."""
 
     def __post_init__(self) -> None:
-        require("--rows", self.rows, 1)
+        require("rows", self.rows, 1)
         if self.at_pairs is not None:
-            numbers("--at-pairs", self.at_pairs)
+            numbers("`at_pairs`", self.at_pairs)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -135,8 +135,8 @@ class RecallTask(Task):
     ) -> Evaluation:
         from kinformer.tasks.recall.evaluate import evaluate
 
-        measuring.refuse_data("recall makes its own rows; leave it out, or give --rows and --at-pairs.")
-        at = None if own.at_pairs is None else numbers("--at-pairs", own.at_pairs)
+        measuring.refuse_data("recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
+        at = None if own.at_pairs is None else numbers("`at_pairs`", own.at_pairs)
         return evaluate(subject, measuring, at, own.rows, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -28,7 +28,7 @@ def evaluate(
     """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
     run, begun = subject.run, time.perf_counter()
     data: Recall = run.options.data
-    split = choose(measuring.split, SPLITS, "--split")
+    split = choose(measuring.split, SPLITS, "`split`")
     pairs = at_pairs or data.pairs
 
     def measure(number: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _measured(
     data.check(length, (pairs,))
     if model.max_length is not None and length > model.max_length:
         raise KinformerError(
-            f"--at-pairs {pairs}: takes rows of {length} tokens, but this model's positions end at {model.max_length}; "
+            f"`at_pairs` {pairs}: takes rows of {length} tokens, but this model's positions end at {model.max_length}; "
             "give fewer pairs."
         )
     queries, right, nats, size = 0, 0, 0.0, max(1, measuring.chunk // length)
@@ -84,7 +84,7 @@ def _measured(
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a key."""
     if options.samples != 1:
-        raise KinformerError(f"--samples {options.samples}: a key has one answer, the most probable; leave it out.")
+        raise KinformerError(f"`samples` {options.samples}: a key has one answer, the most probable; leave it out.")
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     symbols = subject.model.vocab_size
     for word in words:

@@ -30,7 +30,7 @@ class Length:
         trained = trained_at(run)
         if trained is None:
             raise KinformerError(
-                f"--lengths {self.number}x: {run.folder} does not say its training length; give tokens."
+                f"`lengths` {self.number}x: {run.folder} does not say its training length; give tokens."
             )
         return self.number * trained
 
@@ -40,7 +40,7 @@ def parse_lengths(text: str | None) -> list[Length]:
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"-?\d+x?", part) for part in parts):
         raise KinformerError(
-            f"--lengths {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
+            f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2048, or as in 1x,4x,16x for "
             "multiples of the training length."
         )
     return [Length(int(part.removesuffix("x")), part.endswith("x")) for part in parts]
@@ -59,7 +59,7 @@ def tell_untrained(run: TrainedRun, tokens: int) -> None:
         return
     note(
         f"note: {run.folder}: positions beyond {trained}, its training length, were never trained, and up to {tokens} "
-        f"are asked for; expect worse predictions there, stay within {trained}, or train on longer rows (--length)."
+        f"are asked for; expect worse predictions there, stay within {trained}, or train on longer rows (`length`)."
     )
 
 

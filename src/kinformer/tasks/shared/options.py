@@ -14,7 +14,7 @@ class NextTokenOptions:
     """Of models of the next token."""
 
     segments: bool = False
-    """Train on consecutive segments of --length tokens: the state is carried from one to the next, gradients not."""
+    """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,31 +23,31 @@ class NextTokenEvaluationOptions(Checked):
 
     context: str | None = None
     """Measure in windows of N tokens, or with the state carried from end to end (N or "carried"). If not given, as it
-    was trained: carried after training with --segments, else in windows of the training length."""
+    was trained: carried after training with `segments`, else in windows of the training length."""
     overlap: float = 0.0
     """The share of each window that repeats the one before and is not scored again."""
     lengths: str | None = None
     """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
     for multiples of the training length. A length beyond a model's positions is left out."""
     plot: str | None = None
-    """Draw what --lengths, --recl or --datastore measured, as PNG or SVG by the ending of this name."""
+    """Draw what `lengths`, `recl` or `datastore` measured, as PNG or SVG by the ending of this name."""
     recl: bool = False
-    """Measure the relative effective context length of a group of runs instead; --lengths are the contexts tried."""
+    """Measure the relative effective context length of a group of runs instead; `lengths` are the contexts tried."""
     hardest: float = 0.1
-    """With --recl: the share of tokens that count, those that the shorter context explains least."""
+    """With `recl`: the share of tokens that count, those that the shorter context explains least."""
     positions: int = 512
-    """With --recl: how many tokens are predicted, evenly spread, each again at every context."""
+    """With `recl`: how many tokens are predicted, evenly spread, each again at every context."""
     holdout: float | None = None
     """Take the last share of the data for validation and test, instead of the run's."""
     baseline: bool = False
     """Also count 5-grams of the training split and measure their prediction."""
 
     def __post_init__(self) -> None:
-        require("--positions", self.positions, 1)
-        require_share("--overlap", self.overlap, zero=True)
-        require_share("--holdout", self.holdout)
+        require("positions", self.positions, 1)
+        require_share("overlap", self.overlap, zero=True)
+        require_share("holdout", self.holdout)
         if not 0 < self.hardest <= 1:
-            raise KinformerError(f"--hardest is {self.hardest:g} but must be above 0 and at most 1.")
+            raise KinformerError(f"`hardest` is {self.hardest:g} but must be above 0 and at most 1.")
         super().__post_init__()
 
 
@@ -62,7 +62,7 @@ class MlmOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_share < 1:
-            raise KinformerError(f"--mask-share is {self.mask_share:g} but must lie between 0 and 1.")
+            raise KinformerError(f"`mask_share` is {self.mask_share:g} but must lie between 0 and 1.")
 
 
 def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
     config = plan.config
     if vocab_size_of(config) < ids:
         raise KinformerError(
-            f"--set input.vocab_size={vocab_size_of(config)}: the tokenizer has {ids} tokens, and the model "
+            f"`set` input.vocab_size={vocab_size_of(config)}: the tokenizer has {ids} tokens, and the model "
             "needs as many; leave it out, or choose another tokenizer."
         )
     if isinstance(plan.tokenizer, FileTokenizer) and not special_apart:
@@ -53,7 +53,7 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
         if token is not None and token < ids:
             raise KinformerError(
                 f"{name} is {token}, but the data has {ids} ids of its own below that; begin with another run, or give "
-                f"--set input.{name}={ids} or higher, below vocab_size."
+                f"`set` input.{name}={ids} or higher, below vocab_size."
             )
 
 
@@ -63,14 +63,14 @@ def check_sequence(model: nn.Module) -> None:
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, Pattern) and pattern.domain != "sequence":
             raise KinformerError(
-                f"--data: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
-                'choose one for sequences, as --set \'layers.*.mixer.pattern={"kind": "local"}\' or another recipe.'
+                f"`data`: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
+                'choose one for sequences, as `set` \'layers.*.mixer.pattern={"kind": "local"}\' or another recipe.'
             )
 
 
 def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
     """Refuse data that is too short."""
-    corpus.splits["train"].require(rows * length + 1, f"training with --length {length}")
+    corpus.splits["train"].require(rows * length + 1, f"training with `length` {length}")
     corpus.splits["validation"].require(2, "validation")
 
 
@@ -92,7 +92,7 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
     """What names the data: as asked for, or as the run has it."""
     spec = data if data is not None else run.data.get("spec")
     if not isinstance(spec, str):
-        raise KinformerError(f"{run.folder}: does not say what data it was trained on; give --data PATH.")
+        raise KinformerError(f"{run.folder}: does not say what data it was trained on; give `data` PATH.")
     return spec
 
 
@@ -103,7 +103,7 @@ def held_out(run: TrainedRun, measuring: EvaluationSettings, holdout: float | No
     """
     holdout = run.data.get("holdout") if holdout is None else holdout
     corpus = open_corpus(spec_of(run, measuring.data), tokenizer=run.tokenizer, holdout=holdout)
-    part = corpus.splits[choose(measuring.split, corpus.splits, "--split")]
+    part = corpus.splits[choose(measuring.split, corpus.splits, "`split`")]
     same = note_other_data(run, corpus, measuring.data is not None)
     if measuring.max_bytes is not None:
         part = first_bytes(part, measuring.max_bytes, corpus.tokenizer)
@@ -149,21 +149,21 @@ def main_windows(run: TrainedRun, model: Any, reading: Reading, beside_lengths: 
     endless = streamable(model)
     if asked == CARRIED and not endless:
         raise KinformerError(
-            f"--context {CARRIED}: this model's state grows without bound, or its positions end; give --context N."
+            f"`context` {CARRIED}: this model's state grows without bound, or its positions end; give `context` N."
         )
     if asked == CARRIED or (asked is None and endless and getattr(run.options, "segments", False)):
         if reading.overlap and not beside_lengths:
             raise KinformerError(
-                f"--overlap {reading.overlap:g}: the state is carried here; give --context N or --lengths too."
+                f"`overlap` {reading.overlap:g}: the state is carried here; give `context` N or `lengths` too."
             )
         return None
     if asked is not None:
         if not asked.isdigit():
-            raise KinformerError(f"--context {asked}: is neither a number of tokens nor {CARRIED!r}.")
+            raise KinformerError(f"`context` {asked}: is neither a number of tokens nor {CARRIED!r}.")
         return Windows(context=int(asked), overlap=reading.overlap)
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
-        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give --context N.")
+        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
     most = length if model.max_length is None else min(length, model.max_length)
     return Windows(context=most, overlap=reading.overlap)
 
@@ -173,7 +173,7 @@ def check_positions(model: Any, windows: Windows | None) -> None:
     if windows is not None and model.max_length is not None and windows.context > model.max_length:
         raise KinformerError(
             f"a context of {windows.context} tokens is beyond this model's positions, which end at max_length = "
-            f"{model.max_length}; give --context and --lengths no larger."
+            f"{model.max_length}; give `context` and `lengths` no larger."
         )
 
 

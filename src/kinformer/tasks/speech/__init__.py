@@ -44,7 +44,7 @@ class SpeechOptions:
     """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
 
     def __post_init__(self) -> None:
-        require("--sample-rate", self.sample_rate, 1000)
+        require("sample_rate", self.sample_rate, 1000)
         _ = self.joined
 
     @property
@@ -54,7 +54,7 @@ class SpeechOptions:
             return None
         least, dash, most = self.join.partition("-")
         if not (least.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"--join {self.join}: is no range of clips; write as in 3-7.")
+            raise KinformerError(f"`join` {self.join}: is no range of clips; write as in 3-7.")
         return int(least), int(most or least)
 
     def reading(self, share: float | None) -> SoundOptions:
@@ -74,7 +74,7 @@ class SpeechEvaluationOptions:
     """Search the most probable transcript among so many prefixes; 1 follows the most probable path (greedy)."""
 
     def __post_init__(self) -> None:
-        require("--prefixes", self.prefixes, 1)
+        require("prefixes", self.prefixes, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class SpeechGenerationOptions:
     """Search the most probable transcript among so many prefixes, when all is heard; 1 writes at once (greedy)."""
 
     def __post_init__(self) -> None:
-        require("--prefixes", self.prefixes, 1)
+        require("prefixes", self.prefixes, 1)
 
 
 def _ctc(model: Any) -> Any:
@@ -128,7 +128,7 @@ class Speech(Task):
         from kinformer.data.sound import open_sound
 
         if source.spec == "stdlib":
-            raise KinformerError("--data stdlib: is text, not speech; give a folder of clips, or leave it out.")
+            raise KinformerError("`data` stdlib: is text, not speech; give a folder of clips, or leave it out.")
         return open_sound(source.spec, options.reading(source.holdout))
 
     def fit(self, config: Any, data: Sound | None) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Speech(Task):
         classes = plan.config.head.classes
         if classes != 1 + len(plan.data.symbols):
             raise KinformerError(
-                f"--set head.classes={classes}: the data has {len(plan.data.symbols)} symbols, and one class more is "
+                f"`set` head.classes={classes}: the data has {len(plan.data.symbols)} symbols, and one class more is "
                 "the blank; leave it out."
             )
         Filterbank(plan.data.rate, plan.config.input.mels)
@@ -167,7 +167,7 @@ class Speech(Task):
         from kinformer.tasks.speech.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for sound; leave it out.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for sound; leave it out.")
         return evaluate(self, subject, measuring, own.prefixes, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
@@ -175,7 +175,7 @@ class Speech(Task):
 
         if options.own.audio is None:
             raise KinformerError(
-                "there must be sound to write down; give --audio FILE, or --audio - for WAV as it comes."
+                "there must be sound to write down; give `audio` FILE, or `audio` - for WAV as it comes."
             )
         return transcribe(subject, options.own.audio, options.own.prefixes, write)
 

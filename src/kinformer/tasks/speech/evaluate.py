@@ -32,7 +32,7 @@ def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, prefi
     run, model = subject.run, subject.model
     data = _data(subject, measuring)
     same = note_other_data(run, data, measuring.data is not None)
-    rows = Rows(data, choose(measuring.split, data.splits, "--split"), model.config)
+    rows = Rows(data, choose(measuring.split, data.splits, "`split`"), model.config)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         heard, nats = _heard(model, rows, measuring.chunk, prefixes, progress)

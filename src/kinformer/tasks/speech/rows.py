@@ -75,7 +75,7 @@ class Rows:
         """Say how many utterances cannot be learnt from; refuse a split of which none can."""
         seconds = self.input.stride * self.bank.hop / self.data.rate
         for left, why in (
-            (self.long, f"are longer than --length {self.length} positions of {1000 * seconds:.0f} ms"),
+            (self.long, f"are longer than `length` {self.length} positions of {1000 * seconds:.0f} ms"),
             (self.short, f"are shorter than their transcripts at {1000 * seconds:.0f} ms a position"),
         ):
             if not left.any():
@@ -83,7 +83,7 @@ class Rows:
             first = self.utterances.name(int(np.flatnonzero(left)[0]))
             told = f"{self.data.name}: {int(left.sum()):,} of {len(left):,} utterances of the {split} split {why}"
             if not len(self.kept):
-                raise KinformerError(f"{told} (as {first}), and none is left; give a larger --length or other data.")
+                raise KinformerError(f"{told} (as {first}), and none is left; give a larger `length` or other data.")
             note(f"note: {told} and are left out (as {first}).")
 
     def batch(self, numbers: np.ndarray, counted: np.ndarray | None = None) -> SpeechBatch:

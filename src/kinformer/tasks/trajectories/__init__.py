@@ -44,7 +44,7 @@ class TrajectoryTask(Task):
     description = (
         "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such, "
         "minari:NAME, or random walks in key-to-door or shortest-path) which action followed a return to go and a "
-        "state. Measured by held-out actions, and in an environment (--env) by the returns for those that are asked "
+        "state. Measured by held-out actions, and in an environment (`env`) by the returns for those that are asked "
         "for, beside cloned behaviour and the best of the data."
     )
     models = Models(protocols=(CausalModel,))
@@ -95,7 +95,7 @@ class TrajectoryTask(Task):
         from kinformer.tasks.trajectories.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
         return evaluate(subject, measuring, own, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -55,7 +55,7 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> T
     found = found or open_trajectories(spec, holdout)
     env = options.env or (spec if made else None)
     if options.gaussian and found.discrete:
-        raise KinformerError(f"--gaussian: is for continuous actions, but those of {spec} are discrete; leave it out.")
+        raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:
         return TrajectoryData(found, None, _space_of(found), options)
     environment = make(env)
@@ -89,13 +89,13 @@ def check_environment(environment: Environment, state_dim: int, discrete: bool, 
     """Refuse an environment of other observations or another kind of actions than ``place`` has."""
     if environment.observation_dim != state_dim:
         raise KinformerError(
-            f"--env {environment.name}: has observations of {environment.observation_dim} numbers, but those of "
+            f"`env` {environment.name}: has observations of {environment.observation_dim} numbers, but those of "
             f"{place} have {state_dim}; give the environment that the data is of."
         )
     if isinstance(environment.actions, Discrete) != discrete:
         kinds = ("continuous", "discrete")
         raise KinformerError(
-            f"--env {environment.name}: has {kinds[not discrete]} actions, but those of {place} are {kinds[discrete]}; "
+            f"`env` {environment.name}: has {kinds[not discrete]} actions, but those of {place} are {kinds[discrete]}; "
             "give the environment that the data is of."
         )
 
@@ -157,23 +157,23 @@ def check_plan(plan: TrainingPlan) -> None:
     """Refuse rows without a whole step, and a model whose input or head is not of the data's sizes."""
     if plan.settings.length < PER_STEP:
         raise KinformerError(
-            f"--length {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
+            f"`length` {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
             f"give {PER_STEP} or more."
         )
     config, found = plan.config, plan.data.found
     if config.input.kind != INPUT:
         raise KinformerError(
-            f"--set input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
+            f"`set` input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
         )
     for name, want in (("state_dim", found.state_dim), ("action_dim", plan.data.actions.dim)):
         if getattr(config.input, name) != want:
             raise KinformerError(
-                f"--set input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."
+                f"`set` input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."
             )
     heads = {True: ("discrete_actions", "actions"), False: ("continuous_actions", "action_dim")}
     kind, size = heads[isinstance(plan.data.actions, Discrete)]
     if config.head.kind != kind or getattr(config.head, size) != plan.data.actions.dim:
         raise KinformerError(
-            f"--set head={config.head.kind}: the data's actions need the head {kind} with {size} = "
+            f"`set` head={config.head.kind}: the data's actions need the head {kind} with {size} = "
             f"{plan.data.actions.dim}; leave it out."
         )

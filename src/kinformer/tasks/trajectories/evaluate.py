@@ -15,7 +15,7 @@ from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remem
 from kinformer.control.environments.table import make
 from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
-from kinformer.runtime.errors import KinformerError, choose, require_finite
+from kinformer.runtime.errors import KinformerError, choose, require_finite, spelled
 from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.text import note_other_data
@@ -43,7 +43,7 @@ def evaluate(
     """A run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
     data, begun = data_of(run, measuring.data), time.perf_counter()
-    split = choose(measuring.split, SPLITS, "--split")
+    split = choose(measuring.split, SPLITS, "`split`")
     note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
     metrics = _held_out(model, data, split, measuring.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
@@ -54,8 +54,8 @@ def evaluate(
     facts: dict[str, Any] = {"env": env, **baselines}
     if env is None:
         if own.target is not None or own.picture is not None:
-            raise KinformerError(f"--target: {run.folder} names no environment; give --env NAME too.")
-        text.append("returns are measured in an environment: give --env NAME\n")
+            raise KinformerError(f"`target`: {run.folder} names no environment; give `env` NAME too.")
+        text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
         rows, clone = _acted(subject, data, env, own, measuring.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}

@@ -28,10 +28,10 @@ def play(
     data = data_of(run)
     env = own.env or data.env
     if env is None:
-        raise KinformerError(f"{run.folder}: names no environment to act in; give --env NAME.")
+        raise KinformerError(f"{run.folder}: names no environment to act in; give `env` NAME.")
     targets = (float(data.found.returns.max()),) if own.target is None else targets_of(own.target)
     if len(targets) > 1:
-        raise KinformerError(f"--target {own.target}: one episode is played for one return; give one.")
+        raise KinformerError(f"`target` {own.target}: one episode is played for one return; give one.")
     check_picture(own.render)
     environment = make(env, 1, render=own.render is not None)
     try:

@@ -34,9 +34,9 @@ class TrajectoryOptions:
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
     def __post_init__(self) -> None:
-        require("--trajectories", self.trajectories, 3)
-        require("--walk-seed", self.walk_seed, 0)
-        require("--return-weight", self.return_weight, 0)
+        require("trajectories", self.trajectories, 3)
+        require("walk_seed", self.walk_seed, 0)
+        require("return_weight", self.return_weight, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("--cloning-steps", self.cloning_steps, 0)
+        require("cloning_steps", self.cloning_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,5 +83,5 @@ def targets_of(text: str) -> tuple[float | None, ...]:
         except ValueError:
             found.append(float("nan"))
         if not isfinite(found[-1] or 0.0):
-            raise KinformerError(f"--target {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
+            raise KinformerError(f"`target` {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
     return tuple(found)

@@ -21,7 +21,7 @@ class TrajectoryAgent(Agent):
         self.context, self.width = context, model.input.width
         if model.max_length is not None and self.window is not None and self.window > model.max_length:
             raise KinformerError(
-                f"--context-steps {context}: takes {self.window} positions, but this model's end at "
+                f"`context_steps` {context}: takes {self.window} positions, but this model's end at "
                 f"{model.max_length}; give fewer steps."
             )
 
@@ -49,7 +49,7 @@ class TrajectoryAgent(Agent):
         if limit is not None and used > limit:
             raise KinformerError(
                 f"an episode takes more than {self.timestep} steps, but this model's positions end at {limit}, "
-                f"{PER_STEP} a step; give --context-steps {limit // PER_STEP}."
+                f"{PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
             )
 
     def _position(self, kind: int, timestep: int, values: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ class Translate(Task):
     data = DataNeeds(
         default="number-words",
         tokenized=True,
-        refused={"text_field": "is for running text; name the sides of JSON lines with --source and --target."},
+        refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
     )
     generation = Generation(prompt="lines")
     metrics = (BITS_PER_BYTE, BLEU, CHRF)
@@ -113,7 +113,7 @@ class Translate(Task):
         from kinformer.tasks.translate.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for running text; give --first N pairs.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for running text; give `first` N pairs.")
         check_ends(subject.run.config)
         return evaluate(self, subject, measuring, own, quiet)
 
@@ -134,7 +134,7 @@ def check_ends(config: Any) -> None:
         if getattr(config.input, name, None) is None:
             raise KinformerError(
                 f"the model has no {name}, with which a translation {'begins' if name[0] == 'b' else 'ends'}; give "
-                f"--set input.{name}=ID."
+                f"`set` input.{name}=ID."
             )
 
 

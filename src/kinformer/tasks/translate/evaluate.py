@@ -60,7 +60,7 @@ def evaluate(
         Source(spec_of(run, measuring.data), run.data.get("holdout"), run.tokenizer), run.options
     )
     same = note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
-    pairs = data.splits[choose(measuring.split, data.splits, "--split")]
+    pairs = data.splits[choose(measuring.split, data.splits, "`split`")]
     pairs = Pairs(pairs.source[: own.first], pairs.target[: own.first])
     scores([""], [""])  # before an hour's work
     begun = time.perf_counter()

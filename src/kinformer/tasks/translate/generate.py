@@ -76,7 +76,7 @@ def translate_lines(
     """
     if options.samples != 1:
         raise KinformerError(
-            f"--samples {options.samples}: a line has one translation, the most probable; leave it out."
+            f"`samples` {options.samples}: a line has one translation, the most probable; leave it out."
         )
     translator, result = Translator(subject, options.own), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()

@@ -24,7 +24,7 @@ class TranslateOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise KinformerError(f"--label-smoothing is {self.label_smoothing:g} but must be 0 or more and below 1.")
+            raise KinformerError(f"`label_smoothing` is {self.label_smoothing:g} but must be 0 or more and below 1.")
 
     @property
     def languages(self) -> Languages:
@@ -47,8 +47,8 @@ class Decoding:
 
     def __post_init__(self) -> None:
         for name in ("beam", "sentences"):
-            require(f"--{name}", getattr(self, name), 1)
-        require("--length-penalty", self.length_penalty, 0)
+            require(name, getattr(self, name), 1)
+        require("length_penalty", self.length_penalty, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,4 +60,4 @@ class TranslateEvaluationOptions(Decoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("--first", self.first, 1)
+        require("first", self.first, 1)

@@ -104,12 +104,12 @@ class TranslationPairs(DataModule):
         self.fitting = np.flatnonzero(widths <= settings.length)
         if not len(self.fitting):
             raise KinformerError(
-                f"--length {settings.length}: no pair of {data.name} is so short, the shortest has {widths.min()} "
+                f"`length` {settings.length}: no pair of {data.name} is so short, the shortest has {widths.min()} "
                 "tokens with its end; give more."
             )
         if left := len(widths) - len(self.fitting):
             note_once(
-                f"note: {left:,} of {len(widths):,} pairs are longer than --length {settings.length} and are left out."
+                f"note: {left:,} of {len(widths):,} pairs are longer than `length` {settings.length} and are left out."
             )
         self.tokens = settings.batch_size * settings.length
         self._batches: dict[int, TokenBatches] = {}

@@ -104,7 +104,7 @@ class Vision(Task):
         from kinformer.tasks.vision.evaluate import evaluate
 
         if measuring.max_bytes is not None:
-            raise KinformerError(f"--max-bytes {measuring.max_bytes}: is for text; give --images N instead.")
+            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
         return evaluate(subject, measuring, own, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:

@@ -115,7 +115,7 @@ def labelled_part(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[Im
     same = note_other_data(run, found, measuring.data is not None)
     if not found.classes:
         raise KinformerError(f"{found.name}: its images have no labels to measure by; give others.")
-    part = found.splits[choose(measuring.split, found.splits, "--split")]
+    part = found.splits[choose(measuring.split, found.splits, "`split`")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(
             f"{found.name}: its images have {part.shape[2]} channels, but {run.folder} reads "

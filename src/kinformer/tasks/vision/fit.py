@@ -96,7 +96,7 @@ def length_of(config: Any, shape: tuple[int, int, int]) -> int:
     """How many positions an image of ``shape`` (height, width, channels) becomes."""
     if config.input.kind not in (INPUT, TILES):
         raise KinformerError(
-            f"--set input={config.input.kind}: images need the input patches or tiles; leave it out, or choose "
+            f"`set` input={config.input.kind}: images need the input patches or tiles; leave it out, or choose "
             "another task."
         )
     return config.input.replace(size=shape[:2]).length
@@ -109,7 +109,7 @@ def check_images(plan: TrainingPlan, model: nn.Module) -> None:
     classes = getattr(config.head, "classes", None)
     if config.head.per_position or classes != len(data.classes):
         raise KinformerError(
-            f"--set head={config.head.kind}: does not tell the {len(data.classes)} classes of {data.name}; leave it "
+            f"`set` head={config.head.kind}: does not tell the {len(data.classes)} classes of {data.name}; leave it "
             "out."
         )
 

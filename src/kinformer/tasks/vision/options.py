@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, choose, flag_of, require
+from kinformer.runtime.errors import KinformerError, choose, marked, require
 
 AUGMENTATIONS = ("crop", "flip", "randaugment", "erasing", "mixup", "cutmix")
 NOTHING = "none"
@@ -30,38 +30,38 @@ class VisionOptions:
     """A run of this task on the same classes, whose predictions are learnt beside the labels (distillation); the member
     deit learns them by a token of their own."""
     distillation: Literal["hard", "soft"] = "hard"
-    """With --teacher: learn the class that it finds most probable, or its probabilities."""
+    """With `teacher`: learn the class that it finds most probable, or its probabilities."""
     distillation_weight: float = 0.5
-    """With --teacher: its share of the loss."""
+    """With `teacher`: its share of the loss."""
     distillation_temperature: float = 3.0
-    """With --distillation soft: what its and the student's logits are divided by."""
+    """With `distillation` soft: what its and the student's logits are divided by."""
 
     def __post_init__(self) -> None:
-        require("--resize", self.resize, 1)
+        require("resize", self.resize, 1)
         if self.teacher is not None:
             object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
         self._check_distillation()
         for name in self.augmentations:
-            choose(name, (*AUGMENTATIONS, NOTHING), "--augment")
+            choose(name, (*AUGMENTATIONS, NOTHING), "`augment`")
         if not 0 <= self.smoothing < 1:
-            raise KinformerError(f"--smoothing is {self.smoothing:g} but must be at least 0 and below 1.")
+            raise KinformerError(f"`smoothing` is {self.smoothing:g} but must be at least 0 and below 1.")
         if not 0 < self.label_share <= 1:
-            raise KinformerError(f"--label-share is {self.label_share:g} but must be above 0 and at most 1.")
+            raise KinformerError(f"`label_share` is {self.label_share:g} but must be above 0 and at most 1.")
 
     def _check_distillation(self) -> None:
         if not 0 <= self.distillation_weight <= 1:
-            raise KinformerError(f"--distillation-weight is {self.distillation_weight:g} but must lie between 0 and 1.")
+            raise KinformerError(f"`distillation_weight` is {self.distillation_weight:g} but must lie between 0 and 1.")
         if self.distillation_temperature <= 0:
             raise KinformerError(
-                f"--distillation-temperature is {self.distillation_temperature:g} but must be above 0."
+                f"`distillation_temperature` is {self.distillation_temperature:g} but must be above 0."
             )
         for name, needs, idle in (
-            ("distillation", "--teacher RUN", self.teacher is None),
-            ("distillation_weight", "--teacher RUN", self.teacher is None),
-            ("distillation_temperature", "--distillation soft", self.distillation == "hard" or self.teacher is None),
+            ("distillation", "`teacher` RUN", self.teacher is None),
+            ("distillation_weight", "`teacher` RUN", self.teacher is None),
+            ("distillation_temperature", "`distillation` soft", self.distillation == "hard" or self.teacher is None),
         ):
             if idle and getattr(self, name) != getattr(VisionOptions, name):
-                raise KinformerError(f"{flag_of(name)}: does nothing without {needs}; give that too, or leave it out.")
+                raise KinformerError(f"{marked(name)}: does nothing without {needs}; give that too, or leave it out.")
 
     @property
     def augmentations(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class VisionEvaluationOptions:
     """Measure on the first N images only."""
 
     def __post_init__(self) -> None:
-        require("--images", self.images, 1)
+        require("images", self.images, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +85,10 @@ class VisionGenerationOptions:
     """Of image classification."""
 
     image: str | None = None
-    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as --data takes it, whose first
-    --samples test images are taken."""
+    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
+    `samples` test images are taken."""
     classes: int = 5
     """How many of the most probable classes are told."""
 
     def __post_init__(self) -> None:
-        require("--classes", self.classes, 1)
+        require("classes", self.classes, 1)

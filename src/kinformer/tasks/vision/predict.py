@@ -14,7 +14,7 @@ from torch import Tensor
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
-from kinformer.runtime.errors import KinformerError, flag_of, require_finite
+from kinformer.runtime.errors import KinformerError, marked, require_finite
 from kinformer.runtime.files import reading, require_file
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.shared.made import Made
@@ -42,7 +42,7 @@ def classify(
     run, model, _, _ = subject
     _check(options)
     if own.image is None:
-        raise KinformerError("there must be an image to classify; give --image FILE, a folder, or data such as digits.")
+        raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
     names = classes_of(run)
     found: list[dict[str, Any]] = []
     begun = time.perf_counter()
@@ -82,7 +82,7 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     if files := _files(path):
         if count > 1:
             raise KinformerError(
-                f"--samples {count}: says how many test images of data are taken, but all pictures of {spec} are; "
+                f"`samples` {count}: says how many test images of data are taken, but all pictures of {spec} are; "
                 "leave it out."
             )
         for file in files:
@@ -136,4 +136,4 @@ def _check(options: Any) -> None:
         given["temperature"] = options.temperature
     for name, value in given.items():
         if value not in (None, ()):
-            raise KinformerError(f"{flag_of(name)}: nothing is drawn where images are classified; leave it out.")
+            raise KinformerError(f"{marked(name)}: nothing is drawn where images are classified; leave it out.")

@@ -1,0 +1,41 @@
+"""Messages name options as whoever reads them writes them."""
+
+import pickle
+
+import pytest
+
+import kinformer
+from kinformer.runtime.errors import KinformerError, as_flags, spelled
+
+
+@pytest.mark.parametrize(
+    ("message", "in_python", "on_the_command_line"),
+    [
+        ("`max_bytes` is 0", "max_bytes is 0", "--max-bytes is 0"),
+        ("`a` and ``code`` and `B`", "a and ``code`` and `B`", "--a and ``code`` and `B`"),
+        ("give `set` layers=4.", 'give set={"layers": 4}.', "give --set layers=4."),
+        ("(`set` a.*.b=rope), or", '(set={"a.*.b": "rope"}), or', "(--set a.*.b=rope), or"),
+        ("as `set` a=false `set` b=[1,2].", 'as set={"a": False} set={"b": [1,2]}.', "as --set a=false --set b=[1,2]."),
+        ("`set` 'a={\"k\": 1}' does", 'set={"a": {"k": 1}} does', "--set 'a={\"k\": 1}' does"),
+    ],
+)
+def test_spelling(message, in_python, on_the_command_line):
+    assert spelled(message) == str(KinformerError(message)) == in_python
+    with as_flags():
+        assert spelled(message) == str(KinformerError(message)) == on_the_command_line
+        assert f"{KinformerError(message)}" == on_the_command_line
+    assert str(pickle.loads(pickle.dumps(KinformerError(message)))) == in_python
+
+
+def test_python_and_the_command_line_say_the_same_in_their_own_words(cli, tmp_path):
+    with pytest.raises(KinformerError, match=r"^max_bytes is 0 but must be 2 or more\.$"):
+        kinformer.evaluate(tmp_path, max_bytes=0)
+    assert cli("evaluate", tmp_path, "--max-bytes", 0)[2] == "kinformer: --max-bytes is 0 but must be 2 or more.\n"
+    with pytest.raises(KinformerError, match=r'^set=\{"layers"'):
+        raise KinformerError("`set` layers=4: is too few.")
+
+
+def test_a_mark_inside_another_message_survives():
+    inner = KinformerError("`lr` is -1")
+    with as_flags():
+        assert str(KinformerError(f"run.toml: {inner.message}")) == "run.toml: --lr is -1"
