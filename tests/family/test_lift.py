@@ -7,11 +7,12 @@ import torch
 
 import kinformer
 from kinformer.cli.main import main
-from kinformer.core.config import to_dict
+from kinformer.core.config import override, to_dict
 from kinformer.core.encoder import LOCAL
 from kinformer.data.corpus import STDLIB
 from kinformer.family.build import configure
-from kinformer.runs.extend import extend_to_long
+from kinformer.family.extension import check_extension, extended_config, extended_weights
+from kinformer.family.kinds import kinds
 from kinformer.runs.run import Run, open_run, save_weights
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
@@ -44,6 +45,17 @@ def bert(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "bert"
     layer = to_dict(configure("bert", "tiny").layers[0])
     return save_run(folder, "bert", **{"position.max_length": LENGTH, "layers": [layer] * DEPTH, "input.types": 2})
+
+
+def extend_to_long(folder, name, recipe="small", changes=None):
+    """The trained encoder in the run ``folder`` as member ``name``, in eval mode."""
+    short = open_run(folder).config
+    config = override(extended_config(short, configure(name, recipe), folder), changes or {}, kinds())
+    check_extension(short, config, folder)
+    model = config.build()
+    weights = load_tensors(folder / "model.safetensors")[0]
+    model.load_state_dict(extended_weights(weights, model, folder))
+    return model.eval()
 
 
 def tokens_of(length):

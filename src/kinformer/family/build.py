@@ -73,3 +73,11 @@ def storable(config: ModelConfig) -> dict[str, Any]:
             "declared with, or give yours a slot and a kind."
         )
     return data
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name to shape of everything that a model of ``config`` stores; nothing is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: tuple(weight.shape) for name, weight in config.build().state_dict().items()}

@@ -19,9 +19,9 @@ from kinformer.data.corpus import STDLIB
 from kinformer.data.files import atomic_write
 from kinformer.data.formats import write_field
 from kinformer.family.build import configure
+from kinformer.family.extension import check_extension, extended_config
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
-from kinformer.runs.extend import check_extension, extended_config
 from kinformer.runs.folder import creating, require_empty
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import override
-from kinformer.family.build import model_config, storable
+from kinformer.family.build import model_config, storable, weight_shapes
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
@@ -164,14 +164,6 @@ class Run:
                     f"stay as they are in {self.folder}; train a new run for that."
                 )
         return changed
-
-
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of everything that a model of ``config`` stores; nothing is allocated."""
-    import torch
-
-    with torch.device("meta"):
-        return {name: tuple(weight.shape) for name, weight in config.build().state_dict().items()}
 
 
 def open_run(folder: str | Path) -> Run:

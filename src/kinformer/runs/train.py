@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from kinformer.core.model import WholeModel
+from kinformer.family.extension import extended_weights
 from kinformer.family.table import member
 from kinformer.runs.announce import announcement
 from kinformer.runs.create import create
-from kinformer.runs.extend import extended_weights
 from kinformer.runs.folder import CHECKPOINTS, writing
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.resume import resume

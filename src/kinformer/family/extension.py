@@ -13,9 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kinformer.runs.run import open_run, weight_shapes
+from kinformer.family.build import weight_shapes
 from kinformer.runtime.errors import KinformerError
-from kinformer.training.best import WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -156,18 +155,3 @@ def check_extension(short: ModelConfig, long: ModelConfig, place: Path | str) ->
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Names to shapes."""
     return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
-def extend_to_long(folder: str | Path, name: str, recipe: str = "small", set: Mapping[str, Any] | None = None) -> Any:
-    """The trained encoder in the run ``folder`` as member ``name``, by ``recipe`` and ``set``, in eval mode."""
-    from kinformer.core.config import override
-    from kinformer.family.build import configure
-    from kinformer.family.kinds import kinds
-    from kinformer.runtime.files import load_tensors, load_weights
-
-    short = open_run(folder).config
-    config = override(extended_config(short, configure(name, recipe), folder), set or {}, kinds())
-    check_extension(short, config, folder)
-    model = config.build()
-    load_weights(model, extended_weights(load_tensors(Path(folder) / WEIGHTS)[0], model, folder), folder)
-    return model.eval()
