@@ -24,6 +24,7 @@ from kinformer.decays.low_rank import LowRank
 from kinformer.decays.softplus import Softplus
 from kinformer.estimation.parts import outputs
 from kinformer.family.kinds import kinds
+from kinformer.features.unit import Unit
 from kinformer.heads.language import LanguageModelHead
 from kinformer.heads.pooling import PooledHead
 from kinformer.inputs.adaptive import AdaptiveEmbedding
@@ -162,7 +163,14 @@ BASES = {
     ("input", "tiles"): [{"positions": False}],
     ("position", "t5"): [{"bidirectional": True, "num_buckets": 8}],
     ("mixer", "linear"): [
-        {"rule": "delta", "normaliser": "none", "decay": Softplus.Config(), "convolution": 3, "value_dim": 3},
+        {
+            "rule": "delta",
+            "normaliser": "none",
+            "feature_map": Unit.Config(),
+            "decay": Softplus.Config(),
+            "convolution": 3,
+            "value_dim": 3,
+        },
         {"floor": 5.0, "decay": LowRank.Config()},
     ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],

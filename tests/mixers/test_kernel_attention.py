@@ -3,6 +3,7 @@
 A sample of the whole product goes through the battery's laws of time; each published mixer through all of it.
 """
 
+import contextlib
 import itertools
 import random
 
@@ -14,10 +15,12 @@ from kinformer.decays.fixed import Fixed
 from kinformer.decays.low_rank import LowRank
 from kinformer.decays.sigmoid import Sigmoid
 from kinformer.decays.softplus import Softplus
+from kinformer.family.kinds import kinds
 from kinformer.features.dpfp import Dpfp
 from kinformer.features.elu import Elu
 from kinformer.features.favor import Favor
 from kinformer.features.identity import Identity
+from kinformer.features.quadratic import Quadratic
 from kinformer.features.random_fourier import RandomFourier
 from kinformer.features.sum_normalised import SumNormalised
 from kinformer.features.unit import Unit
@@ -59,6 +62,7 @@ PUBLISHED = {
 PARTS = {
     "feature_map": (
         Elu.Config(), Identity.Config(), Unit.Config(), SumNormalised.Config(inner=Dpfp.Config(nu=2)),
+        Unit.Config(inner=Favor.Config(features=4, form="trigonometric")),
         Favor.Config(features=4), RandomFourier.Config(features=3, form="arccos"),
     ),
     "rule": ("linear", "delta"),
@@ -113,9 +117,10 @@ def test_a_sample_of_the_product_keeps_the_laws_of_time(number):
 
 
 def test_what_is_refused():
-    """Each for one of four reasons, which say what to do."""
-    assert (len(BUILT), len(REFUSED)) == (474, 5)
+    """Each for one of five reasons, which say what to do."""
+    assert (len(BUILT), len(REFUSED)) == (486, 8)
     reasons = ("is for rule = 'linear'", "whose sum may vanish", "known up to a factor only", "but rule = 'delta' has")
+    reasons += ("gives keys of any length",)
     assert all(any(reason in sentence for reason in reasons) and sentence.endswith(".") for sentence in REFUSED)
 
 
@@ -125,13 +130,78 @@ def test_what_is_refused():
         ({"convolution": 1}, "convolution must be 2 or more, or 0 for none, but is 1"),
         ({"position": Alibi.Config()}, "the position 'alibi' does not act by turning queries and keys"),
         ({"normaliser": "none", "eps": 0.1}, "eps = 0.1 does nothing with normaliser = 'none'"),
-        ({"feature_map": Unit.Config(inner=Favor.Config())}, "the feature map 'unit' norms features, but those of"),
-        ({"feature_map": SumNormalised.Config(inner=Identity.Config())}, "divides by a sum, which may vanish"),
+        *(
+            ({"feature_map": SumNormalised.Config(inner=inner)}, "divides by a sum, which may vanish")
+            for inner in (
+                Identity.Config(),
+                Quadratic.Config(),
+                RandomFourier.Config(),
+                Favor.Config(form="trigonometric"),
+            )
+        ),
     ],
 )
 def test_other_refusals(changes, sentence):
     with pytest.raises(KinformerError, match=sentence):
         LinearAttention.Config(num_heads=2, **changes).build(DIM)
+
+
+MAPS = {
+    **{name: kind() for name, kind in kinds()["feature_map"].items()},
+    "favor, sines": Favor.Config(form="trigonometric"),
+    "favor, relu": Favor.Config(form="relu"),
+    "arccos": RandomFourier.Config(form="arccos"),
+}
+
+
+def nested():
+    """All maps, as they are and normed, of which those remain that can be built."""
+    for name, config in MAPS.items():
+        yield name, config
+        for norm in (Unit.Config, SumNormalised.Config):
+            with contextlib.suppress(KinformerError):
+                norm(inner=config).build_heads(2, 4)
+                yield f"{name} in {norm.kind}", norm(inner=config)
+
+
+NESTED = dict(nested())
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_delta_rule_takes_the_maps_with_which_it_is_stable(name):
+    """Weights ten times the usual ones, float32: no key is longer than 1, and the state stays small; all other maps are
+    refused."""
+    torch.manual_seed(0)
+    feature_map = NESTED[name].build_heads(2, 4)
+    config = LinearAttention.Config(num_heads=2, feature_map=NESTED[name], rule="delta", normaliser="none")
+    if not feature_map.bounded:
+        with pytest.raises(KinformerError, match="gives keys of any length|up to a factor"):
+            config.build(DIM)
+        return
+    for scale in (1e-3, 1.0, 1e3):
+        keys, lacking = feature_map.keys(scale * torch.randn(1, 2, 50, 4))
+        assert lacking is None and keys.norm(dim=-1).max() < 1 + 1e-6
+    mixer = config.build(DIM)
+    with torch.no_grad():
+        mixer.qkv.weight.mul_(10)
+        y, state = mixer(Chunk(torch.randn(1, 1024, DIM)), mixer.initial_state(1))
+    assert y.isfinite().all() and state.s.abs().max() < 100
+
+
+@pytest.mark.parametrize("form", ["positive", "trigonometric"])
+def test_normed_random_features_do_not_know_the_factor_that_they_lack(form):
+    torch.manual_seed(0)
+    inner = Favor.Config(features=6, form=form, **({"eps": 0.0} if form == "positive" else {}))
+    mixed_ = Unit.Config(inner=inner, eps=0.0).build(4).double()
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    u, square = x / 4**0.25 @ mixed_.inner.weight.mT, x.square().sum(-1, keepdim=True) / (2 * 4**0.5)
+    whole = (u - square).exp() if form == "positive" else square.exp() * torch.cat([u.sin(), u.cos()], -1)
+    for features in (mixed_.queries(x), mixed_.keys(x)[0]):
+        torch.testing.assert_close(features, whole / whole.norm(dim=-1, keepdim=True), rtol=1e-14, atol=1e-14)
+    if form == "positive":
+        summed = SumNormalised.Config(inner=inner, eps=0.0).build(4).double()
+        summed.load_state_dict(mixed_.state_dict())
+        torch.testing.assert_close(summed.keys(x)[0], whole / whole.sum(-1, keepdim=True), rtol=1e-14, atol=1e-14)
 
 
 def mixed(mixer, x, **masks):

@@ -10,12 +10,15 @@ from kinformer.core.config import Config
 class FeatureMap(nn.Module):
     """Queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the width.
 
-    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``scaled``: what
-    ``keys`` gives lacks a factor, whose logarithm comes with it, as it may be too large or too small for a number;
-    what ``queries`` gives may lack any factor, as only quotients are asked for.
+    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
+    features themselves may be. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
+    ``scaled``: what ``keys`` gives lacks a factor, whose logarithm comes with it, as it may be too large or too small
+    for a number; what ``queries`` gives may lack any factor, as only quotients are asked for.
     """
 
     signed: bool = False
+    negative: bool = False
+    bounded: bool = False
     scaled: bool = False
 
     def size(self, head_dim: int) -> int:

@@ -12,7 +12,7 @@ from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 class Identity(FeatureMap):
     """[..., head_dim] -> [..., head_dim]."""
 
-    signed = True
+    signed = negative = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):

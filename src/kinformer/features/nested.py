@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kinformer.core.feature_map import FeatureMap
-from kinformer.runtime.errors import KinformerError
 
 
 class Nested(FeatureMap):
-    """``normed`` features of ``inner``."""
+    """``normed`` features of ``inner``, no longer than 1. A factor that features of ``inner`` lack falls out."""
 
-    def __init__(self, inner: FeatureMap, config: Any) -> None:
+    bounded = True
+
+    def __init__(self, inner: FeatureMap) -> None:
         super().__init__()
-        if inner.scaled:
-            raise KinformerError(
-                f"the feature map {config.kind!r} norms features, but those of {config.inner.kind!r} lack a factor "
-                "which it would lose; use another one inside (elu, relu, dpfp, identity)."
-            )
-        self.inner, self.signed = inner, inner.signed
+        self.inner, self.signed, self.negative = inner, inner.signed, inner.negative
 
     def size(self, head_dim: int) -> int:
         return self.inner.size(head_dim)
@@ -29,4 +23,10 @@ class Nested(FeatureMap):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normed(self.inner(x))
+        return self.queries(x)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.normed(self.inner.queries(q))
+
+    def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.normed(self.inner.keys(k)[0]), None

@@ -18,6 +18,8 @@ from kinformer.runtime.errors import KinformerError
 class Quadratic(FeatureMap):
     """[..., d] -> [..., d (d + 1) / 2 + d + 1]; the last feature is the constant c."""
 
+    negative = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"

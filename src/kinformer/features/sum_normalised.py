@@ -34,11 +34,11 @@ class SumNormalised(Nested):
             return SumNormalised(self.inner.build(head_dim), self)
 
     def __init__(self, inner: FeatureMap, config: Config) -> None:
-        super().__init__(inner, config)
-        if inner.signed:
+        super().__init__(inner)
+        if inner.negative:
             raise KinformerError(
                 f"the feature map 'sum_normalised' divides by a sum, which may vanish for {config.inner.kind!r}; use "
-                "non-negative features inside (elu, relu, dpfp), or the feature map 'unit'."
+                "non-negative features inside (elu, relu, dpfp, favor), or the feature map 'unit'."
             )
         self.eps = config.eps
 

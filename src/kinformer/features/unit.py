@@ -30,7 +30,7 @@ class Unit(Nested):
             return Unit(self.inner.build(head_dim), self)
 
     def __init__(self, inner: FeatureMap, config: Config) -> None:
-        super().__init__(inner, config)
+        super().__init__(inner)
         self.eps = config.eps
 
     def normed(self, features: Tensor) -> Tensor:

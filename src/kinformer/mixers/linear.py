@@ -2,6 +2,7 @@
 
     rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T
     rule delta    S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
+                  for features of length 1 at most: longer ones make S_t grow as a power of t
     y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
 
 The Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag
@@ -136,7 +137,12 @@ class LinearAttention(CausalMixer):
         if self.feature_map.scaled and config.normaliser == "none":
             raise KinformerError(
                 f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "
-                "rule = 'linear' with normaliser = 'sum'."
+                f"normaliser = 'sum', or the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
+            )
+        if config.rule == "delta" and not self.feature_map.bounded:
+            raise KinformerError(
+                f"the feature map {kind!r} gives keys of any length, with which rule = 'delta' diverges where "
+                f"beta |k|^2 exceeds 2; norm them by the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
             )
         if self.decay is not None and self.decay.coupled and config.rule == "delta":
             raise KinformerError(
