@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.training.precision import has_amx, use_fast_products
+from kinformer.runtime.process import begin_process
+from kinformer.runtime.processor import has_amx
 
 RESULTS = Path(__file__).parent / "results"
 EXTRA = "'kinformer[peers]'"
@@ -64,11 +65,11 @@ class Contestant:
 
 @contextmanager
 def products(fast: bool) -> Iterator[None]:
-    """PyTorch's default fp32 products, or (``fast``) the setting that ``kinformer train`` makes."""
+    """PyTorch's default fp32 products, or (``fast``) the settings that a command makes."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if fast:
-        use_fast_products()
+        begin_process()
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from kinformer.datastore.exact import ExactSearch
 from kinformer.datastore.lists import ListSearch
 from kinformer.datastore.store import RECORD, Datastore
 from kinformer.runs.run import open_run
-from kinformer.training.precision import use_fast_products
+from kinformer.runtime.process import begin_process
 
 BATCH, NEIGHBOURS, RECALLED = 1024, 32, 256
 COMMAND = (sys.executable, "-m", "kinformer")
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--probes", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--folder", type=Path, help="where the datastore is kept (a temporary folder if not given)")
     options = prepare(parser)
-    use_fast_products()
+    begin_process()
     entries = 150_000 if options.quick else options.entries
     with tempfile.TemporaryDirectory() as temporary:
         run = options.run or Path(temporary) / "run"

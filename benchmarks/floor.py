@@ -11,12 +11,12 @@ from dataclasses import asdict
 from common import arguments, prepare, save, show
 from kinformer.comparison.floor import measure_floor
 from kinformer.comparison.machine import described, machine
-from kinformer.training.precision import use_fast_products
+from kinformer.runtime.process import begin_process
 
 
 def main() -> None:
     options = prepare(arguments(__doc__))
-    use_fast_products()
+    begin_process()
     floor = measure_floor("cpu")
     rows = [
         ["GFLOP/s, float32", floor.flops / 1e9],

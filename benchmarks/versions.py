@@ -148,9 +148,12 @@ def worker() -> None:
     """Prepare the case whose name comes on standard input, then do it once for every line and tell seconds, numbers."""
     import torch
 
-    from kinformer.training.precision import use_fast_products
+    try:
+        from kinformer.runtime.process import begin_process
+    except ImportError:  # a version before this one
+        from kinformer.training.precision import use_fast_products as begin_process
 
-    use_fast_products()
+    begin_process()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     known, step = cases(), None
     for line in sys.stdin:

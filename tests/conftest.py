@@ -17,7 +17,13 @@ if not torch.cuda.is_available():  # before anything imports Triton, which PyTor
 
 from hypothesis import settings  # noqa: E402
 
+from tests import machine  # noqa: E402
+
+if "KINFORMER_TEST_PROCESSOR" in os.environ:  # a class of the tables, in whose place this processor stands
+    machine.pretend(os.environ["KINFORMER_TEST_PROCESSOR"])
+
 from kinformer.cli.main import main  # noqa: E402
+from tests.process_state import check_functions  # noqa: E402
 from tests.processor_time import ProcessorTime  # noqa: E402
 
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -25,6 +31,7 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config):
+    check_functions()
     config.pluginmanager.register(ProcessorTime())
 
 

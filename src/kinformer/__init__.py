@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, show
+from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, preserving, show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +92,7 @@ def build(
     return build(name, recipe, vocab_size, set)
 
 
+@preserving
 def train(
     member: str,
     *,
@@ -120,6 +121,7 @@ def train(
     return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
 
 
+@preserving
 def evaluate(run: str | Path, **options: Any) -> Evaluation:
     """Measure a run folder on held-out data as its task says: ``.figures``, ``.units``, ``.baselines``, ``.facts``.
 
@@ -131,6 +133,7 @@ def evaluate(run: str | Path, **options: Any) -> Evaluation:
     return evaluate(run, options)
 
 
+@preserving
 def load(run: str | Path, *, set: Mapping[str, Any] | None = None) -> Decoder | Encoder:
     """The model of a trained run, with its best weights, in eval mode, and with what belongs to it: the datastore and
     retriever that it was trained with.
@@ -154,6 +157,7 @@ def open_run(run: str | Path) -> Run:
     return open_run(run)
 
 
+@preserving
 def generate(
     model: CausalModel | Decoder | Encoder,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],

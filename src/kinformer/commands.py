@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from kinformer.calibration.calibrate import Calibrated
@@ -17,7 +18,24 @@ if TYPE_CHECKING:
     from kinformer.runs.importing import ImportedRun
     from kinformer.runs.index import Indexed
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def preserving(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which leaves the caller's random numbers, threads and precision of products as they were."""
+
+    @wraps(function)
+    def preserved(*arguments: P.args, **options: P.kwargs) -> R:
+        from kinformer.runtime import process
+
+        with process.preserved():
+            return function(*arguments, **options)
+
+    return preserved
+
+
+@preserving
 def show(
     member: str,
     *,
@@ -42,6 +60,7 @@ def show(
     return describe(member, recipe, vocab_size, set)
 
 
+@preserving
 def estimate(member: str, **options: Any) -> MemberEstimate:
     """What a member costs, before anything is run.
 
@@ -62,6 +81,7 @@ def estimate(member: str, **options: Any) -> MemberEstimate:
     return estimate_member(request(EstimateOptions, {"member": member, **options}, "estimate"))
 
 
+@preserving
 def draw(subject: str | Path, **options: Any) -> Drawing:
     """Draw attention patterns, encodings of positions, spans, early exits or what a model looks at in an image.
 
@@ -81,6 +101,7 @@ def draw(subject: str | Path, **options: Any) -> Drawing:
     return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
 
 
+@preserving
 def bench(members: Sequence[str] = (), **options: Any) -> Bench:
     """Time members in turns with plain attention (gpt), each behind a gate of correctness.
 
@@ -101,6 +122,7 @@ def bench(members: Sequence[str] = (), **options: Any) -> Bench:
     return bench(members, request(BenchOptions, options, "bench"))
 
 
+@preserving
 def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **options: Any) -> Comparison:
     """Train members under one budget, measure them in turns, and write a report into the folder ``out``.
 
@@ -125,6 +147,7 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
     return report(members, wanted, [str(path) for path in merge], command).comparison
 
 
+@preserving
 def calibrate(run: str | Path, *, quiet: bool = True, **options: Any) -> Calibrated | SearchResult:
     """Find thresholds of early exits on held-out text and write them into the run.
 
@@ -147,6 +170,7 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: Any) -> Calibra
     return calibrate(run, request(CalibrateOptions, options, "calibrate"), quiet)
 
 
+@preserving
 def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: Any) -> Indexed:
     """Write what a run makes of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
@@ -168,6 +192,7 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
     return index(run, request(IndexOptions, {"datastore": datastore, **options}, "index"), quiet)
 
 
+@preserving
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder that computes the same logits.
 

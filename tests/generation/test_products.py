@@ -9,10 +9,12 @@ import kinformer
 from kinformer.core import state as states
 from kinformer.generation import steps
 from kinformer.generation.steps import Steps
+from kinformer.runtime import process
 
 
 @pytest.fixture(autouse=True)
-def by_onednn():
+def by_onednn(monkeypatch):
+    monkeypatch.setattr(process, "_begun", True)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield

@@ -14,8 +14,10 @@ from kinformer.core.pattern import Band
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, merge, route
 from kinformer.kernels.band import chunked
 from kinformer.kernels.band.tiles import Layout, limits
+from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import by_onednn, few_rows
+from tests.machine import product_tolerance
 
 BANDS = [
     Band(),
@@ -351,12 +353,15 @@ def test_auto_takes_torch_for_narrow_types_where_tiles_multiply(precision, monke
     assert chosen(("", "", (8, 8, 512, 0, 32), Band(behind=63), torch.bfloat16, None)) == "chunked"
 
 
-def test_steps_of_few_rows_take_the_other_way(precision):
+def test_steps_of_few_rows_take_the_other_way(precision, monkeypatch):
     precision("medium")
+    with few_rows(torch.device("cpu")):  # the setting is every thread's, and this process is no command's
+        assert torch.get_float32_matmul_precision() == "medium"
+    monkeypatch.setattr(process, "_begun", True)
     x = torch.zeros(1)
     with few_rows(x.device):
         assert not by_onednn(x)
-    with few_rows(x.device, asked=False):
+    with few_rows(x.device, wanted=False):
         assert by_onednn(x)
     assert torch.get_float32_matmul_precision() == "medium"
 
@@ -370,7 +375,7 @@ def test_sets_are_the_same_on_every_way(slots, padding, precision):
     for setting in ("highest", "medium"):
         precision(setting)
         found = attention(q.float(), k.float(), v.float(), Visibility(key_padding_mask=mask), Scoring(0.5)).out
-        torch.testing.assert_close(found.double(), truth.double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.double(), truth.double(), **product_tolerance(setting))
 
 
 @pytest.mark.parametrize("time", [1, 8, 200])

@@ -143,3 +143,23 @@ def test_a_folder_of_an_older_version_is_one_sentence(run, tmp_path):
         with pytest.raises(KinformerError) as error:
             kinformer.open_run(tmp_path)
         assert told in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_functions_leave_the_process_as_it_was(text_file, tmp_path):
+    """Whoever evaluates after each epoch draws other masks in the next; ``tests.process_state`` checks every call."""
+    options = {"recipe": "tiny", "length": 16, "batch_size": 2, "data": text_file, "device": "cpu", "threads": 1}
+    torch.set_num_threads(2)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            want = torch.rand(4)
+            torch.manual_seed(3)
+            kinformer.train("gpt", out=tmp_path / "run", steps=2, quiet=True, **options)
+            kinformer.evaluate(tmp_path / "run", max_bytes=200, threads=1)
+            model = kinformer.load(tmp_path / "run")
+            kinformer.generate(model, [[1, 2, 3]], max_new_tokens=4, seed=5)
+            with pytest.raises(KinformerError):
+                kinformer.train("gpt", out=tmp_path / "run", steps=2, quiet=True, **options)
+            assert torch.equal(torch.rand(4), want) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)

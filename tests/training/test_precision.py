@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.cli.main import main
+from kinformer.runtime import process
 
 SCRIPT = """
 import torch
-from kinformer.training.precision import flush_subnormals
+from kinformer.runtime.process import flush_subnormals
 flush_subnormals()
 torch.set_num_threads(2)
 small = torch.full((1 << 20,), 1e-30) * 1e-10
@@ -42,9 +44,14 @@ def test_only_commands_flush_them(cli, tmp_path, monkeypatch) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(torch, "set_flush_denormal", lambda flushed: calls.append(flushed))
     kinformer.train("gpt", recipe="tiny", steps=1, length=32, out=tmp_path / "own", quiet=True)
-    assert calls == []
-    cli("train", "gpt", "--recipe", "tiny", "--steps", 1, "--length", 32, "--out", tmp_path / "run")
-    assert calls == [True]
+    arguments = ["train", "gpt", "--recipe", "tiny", "--steps", "1", "--length", "32", "--out"]
+    cli(*arguments, tmp_path / "run")
+    assert calls == [] and not process.is_command()
+    monkeypatch.setattr(process, "_begun", False)
+    monkeypatch.setattr(process, "keep_memory", lambda: None)
+    monkeypatch.setattr("sys.argv", ["kinformer", *arguments, str(tmp_path / "command")])
+    assert main() == 0
+    assert calls == [True] and process.is_command()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")

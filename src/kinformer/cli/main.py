@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
@@ -103,7 +104,10 @@ COMPUTING = ("train", "evaluate", "generate", "calibrate", "compare", "bench", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default the process's) and return its exit code."""
+    """Run the command line ``argv`` (by default the process's) and return its exit code.
+
+    Only without ``argv`` is the process the command's own, and set up to compute (``runtime.process``).
+    """
     with as_flags():
         return _main(argv)
 
@@ -116,7 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
     _tolerate(sys.stdout)
     _tolerate(sys.stderr)
     try:
-        status = _dispatch(arguments)
+        status = _dispatch(arguments, is_command=argv is None)
         sys.stdout.flush()
         return status
     except KinformerError as error:
@@ -132,7 +136,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], is_command: bool) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(overview())
@@ -152,18 +156,25 @@ def _dispatch(arguments: list[str]) -> int:
     if options is None:
         print(f"example:\n  {command.example}")
         return 0
-    if name in COMPUTING:
-        from kinformer.training.precision import begin_process
-
-        begin_process()
     try:
-        with printing_notes(options.quiet):
+        with printing_notes(options.quiet), _process(name in COMPUTING, is_command):
             return module.run(options)
     except KinformerError as error:
         status = _fail(str(error))
         if options.verbose:
             traceback.print_exception(error, file=tolerant(sys.stderr))
         return status
+
+
+def _process(computes: bool, is_command: bool) -> AbstractContextManager[None]:
+    """The process in which a command computes: set up for it where it is the command's, else left as it was."""
+    if not computes:
+        return nullcontext()
+    from kinformer.runtime.process import begin_process, preserved
+
+    if is_command:
+        begin_process()
+    return preserved()
 
 
 def overview() -> str:

@@ -24,7 +24,6 @@ from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
-from kinformer.training.precision import use_fast_products
 
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
@@ -72,7 +71,6 @@ class Bench:
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     """Time ``members`` beside plain attention (gpt of the same recipe, its positions as long as is asked for)."""
     options.prepare(options.seed)
-    use_fast_products()
     device = str(options.usable_device())
     names = list(dict.fromkeys([PLAIN, *(member(name).name for name in (members or MEMBERS))]))
     configs = {name: _config(name, options) for name in names}

@@ -26,7 +26,6 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note
 from kinformer.training.metric import Metric
-from kinformer.training.precision import use_fast_products
 
 EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
 """Of the whole comparison's minutes what measuring takes, and of each member the seconds that do not shrink with it."""
@@ -44,7 +43,6 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     begun = time.monotonic()
     folder = Path(options.out)
     options.prepare(options.seed)
-    use_fast_products()
     chosen = entrants(members or DEFAULT_MEMBERS, options.set)
     clock = Clock()
     with locked(folder):

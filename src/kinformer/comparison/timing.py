@@ -121,8 +121,7 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _begin(threads: int) -> None:
-    from kinformer.training.precision import begin_process, use_fast_products
+    from kinformer.runtime.process import begin_process
 
     begin_process()
     torch.set_num_threads(threads)
-    use_fast_products()

@@ -17,7 +17,6 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings
 from kinformer.tasks.table import evaluation_options
 from kinformer.tasks.task import LoadedRun
-from kinformer.training.precision import use_fast_products
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
@@ -28,7 +27,6 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
     own = [evaluation_options(run.task, options.own, str(run.folder)) for run in runs]
-    use_fast_products()
     with spooled(options.data) as data:
         options = replace(options, data=data)
         if (report := STORES.evaluate(runs, options, own[0], quiet)) is not None:

@@ -17,7 +17,6 @@ from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.table import generation_options
 from kinformer.tasks.task import LoadedRun, Task
-from kinformer.training.precision import use_fast_products
 
 
 def generate(
@@ -40,7 +39,6 @@ def generate(
         temperature=run.task.generation.temperature if options.temperature is None else options.temperature,
     )
     assert options.seed is not None
-    use_fast_products()
     device = options.prepare(options.seed)
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)

@@ -18,7 +18,6 @@ from kinformer.runs.spool import spooled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note, progressing
-from kinformer.training.precision import use_fast_products
 
 if TYPE_CHECKING:
     from kinformer.datastore.attached import KeyedDecoder
@@ -62,7 +61,6 @@ class Indexed:
 def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:
     """Build a datastore of the run in ``folder``, or go on building; one that is there already is left as it is."""
     run = open_run(folder)
-    use_fast_products()
     keys = keyed(run, run.model().to(options.prepare(options.seed)))
     with spooled(options.data) as data:
         text = open_source(run, keys.decoder, replace(options, data=data))

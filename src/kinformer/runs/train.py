@@ -32,7 +32,6 @@ from kinformer.training.checkpoint import Checkpoints
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Result, Trainer
 from kinformer.training.metric import Metric
-from kinformer.training.precision import use_fast_products
 from kinformer.training.settings import Settings
 
 HEAD = "head."
@@ -116,14 +115,14 @@ def prepare(options: TrainOptions, quiet: bool, begun: float) -> Job:
         raise KinformerError(
             f"`devices` {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or `device` cpu."
         )
-    _begin_process(options.threads, options.devices, device)
+    _set_threads(options.threads, options.devices, device)
     run, settings = resume(options) if options.resume else create(options, device, begun, quiet)
     return Job(run, settings, device, options.strategy, options.threads, quiet, begun)
 
 
 def work(job: Job, group: Group) -> Summary:
     """Train in this process, one of ``group``."""
-    _begin_process(job.threads, group.world, group.device.type)
+    _set_threads(job.threads, group.world, group.device.type)
     run, settings = job.run, job.settings
     data = rows_of(run, plan_of(run, settings), job.device, job.quiet)
     torch.manual_seed(settings.seed)
@@ -141,9 +140,8 @@ def work(job: Job, group: Group) -> Summary:
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 
-def _begin_process(threads: int | None, processes: int, device: str) -> None:
-    """The products and threads of one of so many processes, for training and for measuring how fast it will be."""
-    use_fast_products()
+def _set_threads(threads: int | None, processes: int, device: str) -> None:
+    """The threads of one of so many processes, for training and for measuring how fast it will be."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":
@@ -165,7 +163,7 @@ def _under_torchrun(options: TrainOptions, quiet: bool, begun: float) -> Summary
     if options.devices not in (1, world):
         raise KinformerError(f"`devices` {options.devices}: torchrun started {world} processes; leave `devices` out.")
     with ExitStack() as held, distributed.join(_device_type(options.device), options.strategy) as group:
-        _begin_process(options.threads, world, group.device.type)
+        _set_threads(options.threads, world, group.device.type)
 
         def prepared() -> Job:
             held.enter_context(writing(Path(options.out)))

@@ -1,6 +1,6 @@
 """Which way float32 products take on a CPU, as ``torch.set_float32_matmul_precision`` says.
 
-Any setting but "highest" is oneDNN's way (see ``training.precision``): twice as fast for large products, but it takes
+Any setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
 so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
 inside PyTorch's fused attention, which are small ones, one after the other.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.compiling import constant
+from kinformer.runtime.process import is_command
 
 ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
@@ -35,10 +36,13 @@ def by_onednn(x: Tensor) -> bool:
 
 @contextmanager
 def few_rows(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Within it, if ``wanted``, products on a CPU take PyTorch's own way, for steps of one token."""
+    """Within it, if ``wanted``, products on a CPU take PyTorch's own way, for steps of one token.
+
+    The setting is every thread's, so only a command's process makes it; a caller's process stays as it is.
+    """
     before = torch.get_float32_matmul_precision()
     not_cpu = device.type != "cpu" or torch.cuda.is_available()  # the setting is the GPU's
-    if not wanted or not_cpu or before == "highest":
+    if not wanted or not is_command() or not_cpu or before == "highest":
         yield
         return
     torch.set_float32_matmul_precision("highest")

@@ -20,3 +20,9 @@ def processor_class() -> str:
     """What tables of processors tell apart: ``AMX``, ``AVX-512 and bfloat16`` or ``other``, by the flags."""
     flags = processor() or ""
     return "AMX" if "amx_tile" in flags else "AVX-512 and bfloat16" if "avx512_bf16" in flags else "other"
+
+
+def has_amx() -> bool:
+    """Whether this x86 processor has AMX tiles; True where that cannot be found out."""
+    flags = processor()
+    return flags is None or "amx_tile" in flags

@@ -21,9 +21,9 @@ from torch import Tensor, distributed, nn
 
 from kinformer.core.stack import Stack, units_of
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.process import begin_process
 from kinformer.training.interrupt import SIGNALS
 from kinformer.training.optimiser import sparse_tables
-from kinformer.training.precision import begin_process
 
 Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")

@@ -1,0 +1,58 @@
+"""The law that a function of the package leaves the caller's process as it was, held at every call in the suite."""
+
+import os
+import random
+import signal
+from functools import wraps
+
+import numpy as np
+import torch
+
+import kinformer
+
+DRAWS = {"build"}
+"""Functions that draw from PyTorch's global generator, as their documentation says."""
+OF_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"}
+"""Variables that PyTorch sets when it imports its compiler, and pytest between the steps of a test."""
+
+
+def process_state():
+    """Everything of the process that a caller relies on, as comparable values by name."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the legacy generator is what callers seed
+    return {
+        "PyTorch's random numbers": torch.get_rng_state().numpy().tobytes(),
+        "NumPy's random numbers": (name, keys.tobytes(), *rest),
+        "Python's random numbers": random.getstate(),
+        "threads": torch.get_num_threads(),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "environment": {name: value for name, value in os.environ.items() if name not in OF_IMPORTS},
+        "folder": os.getcwd(),
+    }
+
+
+def checked(function):
+    """``function``, whose calls fail where they change the process, also where they raise."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        before = process_state()
+        try:
+            return function(*arguments, **options)
+        finally:
+            after = process_state()
+            changed = [name for name in before if before[name] != after[name]]
+            assert not changed, f"kinformer.{function.__name__} changed {' and '.join(changed)}"
+
+    return call
+
+
+def check_functions():
+    """From now on every public function of the package is checked wherever a test calls it."""
+    for name in kinformer.__all__:
+        if name not in DRAWS:
+            setattr(kinformer, name, checked(getattr(kinformer, name)))
