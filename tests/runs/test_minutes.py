@@ -112,6 +112,43 @@ def test_the_flags_that_are_told_choose_the_same(book: Path, steps_of: Any, caps
     assert first.options == second.options and first.tokenizer.fingerprint == second.tokenizer.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("seconds", "recipe", "rows"),
+    [(1e-4, "small", 8), (0.4, "tiny", 8), (5.0, "tiny", 2)],
+    ids=["fast", "slow", "slowest"],
+)
+def test_images_get_a_recipe_and_rows_that_fit_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, seconds: float, recipe: str, rows: int
+) -> None:
+    monkeypatch.setattr(Updater, "seconds_per_step", lambda self, limit: seconds * self.settings.batch_size / 8)
+    run = stopped("vit", "--data", "digits", "--out", str(tmp_path / "run"), "--minutes", "4")
+    assert (run.recipe, run.training["batch_size"]) == (recipe, rows)
+    told = capsys.readouterr().err
+    assert "in 4 minutes about" in told and ("--recipe tiny" in told) == (recipe == "tiny")
+    sizes = ["--recipe", "small", "--batch-size", "8"]
+    chosen = stopped("vit", "--data", "digits", "--out", str(tmp_path / "again"), "--minutes", "4", *sizes)
+    assert (chosen.recipe, chosen.training["batch_size"]) == ("small", 8)
+
+
+def stopped(*arguments: str) -> Any:
+    """The run that a command begins; it is stopped before its first step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kinformer.runs.train.work", stop)
+        with pytest.raises(StopError):
+            main(["train", *arguments])
+    return open_run(arguments[arguments.index("--out") + 1])
+
+
+def test_a_run_of_fewer_steps_than_a_warm_up_says_so(cli: Any, book: Path, tmp_path: Path) -> None:
+    common = ["train", "gpt", "--recipe", "tiny", "--tokenizer", "bytes", "--data", str(book), "--length", "16"]
+    code, _, told = cli(*common, "--out", str(tmp_path / "short"), "--minutes", "1e-9")
+    assert code == 0 and "only 1 step could be made in 1e-09 minutes" in told
+    code, _, told = cli(*common, "--out", str(tmp_path / "cold"), "--steps", "3", "--warmup", "5")
+    assert code == 0 and "a warm-up of 5 steps does not end in a run of 3 steps" in told
+    code, _, told = cli(*common, "--out", str(tmp_path / "warm"), "--steps", "3")
+    assert code == 0 and "warm-up" not in told
+
+
 def test_steps_alone_keep_the_defaults(book: Path) -> None:
     run = chosen(book, minutes=None, steps=1)
     defaults = {each.name: each.default for each in fields(Settings)}

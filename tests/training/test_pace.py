@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,3 +131,18 @@ def test_a_run_of_minutes_goes_on(corpus: Corpus, tmp_path: Path) -> None:
     again = trainer(corpus, tmp_path, **options)
     assert again.total == result.total and again.course.share > 0
     assert trainer(corpus, tmp_path, steps=again.step + 5).total == again.step + 5
+
+
+def test_a_first_step_that_takes_much_of_the_time_is_the_only_one_tried() -> None:
+    clock = Clock(60.0, 7.0, 1.0)
+    assert pace(clock, 2.4) == 60.0 and clock.steps == [0]
+
+
+def test_more_minutes_buy_a_step_however_slow_the_start_is(corpus: Corpus, tmp_path: Path) -> None:
+    options = {"steps": None, "checkpoint_every": None}
+    trainer(corpus, tmp_path, minutes=0.03, **options, begun=time.monotonic() - 100).run()
+    slow = trainer(corpus, tmp_path, minutes=3.0, **options, begun=time.monotonic() - 175)
+    assert slow.step == 1 and 90 < slow.spent < 110 and slow.each_step < 1
+    assert slow.run().steps == 2
+    last = trainer(corpus, tmp_path, minutes=3.0, **options)
+    assert last.run().steps == 2  # the time is over

@@ -40,7 +40,13 @@ SETTINGS = Settings(
 
 
 def trainer(
-    corpus: Corpus, folder: Path, group: Group = CPU, model: Overrides = None, segments: bool = False, **changes: Any
+    corpus: Corpus,
+    folder: Path,
+    group: Group = CPU,
+    model: Overrides = None,
+    segments: bool = False,
+    begun: float | None = None,
+    **changes: Any,
 ) -> Trainer:
     """``model`` overrides fields of the tiny recipe; its key ``member`` names the member.
 
@@ -56,7 +62,7 @@ def trainer(
     built = build(overrides.pop("member", "gpt"), "tiny", 259 if encodes else 256, overrides)
     data = rows(corpus, settings) if encodes else NextTokens(corpus, settings, segments)
     task = next(task for task in TASKS.values() if (settings.objective or "next-token") in task.objectives)
-    return Trainer(built, data, task.objective(settings.objective, built), settings, folder, group)
+    return Trainer(built, data, task.objective(settings.objective, built), settings, folder, group, begun=begun)
 
 
 def rows(corpus: Corpus, settings: Settings) -> DataModule:

@@ -10,7 +10,8 @@ import torch
 from kinformer.runs.run import Run
 from kinformer.runtime.errors import spelled
 from kinformer.training.distributed import Group
-from kinformer.training.settings import Settings
+from kinformer.training.result import Result
+from kinformer.training.settings import WARM_UP_STEPS, Settings
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -29,6 +30,24 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
         f"kinformer: data {_data(run.data)}; {_device(group)}, {settings.precision}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )
+
+
+def warning(result: Result, settings: Settings) -> str | None:
+    """One sentence where a run that was not interrupted made fewer steps than a warm-up; None where it made more."""
+    steps, made = result.steps, _counted(result.steps, "step")
+    if result.signal:
+        return None
+    if settings.minutes is not None and steps < WARM_UP_STEPS:
+        return (
+            f"kinformer: only {made} could be made in {settings.minutes:g} minutes, fewer than a warm-up takes "
+            f"({WARM_UP_STEPS}), so little is learnt; give more `minutes`, a smaller `recipe` or `batch_size`."
+        )
+    if steps < settings.warmup:
+        return (
+            f"kinformer: a warm-up of {settings.warmup:g} steps does not end in a run of {made}, so the learning rate "
+            "stayed below `lr`; give more steps, or a smaller `warmup`."
+        )
+    return None
 
 
 def _data(data: Mapping[str, Any]) -> str:

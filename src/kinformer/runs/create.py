@@ -23,6 +23,7 @@ from kinformer.family.extension import check_extension, extended_config
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.folder import creating, require_empty
+from kinformer.runs.ladder import Ladder
 from kinformer.runs.minutes import Chooser, decides, with_vocabulary
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.rows import rows_of
@@ -54,8 +55,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
     with creating(folder):
         spec, asked = named_data(options, task, folder), options
         train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
-        if budgeted := decides(options, task):
-            options = with_vocabulary(asked, task, train)
+        options = with_vocabulary(asked, task, train)
         tokenizer = _tokenizer(options, task, Source(spec, options.holdout, None), base)
         data = task.open(Source(spec, options.holdout, tokenizer), own)
 
@@ -63,14 +63,14 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
             config = plan_config(options, base, task, data)
             own = training_options(task, options.own)
             settings = _settings(options, task, task.length(data, config))
-            return TrainingPlan(config, data, settings, own, tokenizer)
+            return _checked(TrainingPlan(config, data, settings, own, tokenizer), task, _group(options, device))
 
-        if budgeted:
-            chooser = Chooser(asked, options, task, plan_of, _open_recipe(options, base), device, begun)
+        if decides(options):
+            kind = Chooser if task.data.running_text else Ladder
+            chooser = kind(asked, options, task, plan_of, _open_recipe(options, base), device, begun)
             options = _completed(chooser, quiet)
         plan = plan_of(options)
         retrieval = STORES.choose(options, plan.config)
-        _check_model(plan, task, _group(options, device))
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         init = {} if base is None else {"init": str(base.folder.resolve())}
@@ -188,7 +188,7 @@ def _file_tokenizer(path: str) -> FileTokenizer:
     return FileTokenizer(path)
 
 
-def _completed(chooser: Chooser, quiet: bool) -> TrainOptions:
+def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
     """What the minutes are spent on, told unless ``quiet``."""
     chosen = chooser.choose()
     if not quiet:
@@ -216,8 +216,8 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
     return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
 
 
-def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
-    """Refuse a model that does not go with the data, the length, the objective, or several processes."""
+def _checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
+    """``plan``, unless its model does not go with the data, the length, the objective, or several processes."""
     plan.settings.rows(group.world)
     with torch.device("meta"):
         model = plan.config.build()
@@ -230,6 +230,7 @@ def _check_model(plan: TrainingPlan, task: Task, group: Group) -> None:
             f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or "
             f"less, or `set` position.max_length={plan.settings.length}, and the max_length of mixers that have one."
         )
+    return plan
 
 
 def _group(options: TrainOptions, device: str) -> Group:

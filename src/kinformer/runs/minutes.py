@@ -28,8 +28,10 @@ from kinformer.family.table import member
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.tasks.task import Task, TrainingPlan
+from kinformer.training.data_module import DataModule
 from kinformer.training.distributed import Group
 from kinformer.training.loop import Trainer
+from kinformer.training.update import Updater
 
 
 class Size(NamedTuple):
@@ -99,9 +101,9 @@ class Choice:
         )
 
 
-def decides(options: TrainOptions, task: Task) -> bool:
-    """Whether the minutes decide what was not given: for tasks of running text, unless neighbours are looked up."""
-    return options.minutes is not None and task.data.running_text and options.datastore is None
+def decides(options: TrainOptions) -> bool:
+    """Whether the minutes decide what was not given: unless neighbours are looked up."""
+    return options.minutes is not None and options.datastore is None
 
 
 def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split]) -> TrainOptions:
@@ -109,7 +111,8 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     tokenizer's library is installed: a token of several bytes saves the model their computation."""
     record = member(options.member)
     given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
-    if given or not task.data.tokenized or "tokenizer" in record.needs or not record.causal:
+    reads = task.data.running_text and task.data.tokenized and record.causal and "tokenizer" not in record.needs
+    if given or not reads or not decides(options):
         return options
     if importlib.util.find_spec("tokenizers") is None:
         return options
@@ -224,7 +227,7 @@ class Chooser:
         passes = steps * tokens / max(1, len(plan.data.splits["train"]))
         for reread in [each for each in REREAD if passes > each.passes][-1:]:
             options = self._regularised(options, reread)
-        return Choice(options, tuple(_flags(self.asked, options)), steps, tokens, seconds, passes)
+        return Choice(options, tuple(flags_between(self.asked, options)), steps, tokens, seconds, passes)
 
     def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
         """``options`` with dropout and weight decay for text that is read so often, each unless given."""
@@ -260,18 +263,22 @@ class Chooser:
         return rotated(config) if member(self.options.member).causal else {}
 
     def _seconds_per_step(self, size: Size, limit: float) -> float:
-        plan = self.plan(self._complete(size))
-        torch.manual_seed(plan.settings.seed)
-        model = plan.config.build()
-        data = self.task.data_module(plan)
-        objective = self.task.objective(plan.settings.objective, model, data)
-        with tempfile.TemporaryDirectory() as folder:
-            group = Group(torch.device(self.device))
-            trainer = Trainer(model, data, objective, plan.settings, Path(folder), group, quiet=True)
-            return trainer.update.seconds_per_step(limit)
+        update, _ = measured_update(self.plan(self._complete(size)), self.task, self.device)
+        return update.seconds_per_step(limit)
 
 
-def _flags(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
+def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Updater, DataModule]:
+    """What makes the steps of ``plan``, and its data, to measure how long one takes."""
+    torch.manual_seed(plan.settings.seed)
+    model = plan.config.build()
+    data = task.data_module(plan)
+    objective = task.objective(plan.settings.objective, model, data)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(model, data, objective, plan.settings, Path(folder), Group(torch.device(device)), quiet=True)
+    return trainer.update, data
+
+
+def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
     """What differs, as it is written on the command line."""
     for each in fields(TrainOptions):
         old, new = getattr(before, each.name), getattr(after, each.name)

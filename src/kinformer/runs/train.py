@@ -16,14 +16,14 @@ import torch
 from kinformer.core.model import WholeModel
 from kinformer.family.extension import extended_weights
 from kinformer.family.table import member
-from kinformer.runs.announce import announcement
+from kinformer.runs.announce import announcement, warning
 from kinformer.runs.create import create
 from kinformer.runs.folder import CHECKPOINTS, writing
 from kinformer.runs.options import TrainOptions
 from kinformer.runs.resume import resume
 from kinformer.runs.rows import plan_of, rows_of
 from kinformer.runs.run import Run, open_run
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.files import load_tensors, load_weights
 from kinformer.runtime.progress import tolerant
 from kinformer.training import distributed
@@ -137,6 +137,8 @@ def work(job: Job, group: Group) -> Summary:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         remark = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
         print(remark, file=tolerant(sys.stderr), flush=True)
+    if group.first and not job.quiet and (sentence := warning(result, settings)):
+        print(spelled(sentence), file=tolerant(sys.stderr), flush=True)
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 

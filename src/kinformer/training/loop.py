@@ -32,12 +32,11 @@ from kinformer.training.optimiser import Optimiser, finite, gather
 from kinformer.training.pace import Course, Pace, seconds_of
 from kinformer.training.result import Result
 from kinformer.training.schedule import Schedule
-from kinformer.training.settings import PARTS_OF_A_RUN, Settings
+from kinformer.training.settings import Settings
 from kinformer.training.update import Updater, Window
 from kinformer.training.validation import Validation
 
-PROBE_SHARE = 0.01
-FORWARD_SHARE, VALIDATION_SHARE = 0.4, 0.05
+PROBE_SHARE, FORWARD_SHARE = 0.01, 0.4
 
 
 class Trainer:
@@ -100,6 +99,7 @@ class Trainer:
         numbers = saved.numbers if saved else {}
         self.step = self.first_step = saved.step if saved else 0
         self.spent: float = numbers.get("seconds", 0.0)
+        self.each_step: float = numbers.get("each_step", self.spent / max(1, self.step))
         self.saved_at = time.monotonic()
         self.begun = self.saved_at if begun is None else begun
         self.course = Course(numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
@@ -256,7 +256,9 @@ class Trainer:
         files |= {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
         files = {name: tensors for name, tensors in files.items() if tensors}
         files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
-        numbers = vars(self.course) | {"seconds": self.seconds}
+        if self.window.seconds:
+            self.each_step = self.window.seconds / (self.step - self.first_step)
+        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.each_step}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 
@@ -284,15 +286,15 @@ class Trainer:
     def _pace(self) -> Pace:
         """How many steps the minutes buy, and how often to validate and to save meanwhile."""
         budget = 60 * (self.settings.minutes or 0)
-        result = self.spent / self.step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
-        item = self.group.on_first(lambda: result)
-        pace = Pace(item, FORWARD_SHARE * item * self.data.validations)
+        seconds = self.each_step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        each = self.group.on_first(lambda: seconds)
+        pace = Pace(each, FORWARD_SHARE * each * self.data.validations)
         if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
-            more = self.group.on_first(lambda: pace.steps(budget - self.seconds))
+            left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
+            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was
             self.course = Course(max(1, self.step + more))
         validate_every, checkpoint_every = self.settings.cadences(self.total)
-        if self.settings.validate_every is None:  # as many as parts of a run, where they take little of its time
-            parts = min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * budget / max(pace.validation, 1e-9))))
-            validate_every = -(-self.total // parts)
+        if self.settings.validate_every is None:
+            validate_every = -(-self.total // pace.validations(budget))
         pace.every = (validate_every, checkpoint_every)
         return pace

@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-PROBES = 20
+from kinformer.training.settings import PARTS_OF_A_RUN
+
+PROBES, ENOUGH = 20, 10
 LOOKS = 100
+VALIDATION_SHARE = 0.05
 EXIT = 0.8
 """Seconds that a process takes to end."""
 
 
 def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
-    """The mean of the later half of at most ``PROBES`` steps, after one more that may take as long as it likes.
+    """The mean of the later half of at most ``PROBES`` steps, after one more that may take as long as it likes; where
+    that one took ``ENOUGH`` times the limit, it is the only one, and its time the answer.
 
     It is a mean because rows of different lengths take different times, and a run takes their sum.
 
@@ -22,8 +26,11 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
     limit: seconds after which no further step is tried, from the third on.
     clock: gives seconds; with several processes the same to all, so that they try as many.
     """
+    begun = clock()
     step(0)
     marks = [clock()]
+    if 0 < ENOUGH * limit < marks[0] - begun:
+        return marks[0] - begun
     while len(marks) < 3 or (len(marks) <= PROBES and marks[-1] - marks[0] < limit):
         step(len(marks))
         marks.append(clock())
@@ -86,6 +93,10 @@ class Pace:
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
         item = self.per_step + sum(cost / every for cost, every in costs if every)
         return max(0, math.floor((seconds - self.end) / item))
+
+    def validations(self, seconds: float) -> int:
+        """How many are made in ``seconds`` of training: as many as parts of a run, where they take little of it."""
+        return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
 
     def spent(self, validation: float, checkpoint: float) -> None:
         """Note what a validation and a checkpoint took between two steps; 0 for one that was not made."""

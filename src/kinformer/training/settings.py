@@ -10,6 +10,8 @@ from kinformer.runtime.fields import Checked, require_types
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
+WARM_UP_STEPS = 20
+"""Fewer steps than these are no run: at the usual share, the learning rate rises for one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,8 @@ class Settings(Checked):
     steps: int | None = None
     """Optimiser steps in all (1000 if `minutes` is not given either)."""
     minutes: float | None = None
-    """Train for so long instead: the number of steps is fixed once, by the speed of some that change nothing."""
+    """Train for so long instead, start and end of the command included, of a resumed run all times together: steps are
+    foreseen by measured speed again and again, and sizes or a recipe that are not given are chosen to suit the time."""
     length: int = 512
     """Tokens that each row of a batch predicts."""
     batch_size: int = 8
