@@ -21,12 +21,13 @@ from common import arguments, prepare, products, save, show
 from kinformer.control.acting import ActionSampler
 from kinformer.control.environments.environment import Environment
 from kinformer.control.environments.table import make
+from kinformer.control.online.agent import ControlAgent
+from kinformer.control.online.data import open_environment
+from kinformer.control.online.options import ControlOptions
 from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
-from kinformer.tasks.control.data import fitted, open_environment
-from kinformer.tasks.control.options import ControlOptions
-from kinformer.tasks.control.policy import ControlAgent
+from kinformer.tasks.control.fit import fitted
 
 ENV, WINDOW, STEPS, ROUNDS, AGREES = "masked-cartpole", 64, 4, 9, 1e-3
 WINDOWED = {"layers.*.mixer.pattern": {"kind": "local", "window": WINDOW}}

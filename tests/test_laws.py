@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "models": GROUND | {"blocks", "stacks"},
     "generation": GROUND,
     "training": GROUND | {"data"},
-    "control": GROUND | {"data", "generation"},
+    "control": GROUND | {"data", "generation", "training"},
     "evaluation": GROUND | {"data", "stacks", "training"},
     "estimation": GROUND | {"training"},
     "figures": GROUND | {"evaluation"},

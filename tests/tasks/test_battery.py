@@ -160,8 +160,8 @@ class Undirected(toy_task.Regression):
 def toy(monkeypatch):
     """A member that can do the toy task."""
     monkeypatch.setitem(MEMBERS, "toy", toy_task.MEMBER)
-    monkeypatch.setitem(kinds()["input"].own, "frames", toy_task.Frames.Config)
-    monkeypatch.setitem(kinds()["head"].own, "frequency", toy_task.Frequency.Config)
+    monkeypatch.setitem(kinds()["input"].builtin, "frames", toy_task.Frames.Config)
+    monkeypatch.setitem(kinds()["head"].builtin, "frequency", toy_task.Frequency.Config)
 
 
 TOY = {"member": "toy", "train": {"length": 8, "recipe": "small"}, "evaluate": {"waves": 8}}

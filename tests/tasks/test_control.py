@@ -8,16 +8,18 @@ import torch
 
 import kinformer
 from kinformer.control.environments.environment import Box, Discrete
+from kinformer.control.online.data import open_environment
+from kinformer.control.online.options import ControlOptions
+from kinformer.control.online.ppo import ControlRows, PolicyLoss, PolicyShift
+from kinformer.control.online.rollout import Actor, Transition, advantages_of
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
 from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.control.data import fitted, open_environment
-from kinformer.tasks.control.options import ControlOptions
-from kinformer.tasks.control.ppo import ControlRows, PolicyLoss
-from kinformer.tasks.control.rollout import Actor, Transition, advantages_of
+from kinformer.tasks.control.fit import fitted
+from kinformer.tasks.table import TASKS
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "control", "recipe": "tiny", "length": 6, "batch_size": 2, "environments": 4, "ppo_epochs": 2}
@@ -116,14 +118,15 @@ def test_rollouts_are_learnt_from_in_parts():
     first = torch.cat([each.observations for each in found[:2]]).sum(0)
     assert torch.equal(first, torch.cat([each.observations for each in found[2:4]]).sum(0))
     assert not torch.equal(found[0].observations, found[2].observations)
-    rows.note(5.0)
+    rows.shift.add(torch.tensor(5.0))
     rows.batch(5, 0, 1)
     assert rows.actor.steps == 48
     stopping = rows_of(kl_stop=0.02)
     stopping.batch(0, 0, 1)
-    stopping.note(0.03)
+    stopping.shift.add(torch.tensor(0.03))
+    stopping.shift.add(torch.tensor(0.01))
     stopping.batch(1, 0, 1)
-    assert stopping.actor.steps == 48 and stopping.moved == 0
+    assert stopping.actor.steps == 48 and stopping.shift.read() == 0
 
 
 def test_the_objective_stops_pushing_what_has_moved_far():
@@ -135,7 +138,7 @@ def test_the_objective_stops_pushing_what_has_moved_far():
         pushed = batch._replace(
             log_densities=batch.log_densities - moved, advantages=torch.full_like(batch.advantages, advantage)
         )
-        loss, metrics, _ = PolicyLoss(rows)(rows.model, pushed, None, 0.0)
+        loss, metrics, _ = PolicyLoss(rows.options, rows.shift)(rows.model, pushed, None, 0.0)
         loss.backward()
         assert float(metrics["clipped"] / metrics["predicted"]) == float(abs(moved) > 0.2)
         return sum(
@@ -145,7 +148,21 @@ def test_the_objective_stops_pushing_what_has_moved_far():
     assert gradient(0.0, 1.0) > 0 and gradient(0.0, -1.0) > 0
     assert gradient(0.5, 1.0) == 0 and gradient(-0.5, -1.0) == 0
     assert gradient(0.5, -1.0) > 0 and gradient(-0.5, 1.0) > 0
-    assert rows.moved == pytest.approx(np.exp(0.5) - 1 - 0.5, rel=1e-3)
+    assert rows.shift.read() == pytest.approx(np.exp(0.5) - 1 - 0.5, rel=1e-3)
+
+
+def test_the_objective_is_whole_without_rows_and_waits_for_no_device(monkeypatch):
+    """Divergences stay on the device until rows are asked for; validating acts, and no objective scores returns."""
+    rows = rows_of(kl_stop=0.0)
+    batch, objective = rows.batch(0, 0, 1), TASKS["control"].objective(None, rows.model)
+    loss, metrics, _ = objective(rows.model, batch, None, 0.0)
+    assert loss.requires_grad and metrics["predicted"] == batch.size
+    assert isinstance(objective.shift.largest, torch.Tensor)
+    monkeypatch.setattr(PolicyShift, "read", lambda self: pytest.fail("without `kl_stop` nobody reads the shift"))
+    rows.batch(1, 0, 1)
+    means = rows.validate()
+    assert list(rows.validation(0, 1)) == [] and means.keys() == set(rows.sums)
+    assert rows.measured(means, "validation") == {"mean_return": -means["cost"]}
 
 
 def test_densities_and_entropies_are_those_of_torch():

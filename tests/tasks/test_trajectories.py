@@ -11,15 +11,15 @@ import torch
 
 import kinformer
 from kinformer.control.acting import ActionSampler, rollouts
+from kinformer.control.decision.agent import TrajectoryAgent
+from kinformer.control.decision.data import open_data
+from kinformer.control.decision.options import TrajectoryOptions, targets_of
+from kinformer.control.decision.rows import ActionLoss, TrajectoryRows, rows_of
 from kinformer.control.environments.environment import Box, Discrete
 from kinformer.control.random_walks import random_walks
 from kinformer.inputs.steps import ACTION, RETURN, STATE
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.trajectories.data import open_data
 from kinformer.tasks.trajectories.evaluate import facts_correlation
-from kinformer.tasks.trajectories.options import TrajectoryOptions, targets_of
-from kinformer.tasks.trajectories.policy import TrajectoryAgent
-from kinformer.tasks.trajectories.rows import ActionLoss, TrajectoryRows, rows_of
 from kinformer.training.settings import Settings
 
 SMALL = {"task": "trajectories", "recipe": "tiny", "length": 72, "batch_size": 4, "steps": 2, "threads": 1}

@@ -46,6 +46,11 @@ class DataModule:
         """The process's rows of a fixed part of the validation split, as many batches for all processes."""
         raise NotImplementedError
 
+    def validate(self) -> dict[str, float] | None:
+        """The means of :attr:`sums` where validating is acting, with the model of :meth:`begin` in eval mode; None
+        where the objective scores the rows of :meth:`validation`."""
+        return None
+
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         """The metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
         raise NotImplementedError

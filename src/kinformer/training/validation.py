@@ -25,6 +25,9 @@ class Validation:
     def __call__(self, engine: nn.Module) -> dict[str, float]:
         """The means of the metrics over all predictions; ``engine`` is a wrapped ``Step``, left in training mode."""
         engine.eval()
+        if (means := self.data.validate()) is not None:
+            engine.train()
+            return means
         names, device = (PREDICTED, *self.data.sums), self.group.device
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         state: Any = None

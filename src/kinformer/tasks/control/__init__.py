@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.core.model import CausalModel
-from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions, ControlOptions
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
 from kinformer.tasks.record import DataNeeds, Generation, Models
 from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from kinformer.tasks.control.data import ControlData
+    from kinformer.control.online.data import ControlData
     from kinformer.training.data_module import DataModule
     from kinformer.training.objective import Objective
 
@@ -26,9 +26,9 @@ NAME, INPUT = "control", "observations"
 
 
 def _policy(model: Any) -> Any:
-    from kinformer.tasks.control.ppo import PolicyLoss
+    from kinformer.control.online.ppo import PolicyLoss, PolicyShift
 
-    return PolicyLoss(None)
+    return PolicyLoss(ControlOptions(), PolicyShift())
 
 
 class Control(Task):
@@ -62,32 +62,34 @@ class Control(Task):
         return super().fits(config) and config.input.kind == INPUT
 
     def open(self, source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
-        from kinformer.tasks.control.data import open_environment
+        from kinformer.control.online.data import open_environment
 
         return open_environment(options)
 
     def fit(self, config: Any, data: ControlData | None) -> dict[str, Any]:
-        from kinformer.tasks.control.data import fitted
+        from kinformer.tasks.control.fit import fitted
 
         return fitted(config, data)
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
-        from kinformer.tasks.control.data import check_plan
+        from kinformer.tasks.control.fit import check_plan
         from kinformer.tasks.shared.text import check_sequence
 
         check_sequence(model)
         check_plan(plan, getattr(model, "max_length", None))
 
     def data_module(self, plan: TrainingPlan) -> DataModule:
-        from kinformer.tasks.control.ppo import ControlRows
+        from kinformer.control.online.ppo import ControlRows
 
         return ControlRows(plan.data, plan.settings)
 
     def objective(self, name: str | None, model: nn.Module, data: DataModule | None = None) -> Objective:
-        from kinformer.tasks.control.ppo import ControlRows, PolicyLoss
+        from kinformer.control.online.ppo import ControlRows, PolicyLoss
 
-        self.choose_objective(name)
-        return PolicyLoss(data if isinstance(data, ControlRows) else None)
+        if isinstance(data, ControlRows):
+            self.choose_objective(name)
+            return PolicyLoss(data.options, data.shift)
+        return super().objective(name, model)
 
     def measure(
         self, subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool

@@ -11,13 +11,14 @@ import numpy as np
 from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
 from kinformer.control.environments.environment import Box, Discrete, Environment
 from kinformer.control.environments.table import make
+from kinformer.control.online.agent import ControlAgent
+from kinformer.control.online.data import open_environment
+from kinformer.control.online.options import ControlEvaluationOptions, ControlGenerationOptions
 from kinformer.control.options import Acting
 from kinformer.control.playing import check_picture, play
 from kinformer.data.permutation import mix
 from kinformer.runtime.progress import progressing
-from kinformer.tasks.control.data import check_environment, open_environment
-from kinformer.tasks.control.options import ControlEvaluationOptions, ControlGenerationOptions
-from kinformer.tasks.control.policy import ControlAgent
+from kinformer.tasks.control.fit import check_environment
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.task import LoadedRun

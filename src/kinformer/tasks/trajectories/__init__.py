@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core.model import CausalModel
-from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.tasks.record import DataNeeds, Generation, Models
-from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
-from kinformer.tasks.trajectories.options import (
+from kinformer.control.decision.options import (
     INPUT,
     TrajectoryEvaluationOptions,
     TrajectoryGenerationOptions,
     TrajectoryOptions,
 )
+from kinformer.core.model import CausalModel
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.evaluation import Evaluation, EvaluationSettings
+from kinformer.tasks.record import DataNeeds, Generation, Models
+from kinformer.tasks.task import LoadedRun, Source, Task, TrainingPlan
 from kinformer.training.metric import ACCURACY, BITS_PER_ACTION
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from kinformer.tasks.trajectories.data import TrajectoryData
+    from kinformer.control.decision.data import TrajectoryData
     from kinformer.training.data_module import DataModule
 
 NAME, DEFAULT = "trajectories", "key-to-door"
 
 
 def _actions(model: Any) -> Any:
-    from kinformer.tasks.trajectories.rows import ActionLoss
+    from kinformer.control.decision.rows import ActionLoss
 
     return ActionLoss()
 
@@ -63,29 +63,29 @@ class TrajectoryTask(Task):
         return super().fits(config) and config.input.kind == INPUT
 
     def names(self, spec: str) -> bool:
-        from kinformer.tasks.trajectories.data import MADE
+        from kinformer.control.random_walks import MADE
 
         return spec in MADE or spec.startswith("minari:")
 
     def open(self, source: Source, options: TrajectoryOptions, cache: Path | None = None) -> TrajectoryData:
-        from kinformer.tasks.trajectories.data import open_data
+        from kinformer.control.decision.data import open_data
 
         return open_data(source.spec, source.holdout, options)
 
     def fit(self, config: Any, data: TrajectoryData | None) -> dict[str, Any]:
-        from kinformer.tasks.trajectories.data import fitted
+        from kinformer.tasks.trajectories.fit import fitted
 
         return fitted(config, data)
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:
         from kinformer.tasks.shared.text import check_sequence
-        from kinformer.tasks.trajectories.data import check_plan
+        from kinformer.tasks.trajectories.fit import check_plan
 
         check_sequence(model)
         check_plan(plan)
 
     def data_module(self, plan: TrainingPlan) -> DataModule:
-        from kinformer.tasks.trajectories.rows import TrajectoryRows
+        from kinformer.control.decision.rows import TrajectoryRows
 
         return TrajectoryRows(plan.data, plan.settings, plan.config)
 

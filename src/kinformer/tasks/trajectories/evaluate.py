@@ -12,6 +12,11 @@ import numpy as np
 import torch
 
 from kinformer.control.acting import MEASURED_SEEDS, ActionSampler, cells, remembering, rollouts, summary
+from kinformer.control.decision.agent import TrajectoryAgent
+from kinformer.control.decision.behaviour_cloning import Clone
+from kinformer.control.decision.data import TrajectoryData, check_environment
+from kinformer.control.decision.options import PER_STEP, Acting, TrajectoryEvaluationOptions, targets_of
+from kinformer.control.decision.rows import ActionLoss, rows_of
 from kinformer.control.environments.table import make
 from kinformer.core.model import device_of
 from kinformer.evaluation.bits import streamable
@@ -20,11 +25,7 @@ from kinformer.runtime.progress import progressing
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
 from kinformer.tasks.shared.text import note_other_data
 from kinformer.tasks.task import LoadedRun
-from kinformer.tasks.trajectories.behaviour_cloning import Clone
-from kinformer.tasks.trajectories.data import TrajectoryData, check_environment, data_of
-from kinformer.tasks.trajectories.options import PER_STEP, Acting, TrajectoryEvaluationOptions, targets_of
-from kinformer.tasks.trajectories.policy import TrajectoryAgent
-from kinformer.tasks.trajectories.rows import ActionLoss, rows_of
+from kinformer.tasks.trajectories.fit import data_of
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kinformer.control.acting import returns_to_get
+from kinformer.control.decision.agent import TrajectoryAgent
+from kinformer.control.decision.data import check_environment
+from kinformer.control.decision.options import TrajectoryGenerationOptions, targets_of
 from kinformer.control.environments.environment import Environment
 from kinformer.control.environments.table import make
 from kinformer.control.playing import check_picture
@@ -13,10 +16,8 @@ from kinformer.control.playing import play as play_episode
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.shared.made import Made
 from kinformer.tasks.task import LoadedRun
-from kinformer.tasks.trajectories.data import check_environment, data_of
 from kinformer.tasks.trajectories.evaluate import agent_of
-from kinformer.tasks.trajectories.options import TrajectoryGenerationOptions, targets_of
-from kinformer.tasks.trajectories.policy import TrajectoryAgent
+from kinformer.tasks.trajectories.fit import data_of
 
 
 def play(

@@ -4,19 +4,21 @@ policy optimisation (Schulman et al. 2017) over them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kinformer.control.acting import ActionSampler, rollouts
+from kinformer.control.environments.environment import Box, Discrete
+from kinformer.control.online.agent import ControlAgent
+from kinformer.control.online.data import ControlData
+from kinformer.control.online.options import ControlOptions
+from kinformer.control.online.rollout import Actor, Rollout
 from kinformer.control.policies import entropy, log_density
 from kinformer.core import state as states
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.control.data import ControlData
-from kinformer.tasks.control.policy import ControlAgent
-from kinformer.tasks.control.rollout import Actor, Rollout
 from kinformer.training.batch import map_fields
 from kinformer.training.carried import rebuilt
 from kinformer.training.data_module import DataModule
@@ -30,14 +32,27 @@ VALIDATION_SEEDS = 1 << 21
 SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
 
 
-class Returns(NamedTuple):
-    """What a validation acted: ``returns`` [episodes]."""
+class PolicyShift:
+    """How far the policy has moved from the one that acted: the largest divergence that an update saw.
 
-    returns: Tensor
+    The objective adds divergences, which stay on the device; the rows read the largest before the next batch.
+    """
 
-    @property
-    def size(self) -> int:
-        return len(self.returns)
+    def __init__(self) -> None:
+        self.largest: float | Tensor = 0.0
+
+    def add(self, divergence: Tensor) -> None:
+        """Note what an update saw, a scalar."""
+        self.largest = divergence.clamp_min(self.largest)
+
+    def read(self) -> float:
+        """The largest so far; waits for the device."""
+        self.largest = float(self.largest)
+        return self.largest
+
+    def restart(self, largest: float = 0.0) -> None:
+        """Begin again after a rollout, or go on from what was read."""
+        self.largest = largest
 
 
 class ControlRows(DataModule):
@@ -51,7 +66,7 @@ class ControlRows(DataModule):
         self.actor = Actor(data, settings.length, settings.seed)
         self.parts = self.options.environments // settings.batch_size
         self.rollout: Rollout | None = None
-        self.used, self.moved = 0, 0.0
+        self.used, self.shift = 0, PolicyShift()
 
     @property
     def validations(self) -> int:
@@ -67,7 +82,8 @@ class ControlRows(DataModule):
             if dot:
                 of[owner][own] = tensor
         self.actor.load(model, of["actor"])
-        self.used, self.moved = int(state_tensors["used"]), float(state_tensors["moved"])
+        self.used = int(state_tensors["used"])
+        self.shift.restart(float(state_tensors["moved"]))
         fields = [of["rollout"][name] for name in Rollout._fields[:-1]]
         leaves = [of["rollout"][name] for name in sorted(of["rollout"]) if name.startswith("state.")]
         self.rollout = Rollout._make([*fields, rebuilt(model.initial_state(1), leaves)])
@@ -81,29 +97,30 @@ class ControlRows(DataModule):
         return (
             {f"actor/{name}": tensor for name, tensor in self.actor.state_tensors().items()}
             | {f"rollout/{name}": tensor.clone() for name, tensor in tensors.items()}
-            | {"used": torch.tensor(self.used), "moved": torch.tensor(self.moved, dtype=torch.float64)}
+            | {"used": torch.tensor(self.used), "moved": torch.tensor(self.shift.read(), dtype=torch.float64)}
         )
 
     def batch(self, step: int, rank: int, world: int) -> Rollout:
         if world > 1:
             raise KinformerError(f"`devices` {world}: control acts in one process; leave it out.")
-        stopped = 0 < self.options.kl_stop < self.moved
+        stopped = self.options.kl_stop > 0 and self.options.kl_stop < self.shift.read()
         if self.rollout is None or stopped or self.used == self.options.ppo_epochs * self.parts:
-            self.rollout, self.used, self.moved = self.actor.rollout(self.model), 0, 0.0
+            self.rollout, self.used = self.actor.rollout(self.model), 0
+            self.shift.restart()
         epoch, part = divmod(self.used, self.parts)
         order = np.random.default_rng([self.settings.seed, self.actor.acted, epoch]).permutation(len(self.actor.rows))
         rows = torch.from_numpy(order[part * self.settings.batch_size : (part + 1) * self.settings.batch_size])
         self.used += 1
         return map_fields(self.rollout, lambda field: field[rows])
 
-    def note(self, divergence: float) -> None:
-        """An update saw the policy so far from the one that acted."""
-        self.moved = max(self.moved, divergence)
+    def validation(self, rank: int, world: int) -> Iterator[Rollout]:
+        return iter(())
 
-    def validation(self, rank: int, world: int) -> Iterator[Returns]:
+    def validate(self) -> dict[str, float]:
+        """The mean return of new episodes, as the cost that the best weights have least of."""
         agent = ControlAgent(self.model, ActionSampler(self.data.actions, 1.0, self.settings.seed), None)
-        found = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
-        yield Returns(torch.from_numpy(found.returns).float())
+        acted = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
+        return dict.fromkeys(SUMS, 0.0) | {"cost": -float(torch.from_numpy(acted.returns).float().mean())}
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         if split == "validation":
@@ -117,21 +134,17 @@ class PolicyLoss:
     """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, where r is the density of an action over
     that at which it was drawn, A its advantage, V the value, R the return and H the policy's entropy; means over steps.
 
-    The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020), and told to the ``rows``.
+    The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``.
     """
 
-    def __init__(self, rows: ControlRows | None) -> None:
-        self.rows = rows
+    def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
+        self.options, self.shift = options, shift
 
-    def __call__(self, model: Any, batch: Rollout | Returns, state: Any, progress: float) -> ObjectiveOutput:
-        if isinstance(batch, Returns):
-            zero = batch.returns.new_zeros(())
-            metrics = dict.fromkeys(SUMS, zero) | {"predicted": zero + batch.size, "cost": -batch.returns.sum()}
-            return -batch.returns.mean(), metrics, None
-        assert self.rows is not None
-        options, space = self.rows.options, self.rows.data.actions
+    def __call__(self, model: Any, batch: Rollout, state: Any, progress: float) -> ObjectiveOutput:
+        options = self.options
         said, after = model(batch.observations, batch.state, reset=batch.begun)
         predicted, values = said[..., :-1].float(), said[..., -1].float()
+        space = Box((), ()) if batch.actions.is_floating_point() else Discrete(predicted.shape[-1])
         moved = log_density(predicted, batch.actions, space) - batch.log_densities
         ratio, near = moved.exp(), options.clip_ratio
         gains = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - near, 1 + near) * batch.advantages)
@@ -144,6 +157,6 @@ class PolicyLoss:
         }
         loss = means["policy_cost"] + options.value_weight * means["value_cost"]
         loss = loss - options.entropy_weight * means["entropy"]
-        self.rows.note(float(means["divergence"].detach()))
+        self.shift.add(means["divergence"].detach())
         metrics = {name: mean.detach() * batch.size for name, mean in (means | {"cost": loss}).items()}
         return loss, metrics | {"predicted": loss.new_tensor(batch.size)}, after

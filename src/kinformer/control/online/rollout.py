@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kinformer.control.acting import ActionSampler, within
 from kinformer.control.environments.table import make
+from kinformer.control.online.data import ControlData
 from kinformer.control.policies import log_density
 from kinformer.core import state as states
 from kinformer.core.model import device_of
@@ -23,7 +24,6 @@ from kinformer.data.permutation import mix
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
 from kinformer.runtime.matmul import few_rows
-from kinformer.tasks.control.data import ControlData
 from kinformer.training.carried import rebuilt
 
 RECENT = 100

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from kinformer.control.acting import ActionSampler, Agent
+from kinformer.control.decision.options import PER_STEP
 from kinformer.control.environments.environment import Discrete
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.trajectories.options import PER_STEP
 
 
 class TrajectoryAgent(Agent):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.control.decision.data import TrajectoryData
+from kinformer.control.decision.options import PER_STEP
 from kinformer.control.policies import normal_log_density
 from kinformer.control.trajectories import Trajectories
 from kinformer.core import state as states
 from kinformer.data.permutation import mix
-from kinformer.tasks.trajectories.data import TrajectoryData
-from kinformer.tasks.trajectories.options import PER_STEP
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import ACCURACY, ACTION_ERROR, BITS_PER_ACTION
 from kinformer.training.objective import ObjectiveOutput

@@ -1,55 +1,16 @@
-"""What control is learnt in, and how a model is fitted to it."""
+"""How a model is fitted to the environment that it acts in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from kinformer.control.environments.environment import Box, Discrete, Environment
-from kinformer.control.environments.table import make
+from kinformer.control.online.data import ControlData
 from kinformer.runtime.errors import KinformerError
-from kinformer.tasks.control.options import DEFAULT_ENV, ControlOptions
 from kinformer.tasks.task import TrainingPlan
 
 INPUT, HEAD = "observations", "policy_and_value"
 BEGINNING = {"initialisation.scheme": "framework"}
-
-
-@dataclass(frozen=True, eq=False)
-class ControlData:
-    """The environment called ``env``: its observations, ``actions`` and the longest episode's steps."""
-
-    env: str
-    observation_dim: int
-    actions: Discrete | Box
-    most_steps: int
-    options: ControlOptions
-
-    @property
-    def name(self) -> str:
-        return self.env
-
-    @property
-    def version(self) -> str:
-        return "1"
-
-    @property
-    def fingerprint(self) -> str:
-        said = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
-        return f"sha256:{sha256(said.encode()).hexdigest()}"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
-
-
-def open_environment(options: ControlOptions) -> ControlData:
-    """The environment that ``options`` name, looked at."""
-    name = options.env or DEFAULT_ENV
-    environment = make(name)
-    environment.close()
-    return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)
 
 
 def fitted(config: Any, data: ControlData | None) -> dict[str, Any]:

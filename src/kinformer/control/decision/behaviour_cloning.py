@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from kinformer.control.acting import ActionSampler
+from kinformer.control.decision.data import TrajectoryData
 from kinformer.control.environments.environment import Discrete
-from kinformer.tasks.trajectories.data import TrajectoryData
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3
 

@@ -1,0 +1,82 @@
+"""The data of a run of trajectories, and how a model is fitted to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kinformer.control.decision.data import TrajectoryData, open_data
+from kinformer.control.decision.options import INPUT, PER_STEP
+from kinformer.control.environments.environment import Discrete
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.shared.text import spec_of
+from kinformer.tasks.task import TrainedRun, TrainingPlan
+
+
+def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
+    """The data of a run, or other data of its environment."""
+    data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
+    own: Any = run.config.input
+    if (data.found.state_dim, data.actions.dim) != (own.state_dim, own.action_dim):
+        raise KinformerError(
+            f"{data.name}: has states of {data.found.state_dim} numbers and {data.actions.dim} actions, but "
+            f"{run.folder} was trained on {own.state_dim} and {own.action_dim}; give data of its environment."
+        )
+    return data
+
+
+def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
+    """Overrides of a causal member's config: its input, with how states are normalised, and its head."""
+    if data is None:
+        return (
+            {}
+            if config.input.kind == INPUT
+            else {"input": {"kind": INPUT, "state_dim": 1, "action_dim": 2}}
+            | {"head": {"kind": "discrete_actions", "actions": 2}}
+        )
+    found, space = data.found, data.actions
+    mean, std = found.normalisation
+    train = found.splits["train"]
+    largest = float(np.abs(found.returns_to_go[found.steps_of(train)]).max())
+    given = {
+        "kind": INPUT,
+        "state_dim": found.state_dim,
+        "action_dim": space.dim,
+        "timesteps": max(int(found.lengths.max()), 2),
+        "return_scale": largest or 1.0,
+        "state_mean": mean.tolist(),
+        "state_std": std.tolist(),
+    }
+    if config.input.kind == INPUT:
+        given["entrance"] = config.input.entrance
+    if isinstance(space, Discrete):
+        return {"input": given, "head": {"kind": "discrete_actions", "actions": space.n}}
+    head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
+    return {"input": given, "head": head | {"gaussian": data.options.gaussian}}
+
+
+def check_plan(plan: TrainingPlan) -> None:
+    """Refuse rows without a whole step, and a model whose input or head is not of the data's sizes."""
+    if plan.settings.length < PER_STEP:
+        raise KinformerError(
+            f"`length` {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
+            f"give {PER_STEP} or more."
+        )
+    config, found = plan.config, plan.data.found
+    if config.input.kind != INPUT:
+        raise KinformerError(
+            f"`set` input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
+        )
+    for name, want in (("state_dim", found.state_dim), ("action_dim", plan.data.actions.dim)):
+        if getattr(config.input, name) != want:
+            raise KinformerError(
+                f"`set` input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."
+            )
+    heads = {True: ("discrete_actions", "actions"), False: ("continuous_actions", "action_dim")}
+    kind, size = heads[isinstance(plan.data.actions, Discrete)]
+    if config.head.kind != kind or getattr(config.head, size) != plan.data.actions.dim:
+        raise KinformerError(
+            f"`set` head={config.head.kind}: the data's actions need the head {kind} with {size} = "
+            f"{plan.data.actions.dim}; leave it out."
+        )
