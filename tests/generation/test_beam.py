@@ -23,9 +23,9 @@ def build(member="vanilla", vocab_size=6, **changes):
     return model
 
 
-def score(model, source, tokens, penalty, ended):
-    """Of a sequence, with its EOS if it ``ended``, by reading it at once."""
-    ids = [*tokens, EOS] if ended else tokens
+def score(model, source, tokens, penalty):
+    """Of a sequence with its EOS, by reading it at once."""
+    ids = [*tokens, EOS]
     logits, _ = model(torch.tensor([[BOS, *ids[:-1]]]), model.begin(source))
     odds = logits[0].log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)].sum()
     return float(odds) / ((5 + len(ids)) / 6) ** penalty
@@ -33,16 +33,28 @@ def score(model, source, tokens, penalty, ended):
 
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5])
 def test_a_beam_as_wide_as_there_are_sequences_finds_the_best(penalty):
-    """Of four tokens and EOS, at most two long; those that have not ended by then count as they are."""
+    """Of four tokens and EOS, at most two long: what is so long must end, at the probability of EOS."""
     model, source, known = build(vocab_size=130), torch.tensor([[1, 2, 3]]), range(4)
     model.head.forward = limited(model.head.forward, [*known, EOS])
-    every = [(list(each), True) for count in range(3) for each in itertools.product(known, repeat=count)]
-    every += [(tokens, False) for tokens, _ in every if len(tokens) == 2]
+    every = [list(each) for count in range(3) for each in itertools.product(known, repeat=count)]
     with torch.no_grad():
         found = beam_search(model, model.begin(source), Search(BOS, EOS, 100, penalty), [2]).best[0]
-        scores = [score(model, source, tokens, penalty, ended) for tokens, ended in every]
+        scores = [score(model, source, tokens, penalty) for tokens in every]
     assert abs(found.score - max(scores)) < 1e-5
-    assert found.tokens == every[scores.index(max(scores))][0]
+    assert found.tokens == every[scores.index(max(scores))]
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_sentence_that_is_cut_off_does_not_beat_those_that_end(beam):
+    """EOS is improbable where the limit is, and was probable before it."""
+    model, source = build(vocab_size=23), torch.tensor([[1, 2, 3]])
+    odds = torch.tensor([0.0, *[-9.0] * 21, -0.5])
+    model.head.forward = lambda hidden, *rest, **options: odds.expand(*hidden.shape[:-1], 23)
+    found = beam_search(model, model.begin(source), Search(21, 22, beam, 0.0), [5]).best[0]
+    ends = odds.masked_fill(torch.arange(23) == 21, -9.0).log_softmax(0)
+    count = len(found.tokens)
+    assert abs(found.score - float(count * ends[0] + ends[22])) < 1e-5
+    assert count == (5 if beam == 1 else 0)
 
 
 def limited(forward, known):

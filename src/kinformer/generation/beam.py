@@ -64,9 +64,9 @@ class _Running:
 def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> BeamResult:
     """The best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
-    ``most``: how many tokens a row's continuation may have; a hypothesis that has not ended by then counts as it is. A
-    row's continuation does not depend on the others. The cache is reordered at most once a token, and not at all where
-    every hypothesis goes on from its own place.
+    ``most``: how many tokens a row's continuation may have; one that has so many must end, at the probability of EOS,
+    so the model reads BOS and ``most`` tokens. A row's continuation does not depend on the others. The cache is
+    reordered at most once a token, and not at all where every hypothesis goes on from its own place.
 
     Errors: ``KinformerError`` for predictions that are not finite.
     """
@@ -117,6 +117,9 @@ def _continued(
     odds = log_softmax(logits, -1)
     require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
     odds[:, search.bos] = -torch.inf
+    full = torch.tensor([running.length >= most[int(sentence)] for sentence in running.sentences])
+    others = torch.arange(vocab) != search.eos
+    odds.view(count, width, vocab).masked_fill_(full[:, None, None] & others, -torch.inf)
     total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
     scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)
     parents, tokens = places // vocab, places % vocab
@@ -135,15 +138,10 @@ def _continued(
 
 
 def _done(running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], most: Sequence[int]) -> bool:
-    """Whether a sentence has its translation; at its greatest length the running ones count as they are."""
+    """Whether a sentence has its translation."""
     sentence = int(running.sentences[row])
     finished, limit, best = hypotheses[sentence], most[sentence], float(running.scores[row, 0])
-    if running.length >= limit and len(finished) < search.beam:
-        penalty = _penalty(running.length, search)
-        pairs = zip(running.tokens[row].tolist(), running.scores[row].tolist(), strict=True)
-        finished += [Hypothesis(tokens, score / penalty) for tokens, score in pairs]
-        return True
-    if len(finished) >= search.beam:
+    if running.length > limit or len(finished) >= search.beam:
         return True
     return bool(finished) and max(item.score for item in finished) >= best / _penalty(limit + 1, search)
 

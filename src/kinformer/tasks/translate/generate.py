@@ -46,9 +46,8 @@ class Translator:
         found = [Hypothesis([], 0.0) for _ in ids]
         if full:
             tokens, valid = (each.to(device_of(self.model)) for each in padded([ids[number] for number in full]))
-            most = [
-                min(len(ids[number]) + LONGER, self.model.max_length or len(ids[number]) + LONGER) for number in full
-            ]
+            room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
+            most = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
             for number, hypothesis in zip(full, self._searched(tokens, valid, most), strict=True):
                 found[number] = hypothesis
         return found
