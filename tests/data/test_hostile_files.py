@@ -19,10 +19,11 @@ from kinformer.data.formats import check_plain, write_field
 from kinformer.data.images import read_images
 from kinformer.data.labelled import open_labelled
 from kinformer.data.pairs import open_pairs
+from kinformer.data.tokenizer import FileTokenizer
 from kinformer.interop.checkpoint import read_checkpoint
 from kinformer.runtime.files import read_json
 
-MOST_MEMORY = 500 << 20
+MOST_MEMORY = 200 << 20
 
 
 def deep(text: str) -> str:
@@ -94,10 +95,10 @@ def zeros(size: int) -> bytes:
 
 IDX = gzip.compress(bytes([0, 0, 8, 3]) + np.array([1 << 11, 1 << 10, 1 << 10], ">u4").tobytes() + bytes(1 << 20))
 ARCHIVES = {
-    "pairs": ("a.tsv.gz", zeros(1 << 30), open_pairs, "times its size"),
-    "trajectories": ("a.npz", member("observations", 1 << 30, 1 << 30), open_trajectories, "times its size"),
+    "pairs": ("a.tsv.gz", zeros(1 << 28), open_pairs, "times its size"),
+    "trajectories": ("a.npz", member("observations", 1 << 28, 1 << 28), open_trajectories, "times its size"),
     "trajectories that lie": ("a.npz", member("observations", 0, 1 << 60), open_trajectories, "shorter than its head"),
-    "images": ("a.npz", member("images", 1 << 30, 1 << 30), read_images, "times its size"),
+    "images": ("a.npz", member("images", 1 << 28, 1 << 28), read_images, "times its size"),
     "images that lie": ("a.npz", member("images", 0, 1 << 60), read_images, "shorter than its head"),
     "IDX": ("images-idx3-ubyte.gz", IDX, read_images, "times its size"),
     "text": ("a", zeros(1 << 20), lambda path: check_plain(Path(path)), "is gzip-compressed"),
@@ -116,3 +117,54 @@ def test_archives(tmp_path, monkeypatch, name):
         assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
     finally:
         tracemalloc.stop()
+
+
+def tokenizer_file(path, normalizers=(), decoders=(), pattern=None, vocab=None):
+    """A tokenizer.json of letters."""
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.BPE(vocab=vocab or {chr(97 + n): n for n in range(26)}, merges=[]))
+    made.normalizer = library.normalizers.Sequence([library.normalizers.Replace(*each) for each in normalizers])
+    if decoders:
+        made.decoder = library.decoders.Sequence([library.decoders.Replace(*each) for each in decoders])
+    if pattern:
+        made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
+    made.save(str(path))
+    return path
+
+
+GROWING = {
+    "doubled 40 times": [("a", "aa")] * 40,
+    "in turns": [("a", "bb"), ("b", "aa")] * 20,
+    "over the bounds of two": [("a", "bb"), *[("bbbb", "bbbbbbbb")] * 20],
+    "long": [("a", "b" * 1000)],
+    "many": [("ab", "b")] * 10_000,
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_tokenizers_that_grow_a_text_are_refused(tmp_path, name):
+    for part in ("normalizers", "decoders"):
+        path = tokenizer_file(tmp_path / "tokenizer.json", **{part: GROWING[name]})
+        with pytest.raises(KinformerError, match=f"tokenizer.json: its {part[:-1]} may make a text more than 64 times"):
+            FileTokenizer(path)
+
+
+def test_growing_by_a_regular_expression_is_refused_and_usual_replacements_are_not(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    anything = library.Regex(".")
+    with pytest.raises(KinformerError, match="more than 64 times"):
+        FileTokenizer(tokenizer_file(tmp_path / "a.json", [(anything, "aa")] * 5))
+    usual = [("``", '"'), ("\n", "<n>"), ("\t", "<|tab|>"), *((" " * n, f"<|space{n}|>") for n in range(9, 1, -1))]
+    tokenizer = FileTokenizer(tokenizer_file(tmp_path / "b.json", [*usual, (library.Regex(" {2,}"), " ")]))
+    assert len(tokenizer.encode("abc")) == 3
+
+
+def test_a_regular_expression_that_never_ends_is_one_sentence(tmp_path):
+    tokenizer = FileTokenizer(tokenizer_file(tmp_path / "tokenizer.json", pattern="(a+)+$"))
+    with pytest.raises(KinformerError, match="the tokenizer: cannot encode this text .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+
+
+def test_tokens_of_huge_numbers_are_refused(tmp_path):
+    with pytest.raises(KinformerError, match="its highest token is 4000000000"):
+        FileTokenizer(tokenizer_file(tmp_path / "tokenizer.json", vocab={"a": 0, "b": 4_000_000_000}))

@@ -196,7 +196,7 @@ def test_what_is_no_tokenizer_or_no_text_is_told(tokenizer, tmp_path, monkeypatc
     with pytest.raises(KinformerError, match="missing.json cannot be read"):
         FileTokenizer(tmp_path / "missing.json")
     (tmp_path / "wrong.json").write_text(json.dumps({"no": "tokenizer"}))
-    with pytest.raises(KinformerError, match="wrong.json is not a tokenizer.json"):
+    with pytest.raises(KinformerError, match="wrong.json: is not a tokenizer.json"):
         FileTokenizer(tmp_path / "wrong.json")
     (tmp_path / "binary").write_bytes(b"text\n" * 30 + b"\xff" * 30)
     with pytest.raises(KinformerError, match="needs UTF-8 text but byte 0xff is not"):

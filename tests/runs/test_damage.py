@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 import kinformer
+from kinformer.data.tokenizer import ByteTokenizer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, signed
 from kinformer.training.checkpoint import Checkpoints, _digest
@@ -111,3 +112,24 @@ def test_what_is_no_file_is_not_opened(folder):
             place.rmdir() if place.is_dir() else place.unlink()
         kept.rename(place)
     assert use(folder)
+
+
+def test_names_that_are_not_utf8(text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, run = (os.fsdecode(name) for name in (b"book\xff.txt", b"run\xff"))
+    shutil.copyfile(text_file, data)
+    with pytest.raises(KinformerError, match="its name is not UTF-8"):
+        kinformer.train("gpt", data=data, out=run, **SMALL)
+    assert not os.path.exists(run)
+    kinformer.train("gpt", data=data, out="run", **SMALL)
+    assert kinformer.evaluate("run", max_bytes=99).data["same_as_run"]
+    os.rename("run", run)
+    with pytest.raises(KinformerError, match="its name is not UTF-8"):
+        kinformer.load(run)
+
+
+def test_a_prompt_of_no_characters_is_refused(folder):
+    for tokenizer in (kinformer.open_run(folder).tokenizer, ByteTokenizer()):
+        for prompt in ("a\ud800", "\udfff"):
+            with pytest.raises(KinformerError, match="half of a surrogate pair"):
+                tokenizer.encode(prompt)

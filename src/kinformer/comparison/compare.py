@@ -23,6 +23,7 @@ from kinformer.comparison.speed import generation_speeds, length_speeds, memory_
 from kinformer.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validation_tokens
 from kinformer.estimation.estimate import estimate
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import require_utf8
 from kinformer.runtime.lock import locked
 from kinformer.runtime.progress import note
 from kinformer.training.metric import Metric
@@ -42,6 +43,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     """
     begun = time.monotonic()
     folder = Path(options.out)
+    require_utf8(folder)
     options.prepare(options.seed)
     chosen = entrants(members or DEFAULT_MEMBERS, options.set)
     clock = Clock()

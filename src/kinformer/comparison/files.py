@@ -55,4 +55,4 @@ def write(comparison: Comparison, folder: Path) -> Written:
 
 
 def _text_file(path: Path, text: str) -> None:
-    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
+    write_atomic(path, lambda target: target.write_text(text, encoding="utf-8", errors="backslashreplace"))

@@ -131,7 +131,9 @@ def read_images(
 def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | None, size: int | None) -> ImageData:
     files = _files(path)
     fingerprint = fingerprint_of(files)
-    key = sha256(f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode()).hexdigest()[:32]
+    key = sha256(
+        f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
 
     def fill(folder: Path) -> dict[str, Any]:
         filled = _find(path, files, size)

@@ -52,7 +52,9 @@ def open_labelled(
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
     fingerprint = fingerprint_of(files)
-    key = sha256(f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}".encode()).hexdigest()[:32]
+    key = sha256(
+        f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}".encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
     folder = (cache or default_cache()) / "labelled" / key
     classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kinformer.data.files import atomic_write, reading
+from kinformer.data.tokenizer_growth import require_bounded
 from kinformer.runtime import files
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import require_file
@@ -18,7 +20,7 @@ from kinformer.runtime.files import require_file
 if TYPE_CHECKING:
     from kinformer.data.split import Split
 
-PIECE = 1 << 16
+PIECE, MOST_TOKENS = 1 << 16, 1 << 24
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
@@ -66,7 +68,7 @@ class ByteTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
-        return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int64)
+        return np.frombuffer(as_bytes(text), np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each of ``texts``."""
@@ -116,13 +118,16 @@ class FileTokenizer:
                 f"{str(fingerprint)[:19]}); restore that from a copy."
             )
         library = _library()
-        try:
+        with _library_errors(path, "is not a tokenizer.json", "give one made by tokenizers"):
             self._tokenizer = library.Tokenizer.from_buffer(self.source)
-        except Exception as error:
-            raise KinformerError(f"{path} is not a tokenizer.json ({error}); give one made by tokenizers.") from error
+        require_bounded(path, self._tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if self.vocab_size > MOST_TOKENS:
+            raise KinformerError(
+                f"{path}: its highest token is {self.vocab_size - 1}, but must be below {MOST_TOKENS}; number anew."
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the same tokenizer.json to ``path``, atomically."""
@@ -131,7 +136,7 @@ class FileTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids int64 [length] of UTF-8 text."""
-        return self.encode_batch([_as_bytes(text)])[0]
+        return self.encode_batch([as_bytes(text)])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each of ``texts``, UTF-8; anything else is a :class:`KinformerError`."""
@@ -142,13 +147,14 @@ class FileTokenizer:
                 f"a tokenizer needs UTF-8 text but byte {error.object[error.start]:#04x} is not ({error.reason}); "
                 "convert the data to UTF-8 or leave the tokenizer out and train on bytes."
             ) from error
-        with files.reading("the tokenizer", "cannot encode this text", "give another one, or other data"):
+        with _library_errors("the tokenizer", "cannot encode this text", "give another one, or other data"):
             encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens``."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        with _library_errors("the tokenizer", "cannot decode these tokens", "give another one"):
+            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def spelled(self) -> tuple[list[str], bool]:
         """How each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks what goes on
@@ -160,6 +166,18 @@ class FileTokenizer:
     def stream(self) -> FileStream:
         """A decoder for ids that come one by one."""
         return FileStream(self)
+
+
+@contextmanager
+def _library_errors(place: str | Path, what: str, remedy: str) -> Iterator[None]:
+    """Tell what goes wrong in the library as one sentence, a panic of its Rust code too, which is no ``Exception``."""
+    with files.reading(place, what, remedy):
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise ValueError(str(error)) from None
 
 
 def file_fingerprint(source: bytes) -> str:
@@ -242,8 +260,17 @@ def _last_character_start(piece: bytes) -> int:
     return len(piece)
 
 
-def _as_bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+def as_bytes(text: str | bytes) -> bytes:
+    """``text`` as UTF-8; bytes that the system's decoding escaped come back. Half of a surrogate pair is an error."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise KinformerError(
+            f"the text holds {ascii(text[error.start])}, half of a surrogate pair, at place {error.start}, which is no "
+            "character; leave it out."
+        ) from None
 
 
 def _library() -> Any:

@@ -30,7 +30,7 @@ from kinformer.datastore.store import (
     require_origin,
 )
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import load_tensors, remove_partials, save_tensors, write_json
+from kinformer.runtime.files import load_tensors, remove_partials, require_utf8, save_tensors, write_json
 from kinformer.runtime.lock import locked
 
 
@@ -49,6 +49,7 @@ class Writer:
         if dtype not in DTYPES:
             raise KinformerError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}.")
         with ExitStack() as held:
+            require_utf8(self.folder)
             held.enter_context(locked(self.folder))
             self.record = self._open_record(origin, dtype)
             remove_partials(self.folder, (RECORD, self._state_file("*").name))

@@ -13,7 +13,7 @@ from pathlib import Path
 from kinformer.data.files import SPOOLED
 from kinformer.runs.run import CONFIG, TOKENIZER
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import partial_of, remove_partials
+from kinformer.runtime.files import partial_of, remove_partials, require_utf8
 from kinformer.runtime.lock import locked
 from kinformer.training.best import WEIGHTS
 from kinformer.training.checkpoint import Checkpoints
@@ -27,6 +27,7 @@ _MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Keep a run's folder for this process; what dead ones left half-written there is removed."""
+    require_utf8(folder)
     with locked(folder):
         _remove_leftovers(folder)
         yield

@@ -108,6 +108,14 @@ def require_file(path: Path) -> None:
         raise KinformerError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}; give a file.")
 
 
+def require_utf8(path: Path) -> None:
+    """Refuse a path for weights that is not UTF-8: the library that reads them opens no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise KinformerError(f"{path}: its name is not UTF-8, as that of weights must be; rename it.") from None
+
+
 def write_json(path: Path, data: Any) -> None:
     """``data`` as indented JSON, atomically."""
     text = json.dumps(data, indent=2) + "\n"
@@ -212,6 +220,7 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import safe_open
 
+    require_utf8(path)
     require_file(path)
     with reading(path, "is truncated or damaged"):
         with safe_open(path, framework="pt") as file:

@@ -19,9 +19,12 @@ MOST_DEPTH = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
     """The value that ``text`` spells. Errors: ``ValueError`` for what is no JSON (bytes: in UTF-8), nests deeper than
-    ``MOST_DEPTH``, or holds a number too long or half of a surrogate pair."""
+    ``MOST_DEPTH``, or holds a number too long or half of a surrogate pair.
+
+    The halves that stand for bytes in names of files that are not UTF-8 pass, unless ``errors`` is "strict".
+    """
     text = text if isinstance(text, str) else text.decode("utf-8-sig")
     try:
         value = json.loads(text)
@@ -34,7 +37,7 @@ def parse_json(text: str | bytes) -> Any:
     _check_depth(value, text.count("[") + text.count("{"))
     if _SURROGATE.search(text):
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode("utf-8", errors)
         except UnicodeEncodeError:
             raise ValueError("it holds half of a surrogate pair, which is no character") from None
     return value
@@ -43,7 +46,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: str) -> Any:
     """The value of line ``number`` of a file of JSON lines; anything else is one sentence that ends in ``remedy``."""
     try:
-        return parse_json(line)
+        return parse_json(line, "strict")
     except ValueError as error:
         raise KinformerError(f"{path}, line {number}: is not JSON ({error}); {remedy}.") from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.progress import tolerant
+from kinformer.training.events import EventFile
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0
@@ -26,23 +26,20 @@ class Log:
         lines = [line for line in _lines(path) if _step(line) <= resumed]
         write_atomic(path, lambda target: _fill(target, lines))
         self._file = path.open("a", encoding="utf-8")
-        self._folder = folder / EVENTS
-        self._events = _event_writer(self._folder, resumed)
+        self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of JSON and one point per curve."""
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
-        if self._events is not None and self._folder.is_dir():  # TensorBoard opens its file by name, time and again
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+        if self._events is not None:
+            self._events.scalars(values, step)
 
     def close(self) -> None:
         """Flush everything."""
         self._file.close()
         if self._events is not None:
-            with suppress(OSError):
-                self._events.close()
+            self._events.close()
 
 
 def _fill(path: Path, lines: list[str]) -> None:
@@ -64,14 +61,6 @@ def _step(line: str) -> float:
         return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
-
-
-def _event_writer(folder: Path, resumed: int) -> Any:
-    if find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=resumed + 1 if resumed else None)
 
 
 class TrainingProgress:

@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any
 
 from kinformer.core.model import device_of
+from kinformer.data.tokenizer import as_bytes
 from kinformer.generation.beam import Hypothesis, Search, beam_search
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.next_token.generate import Generated, Sample
@@ -97,7 +98,7 @@ def translate_lines(
 def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a text, or those that come one by one, without their ends; UTF-8, or a :class:`KinformerError`."""
     if isinstance(prompt, str):
-        prompt = prompt.encode("utf-8", "surrogateescape")
+        prompt = as_bytes(prompt)
     lines = prompt.removesuffix(b"\n").split(b"\n") if isinstance(prompt, bytes) else prompt
     for number, line in enumerate(lines, start=1):
         line = line.rstrip(b"\r\n")
