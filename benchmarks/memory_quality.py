@@ -28,7 +28,7 @@ import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.family.build import configure
-from kinformer.runs.rows import plan_of
+from kinformer.runs.planning import plan_of
 from kinformer.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from kinformer.training.distributed import Group

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
-from kinformer.runs.rows import data_of
+from kinformer.runs.planning import data_of
 from kinformer.runs.run import open_run
 from kinformer.tasks.task import LoadedRun
 from kinformer.tasks.translate.generate import Translator

@@ -19,7 +19,8 @@ from kinformer.datastore.store import Datastore
 from kinformer.evaluation.bits import measure
 from kinformer.evaluation.windows import Windows
 from kinformer.family.build import configure
-from kinformer.runs.rows import plan_of, rows_of
+from kinformer.runs.planning import plan_of
+from kinformer.runs.rows import rows_of
 from kinformer.runs.run import open_run
 from kinformer.runs.stores import STORES
 from kinformer.training.settings import Settings

@@ -139,3 +139,18 @@ def test_the_steps_follow_from_the_measured_speeds():
     assert 400 < made <= 0.75 * 600
     with pytest.raises(KinformerError, match="total_minutes 0.5: suffices for 0 steps"):
         comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=0.5), 0.0)
+
+
+def test_a_comparison_plans_what_training_trains(tmp_path, text_file):
+    """One planner: the settings that a task has and the member's objective are in both plans."""
+    from kinformer.comparison.plan import planned
+    from kinformer.runs.create import create
+    from kinformer.runs.options import TrainOptions
+
+    cases = [("gpt", {"data": str(text_file)}), ("gpt", {"task": "recall"}), ("bert", {"data": str(text_file)})]
+    for number, (name, options) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        given = TrainOptions(member=name, out=str(tmp_path / str(number)), recipe="tiny", length=64, **options)
+        task, plan = planned(given)
+        run, settings = create(given, "cpu", 0.0)
+        assert (task, plan.config, plan.settings, plan.options) == (run.task, run.config, settings, run.options)

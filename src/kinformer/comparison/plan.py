@@ -17,17 +17,14 @@ from kinformer.comparison.cache import key_of
 from kinformer.comparison.entrants import Entrant, parameters_of, sized
 from kinformer.comparison.options import CompareOptions
 from kinformer.core.config import override
-from kinformer.data import ByteTokenizer, FileTokenizer
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
-from kinformer.family.table import member
-from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
-from kinformer.runs.run import BYTES
+from kinformer.runs.planning import check_source, named_data, planner_for
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
-from kinformer.tasks.table import task_for, training_options
-from kinformer.tasks.task import Source, Task, TrainingPlan
+from kinformer.tasks.table import task_for
+from kinformer.tasks.task import Task, TrainingPlan
 
 
 @dataclass
@@ -73,16 +70,9 @@ class Contestant:
 def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
     """What a run with these options would train, on which data; nothing is written."""
     task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
-    task_options = training_options(task, options.own)
     check_source(options, task)
-    tokenizer = None
-    if task.data.tokenized:
-        tokenizer = ByteTokenizer() if options.tokenizer in (None, BYTES) else FileTokenizer(str(options.tokenizer))
-    spec = named_data(options, task, Path(options.out))
-    data = task.open(Source(spec, options.holdout, tokenizer), task_options)
-    config = plan_config(options, None, task, data)
-    objective = task.choose_objective(options.objective, member(options.member).objective)
-    return task, TrainingPlan(config, data, replace(options.settings(), objective=objective), task_options, tokenizer)
+    planner = planner_for(options, task, named_data(options, task, Path(options.out)))
+    return task, planner.plan(options)
 
 
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kinformer.data import FileTokenizer
-from kinformer.runs.create import check_source, named_data, plan_config
 from kinformer.runs.options import TrainOptions
-from kinformer.runs.rows import data_of
+from kinformer.runs.planning import check_source, data_of, named_data, plan_config
 from kinformer.runs.run import BYTES, Run, open_run
 from kinformer.runs.stores import STORES
 from kinformer.runtime.errors import KinformerError, marked

@@ -5,19 +5,8 @@ from __future__ import annotations
 from kinformer.runs.run import Run
 from kinformer.runs.stores import STORES
 from kinformer.runs.teacher import teacher_of
-from kinformer.tasks.task import Data, Source, TrainingPlan
+from kinformer.tasks.task import TrainingPlan
 from kinformer.training.data_module import DataModule
-from kinformer.training.settings import Settings
-
-
-def data_of(run: Run) -> Data:
-    """The run's data."""
-    return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
-
-
-def plan_of(run: Run, settings: Settings) -> TrainingPlan:
-    """The run as its task sees it."""
-    return TrainingPlan(run.config, data_of(run), settings, run.options, run.tokenizer)
 
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:

@@ -20,8 +20,9 @@ from kinformer.runs.announce import announcement, warning
 from kinformer.runs.create import create
 from kinformer.runs.folder import CHECKPOINTS, writing
 from kinformer.runs.options import TrainOptions
+from kinformer.runs.planning import plan_of
 from kinformer.runs.resume import resume
-from kinformer.runs.rows import plan_of, rows_of
+from kinformer.runs.rows import rows_of
 from kinformer.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, require, spelled
 from kinformer.runtime.files import load_tensors, load_weights

@@ -92,7 +92,8 @@ class TaskSubject:
 
     def rows(self) -> DataModule:
         """The run's rows, made anew."""
-        from kinformer.runs.rows import plan_of, rows_of
+        from kinformer.runs.planning import plan_of
+        from kinformer.runs.rows import rows_of
         from kinformer.training.settings import Settings
 
         return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), "cpu")

@@ -1,0 +1,183 @@
+"""What a run is going to be: the task's data, the model that fits them, the tokenizer and the settings.
+
+Training, comparisons and runs that continue make their :class:`TrainingPlan` here.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kinformer.core.config import override
+from kinformer.core.model_config import ModelConfig
+from kinformer.data import ByteTokenizer, FileTokenizer, Tokenizer, spool, train_tokenizer_on
+from kinformer.data.corpus import STDLIB
+from kinformer.data.files import atomic_write
+from kinformer.data.formats import write_field
+from kinformer.family.build import configure
+from kinformer.family.extension import check_extension, extended_config
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.runs.options import TrainOptions
+from kinformer.runs.run import BYTES, TOKENIZER, Run, open_run
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.tasks.table import refuse_options, training_options
+from kinformer.tasks.task import Data, Source, Task, TrainingPlan
+from kinformer.training.settings import DEFAULT_STEPS, Settings
+
+FIELD = "texts"
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans runs of ``task`` on opened ``data``, with ``tokenizer``; ``base`` is the run to begin with."""
+
+    task: Task
+    data: Data
+    tokenizer: Tokenizer | None
+    base: Run | None = None
+
+    def plan(self, options: TrainOptions) -> TrainingPlan:
+        """What a run with these options would train.
+
+        Errors: ``KinformerError`` for options that do not fit the task or its data.
+        """
+        config = plan_config(options, self.base, self.task, self.data)
+        settings = _settings(options, self.task, self.task.length(self.data, config))
+        return self.fixed(config, settings, training_options(self.task, options.own))
+
+    def fixed(self, config: ModelConfig, settings: Settings, options: Any) -> TrainingPlan:
+        """The plan of a run whose config, settings and options of the task are known."""
+        return TrainingPlan(config, self.data, settings, options, self.tokenizer)
+
+
+def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
+    """The planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
+    tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
+    data = task.open(Source(spec, options.holdout, tokenizer), training_options(task, options.own))
+    return Planner(task, data, tokenizer, base)
+
+
+def data_of(run: Run) -> Data:
+    """The run's data."""
+    return run.task.open(Source(run.data["spec"], run.data.get("holdout"), run.tokenizer), run.options)
+
+
+def plan_of(run: Run, settings: Settings) -> TrainingPlan:
+    """The run as its task sees it."""
+    return Planner(run.task, data_of(run), run.tokenizer).fixed(run.config, settings, run.options)
+
+
+def base_of(options: TrainOptions) -> Run | None:
+    """The run to begin with, if one was named: its model and tokenizer are taken over."""
+    if options.init is None:
+        return None
+    base = open_run(options.init)
+    if base.member != options.member and (member(base.member).causal or member(options.member).causal):
+        raise KinformerError(
+            f"`init` {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
+        )
+    for name, given in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
+        if given:
+            flag = marked(name)
+            raise KinformerError(f"{flag}: `init` {options.init} brings its own tokenizer; leave {flag} out.")
+    return base
+
+
+def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
+    """The recipe's config for so many ids (None: as many as it likes), or that of the run to begin with."""
+    if base is None:
+        return configure(options.member, options.recipe or "small", vocab_size)
+    if base.member == options.member:
+        return base.config
+    recipe = configure(options.member, options.recipe or "small")
+    return extended_config(base.config, recipe, base.folder)
+
+
+def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any | None) -> ModelConfig:
+    """The model's config, fitted to the task and its ``data`` (None: not known yet), with the changes asked for."""
+    config = recipe_config(options, base, None if data is None else task.vocab_size(data))
+    config = override(config, task.fit(config, data), kinds())
+    config = override(config, options.set, kinds())
+    if base is not None and not member(options.member).causal:
+        check_extension(base.config, config, base.folder)
+    return config
+
+
+def check_source(options: TrainOptions, task: Task) -> None:
+    """Refuse data and tokenizers that do not go with the task."""
+    given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
+    given["devices"] = None if options.devices == 1 else options.devices
+    refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
+        raise KinformerError(
+            f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
+        )
+    if options.data is None and task.data.default is None and not options.resume:
+        raise KinformerError(f"`task` {task.name}: {task.data.missing}")
+
+
+def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
+    """The data as it can be found again: an absolute path, standard input and a field of JSON lines as
+    a file in the run folder."""
+    if options.data is None:
+        assert task.data.default is not None
+        return task.data.default
+    if options.data in (STDLIB, task.data.default) or task.names(options.data):
+        return options.data
+    if options.data == "-":
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(spool(sys.stdin.buffer, folder.resolve()))
+    if options.text_field is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder.resolve() / FIELD) as file:
+            write_field(Path(options.data).expanduser(), options.text_field, file)
+        return str(folder.resolve() / FIELD)
+    return str(Path(options.data).expanduser().resolve())
+
+
+def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
+    """The tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on.
+
+    None where the task reads no text.
+    """
+    if not task.data.tokenized:
+        return None
+    if base is not None and base.tokenizer is not None:
+        return base.tokenizer
+    size, own = options.train_tokenizer, training_options(task, options.own)
+    if options.tokenizer is not None:
+        if size is not None:
+            raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
+        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    size = task.own_vocabulary(source, own) if size is None else size
+    if size is None:
+        return ByteTokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        return train_tokenizer_on(task.texts(source, own), size, Path(folder) / TOKENIZER)
+
+
+def _file_tokenizer(path: str) -> FileTokenizer:
+    if not Path(path).is_file():
+        raise KinformerError(
+            f"`tokenizer` {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
+            "`train_tokenizer` holds one, or leave it out and train on bytes."
+        )
+    return FileTokenizer(path)
+
+
+def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
+    """``length``: of every row, where the data decide it."""
+    settings = options.settings()
+    settings = replace(
+        settings, **{name: value for name, value in task.settings.items() if getattr(options, name) is None}
+    )
+    if length is not None and options.length not in (None, length):
+        raise KinformerError(f"`length` {options.length}: rows of this data have {length} positions; leave it out.")
+    settings = settings if length is None else replace(settings, length=length)
+    if settings.steps is None and settings.minutes is None:
+        settings = replace(settings, steps=DEFAULT_STEPS)
+    return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
