@@ -157,7 +157,6 @@ def open_run(run: str | Path) -> Run:
     return open_run(run)
 
 
-@preserving
 def generate(
     model: CausalModel | Decoder | Encoder,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.errors import KinformerError, marked, require, require_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class CalibrateOptions(Machine):
                 raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
         for name, least in (("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("thresholds", 2), ("rows", 1)):
             require(name, getattr(self, name), least)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         super().__post_init__()
         if self.search is not None:
             self._check_search()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from kinformer.cli.parsing import overrides
-from kinformer.runtime.errors import require
+from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
@@ -45,7 +45,7 @@ class CommonOptions(Printing):
     """Decides everything random."""
 
     def __post_init__(self) -> None:
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         super().__post_init__()
 
 

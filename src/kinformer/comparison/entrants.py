@@ -17,6 +17,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.runs.minutes import resized
 from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_kind
 
 TOLERANCE = 0.05
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
@@ -89,6 +90,7 @@ def _owner(path: str) -> str:
 
 
 def _parsed(spec: str) -> Entrant:
+    require_kind("member", spec, str)
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise KinformerError(

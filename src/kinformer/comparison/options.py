@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kinformer.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_share
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
 
 DEFAULT_MEMBERS = ("gpt", "linear-transformer", "fast-weights", "local", "transformer-xl")
 DEFAULT_TOTAL, DEFAULT_PARAMETERS, DEFAULT_SEEDS = 13.0, 400_000, 3
@@ -90,7 +90,7 @@ class CompareOptions(Machine):
         if self.sweep == 2:
             raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         require_share("holdout", self.holdout)
         super().__post_init__()
 
@@ -132,7 +132,7 @@ class BenchOptions(Machine):
     def __post_init__(self) -> None:
         require("batch_size", self.batch_size, 1)
         require("rounds", self.rounds, 1)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         super().__post_init__()
         for name in self.works:
             choose(name, WORKS, "`work`")

@@ -10,7 +10,8 @@ from kinformer.core.config import describe, from_dict, override, parts_in, to_di
 from kinformer.core.model_config import ModelConfig
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError, choose, require
+from kinformer.runtime.fields import require_kind
 from kinformer.runtime.plugins import PARTS
 
 PURPOSES = {
@@ -25,6 +26,13 @@ def configure(
     name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """The config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads": 8}``."""
+    require_kind("member", name, str)
+    require_kind("recipe", recipe, str)
+    require_kind("vocab_size", vocab_size, int, type(None))
+    require("vocab_size", vocab_size, 1)
+    require_kind("set", set, Mapping, type(None))
+    if strangers := [path for path in set or {} if not isinstance(path, str)]:
+        raise KinformerError(f"`set` holds the path {strangers[0]!r}, but paths must be text.")
     record = member(name)
     if recipe in PURPOSES and recipe not in record.recipes:
         raise KinformerError(

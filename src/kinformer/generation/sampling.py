@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.runtime.errors import KinformerError
-
-if TYPE_CHECKING:
-    pass
+from kinformer.runtime.errors import KinformerError, nearest, require_seed
+from kinformer.runtime.fields import require_types
 
 _BLOCK = 256
 
@@ -42,6 +40,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, Sampling)
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise KinformerError(f"temperature is {self.temperature} but must be 0 (greedy) or a number above it.")
         if self.top_k is not None and self.top_k < 1:
@@ -50,8 +49,17 @@ class Sampling:
             raise KinformerError(f"top_p is {self.top_p} but must be above 0 and at most 1.")
         if self.seed is None:
             object.__setattr__(self, "seed", int(torch.randint(2**62, ())))
-        elif self.seed < 0:
-            raise KinformerError(f"seed is {self.seed} but must be 0 or more.")
+        require_seed(self.seed)
+
+
+def sampling_of(options: SamplingOptions) -> Sampling:
+    """The keywords of a call as :class:`Sampling`; an unknown one is an error that names the nearest."""
+    for name in options:
+        if name not in SamplingOptions.__annotations__:
+            raise KinformerError(
+                f"{name!r} is not an option of generation; {nearest(name, sorted(SamplingOptions.__annotations__))}"
+            )
+    return Sampling(**options)
 
 
 class UniformStreams:

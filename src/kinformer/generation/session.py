@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.generation.recorded import logits_after
-from kinformer.generation.sampling import Sampling, SamplingOptions, TokenSampler
+from kinformer.generation.sampling import SamplingOptions, TokenSampler, sampling_of
 from kinformer.generation.steps import Steps
 from kinformer.generation.stops import StopTokens
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.fields import require_kind
 from kinformer.runtime.matmul import FEW, few_rows
 
 _MOST_RESERVED = 4096
@@ -48,6 +49,8 @@ class Session:
         for name, value in (("batch", batch), ("chunk", chunk)):
             if value < 1:
                 raise KinformerError(f"{name} is {value} but must be 1 or more.")
+        if not isinstance(model, nn.Module):
+            raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
         if not hasattr(model, "initial_state"):
             raise KinformerError(
                 f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
@@ -56,7 +59,7 @@ class Session:
             raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
         self.model, self.chunk, self.room = model, chunk, min(room, _MOST_RESERVED)
         self._device = device_of(model)
-        self._sampler = TokenSampler(Sampling(**sampling), range(batch))
+        self._sampler = TokenSampler(sampling_of(sampling), range(batch))
         self._stops = StopTokens(stop, batch)
         self._lengths = [0] * batch
         self._steps = 0
@@ -210,15 +213,15 @@ class Session:
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
     """The model in eval mode, and back in training mode afterwards if it was."""
-    training = model.training
-    assert isinstance(model, nn.Module)
-    if training:
-        model.eval()
+    training = isinstance(model, nn.Module) and model.training
+    if not isinstance(model, nn.Module) or not training:
+        yield
+        return
+    model.eval()
     try:
         yield
     finally:
-        if training:
-            model.train()
+        model.train()
 
 
 def generate(
@@ -240,9 +243,12 @@ def generate(
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """
-    if max_new_tokens < 1:
-        raise KinformerError(f"max_new_tokens is {max_new_tokens} but must be 1 or more.")
+    require_kind("max_new_tokens", max_new_tokens, int)
+    require("max_new_tokens", max_new_tokens, 1)
     tokens = _tokens(prompt_tokens)
+    if valid is not None and not (isinstance(valid, Tensor) and valid.dtype == torch.bool):
+        has = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
+        raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
     with evaluating(model):
         session = Session(model, tokens.shape[0], stop=stop or (), room=max_new_tokens, **sampling)
         longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ class StopTokens:
     """Watches each row for any of some token sequences, however steps cut them; ended rows repeat their last token."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], batch: int) -> None:
-        self.sequences = [tuple(map(int, sequence)) for sequence in sequences]
+        self.sequences = [_ids(sequence) for sequence in sequences]
         if not all(self.sequences):
             raise KinformerError("a stop sequence is empty; give one token or more.")
         self._longest = max(map(len, self.sequences), default=0)
@@ -43,6 +44,15 @@ class StopTokens:
         forked.tails = [tail for tail in self.tails for _ in range(copies)]
         forked.ended = [ended for ended in self.ended for _ in range(copies)]
         return forked
+
+
+def _ids(sequence: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(token) for token in sequence)
+    except TypeError:
+        raise KinformerError(
+            f"stop holds {sequence!r} but must hold sequences of token ids; encode strings with the run's tokenizer."
+        ) from None
 
 
 class StopText:

@@ -19,7 +19,8 @@ from kinformer.family.table import FAMILY, member
 from kinformer.figures.formulas import formulas, symbols
 from kinformer.figures.text_picture import pictures
 from kinformer.runs.run import open_run
-from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.fields import require_path
 
 LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
@@ -44,7 +45,7 @@ def describe(
     name: str, recipe: str | None = None, vocab_size: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Description:
     """See :func:`kinformer.show`."""
-    require("vocab_size", vocab_size, 1)
+    require_path("member", name)
     if name not in FAMILY and Path(name).is_dir():
         record, recipe, config = _of_run(name, recipe, vocab_size, changes or {})
     else:

@@ -15,6 +15,7 @@ from kinformer.interop import read_checkpoint
 from kinformer.runs.folder import creating, require_empty, writing
 from kinformer.runs.run import TOKENIZER, Run, save_weights
 from kinformer.runtime.errors import spelled
+from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.tasks.table import task_of
 
@@ -47,6 +48,8 @@ class ImportedRun:
 
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
     """Turn the checkpoint in ``folder`` into the run folder ``out``, whose recipe is called ``name``."""
+    require_path("folder", folder)
+    require_path("out", out)
     out = Path(out)
     with writing(out):
         require_empty(out)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.datastore.options import StoreOptions
-from kinformer.runtime.errors import KinformerError, marked, require, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_seed, require_share
 from kinformer.runtime.fields import Checked
 from kinformer.tasks.evaluation import EvaluationSettings
 from kinformer.training.settings import Settings
@@ -39,7 +39,7 @@ class Machine(Checked):
         device = self.usable_device()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        require("seed", seed, 0)
+        require_seed(seed)
         torch.manual_seed(seed)
         return device
 
@@ -54,6 +54,8 @@ class Machine(Checked):
                 f"`device` {self.device}: has no float64, in which angles of positions and figures are computed; "
                 "use cpu or auto."
             )
+        if self.device.split(":")[0] == "meta":
+            raise KinformerError(f"`device` {self.device}: holds no values to compute with; use cpu or auto.")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
@@ -249,7 +251,7 @@ class IndexOptions(Machine):
         require("chunk", self.chunk, 1)
         require("max_bytes", self.max_bytes, 2)
         require("lists", self.lists, 1)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         require_share("holdout", self.holdout)
         require_share("overlap", self.overlap, zero=True)
         super().__post_init__()

@@ -22,7 +22,7 @@ from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
 from kinformer.runs.config_file import CONFIG, SCHEMA, read_config, settings_in
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.fields import require_types
+from kinformer.runtime.fields import require_path, require_types
 from kinformer.runtime.files import (
     DIGEST,
     digest,
@@ -168,6 +168,7 @@ class Run:
 
 def open_run(folder: str | Path) -> Run:
     """Read a run folder's config; anything that is not one is one clear sentence."""
+    require_path("run", folder)
     folder = Path(folder)
     place = folder / CONFIG
     data = read_config(place)

@@ -106,6 +106,13 @@ def require(option: str, value: float | None, least: float) -> None:
         raise KinformerError(f"{marked(option)} is {value:g} but must be {least:g} or more.")
 
 
+def require_seed(value: int | None) -> None:
+    """Raise a :class:`KinformerError` where a seed of random numbers is negative or wider than 63 bits."""
+    require("seed", value, 0)
+    if value is not None and value >= 2**63:
+        raise KinformerError(f"{marked('seed')} is {value} but must be below 2^63.")
+
+
 def require_above(option: str, value: float | None, bound: float) -> None:
     """Raise a :class:`KinformerError` when the ``value`` of ``option`` is not above ``bound`` or no finite number."""
     require_finite_number(option, value)

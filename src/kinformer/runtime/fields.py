@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ from typing import Any, Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require_finite_number
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NAMES |= {os.PathLike: "a path", Mapping: "a mapping"}
 
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "dropout": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
@@ -55,8 +57,18 @@ def require_types(options: Any, declared: type) -> None:
     """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type."""
     for name, kind in _plain_types(declared).items():
         value = getattr(options, name)
-        if not any(_is_one(value, item) for item in kind):
-            raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kind))}.")
+        require_kind(name, value, *kind)
+
+
+def require_kind(name: str, value: Any, *kinds: Any) -> None:
+    """Raise where the option or argument ``name`` has a ``value`` of none of the types ``kinds``."""
+    if not any(_is_one(value, kind) for kind in kinds):
+        raise KinformerError(f"{marked(name)} is {value!r} but must be {' or '.join(map(_type_name, kinds))}.")
+
+
+def require_path(name: str, value: Any) -> None:
+    """Raise where the argument ``name`` is neither text nor a path."""
+    require_kind(name, value, str, os.PathLike)
 
 
 @cache

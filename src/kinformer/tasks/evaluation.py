@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kinformer.runtime.errors import KinformerError, require
+from kinformer.runtime.errors import KinformerError, require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 from kinformer.training.metric import Metric
@@ -36,7 +36,7 @@ class EvaluationSettings(Checked):
     def __post_init__(self) -> None:
         require("max_bytes", self.max_bytes, 2)
         require("chunk", self.chunk, 1)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         super().__post_init__()
 
     def refuse_data(self, why: str) -> None:

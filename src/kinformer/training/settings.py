@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_share
+from kinformer.runtime.errors import KinformerError, marked, require, require_above, require_seed, require_share
 from kinformer.runtime.fields import Checked, require_types
 
 DEFAULT_STEPS = 1000
@@ -81,7 +81,8 @@ class Settings(Checked):
             raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one of them.")
         for name in ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens"):
             require(name, getattr(self, name), 1)
-        for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup", "seed"):
+        require_seed(self.seed)
+        for name in ("validate_every", "checkpoint_every", "checkpoint_minutes", "average", "warmup"):
             require(name, getattr(self, name), 0)
         for name in ("table_lr", "weight_decay", "clip"):
             require(name, getattr(self, name), 0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kinformer.runtime.errors import require
+from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
 
@@ -50,5 +50,5 @@ class DrawOptions(Checked):
     def __post_init__(self) -> None:
         for name in ("length", "layer", "head", "image_width"):
             require(name, getattr(self, name), 1)
-        require("seed", self.seed, 0)
+        require_seed(self.seed)
         super().__post_init__()
