@@ -113,7 +113,7 @@ class Walk:
 
     def _used_once(self, old: Any, inputs: Tensor, valid: Tensor | None, reset: Tensor | None) -> None:
         """A reserved state that was used raises when it is used again; one of inference mode is copied outside it."""
-        if old is None or not any(isinstance(part, states.ReservedState) for part in _parts(old)):
+        if old is None or not any(states.reserved_parts(old)):
             return
         if any(leaf.is_inference() for leaf in states.tensors(old)):
             return
@@ -128,7 +128,7 @@ class Walk:
 
     def _alias(self, branch: Branch) -> None:
         """The same value twice: nobody may write into it."""
-        if not any(isinstance(part, states.ReservedState) for part in _parts(branch.state)):
+        if not any(states.reserved_parts(branch.state)):
             self._add(Branch(branch.state, [row.copy() for row in branch.rows]))
 
     def _add(self, branch: Branch) -> None:
@@ -202,13 +202,6 @@ class Walk:
 def _lasting(state: Any) -> Any:
     """The state without costs and without what is derived, which are computed with or without gradients only."""
     return states.renewed(states.pop_aux(states.detach(states.value(state)))[1])
-
-
-def _parts(state: Any) -> list[Any]:
-    """The state's tensors and reserved parts."""
-    if isinstance(state, (Tensor, states.ReservedState)):
-        return [state]
-    return [part for item in state for part in _parts(item)]
 
 
 def trial(random_: random.Random, found: dict[str, Any]) -> str:

@@ -252,6 +252,15 @@ def test_derivatives_that_it_lacks_raise():
         slope.square().sum().backward()
 
 
+def test_a_reserved_state_under_gradients_is_refused_in_a_sentence():
+    model = build("gpt")
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with torch.no_grad():
+        reserved = states.reserve(model(tokens)[1], 8)
+    with pytest.raises(KinformerError, match="a reserved state holds no graph; step it under"):
+        model(tokens, reserved)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_it_is_left_as_it_is():
     torch._dynamo.reset()

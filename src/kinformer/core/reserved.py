@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, positions_of
 from kinformer.core.state import ReservedState
-from kinformer.runtime.errors import KinformerError
 
 
 class Slots(NamedTuple):
@@ -60,10 +58,7 @@ class ReservedSlots(ReservedState):
 
     def extend(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
         """Write a chunk's leaves [batch, heads, time, width]; returns past + chunk of each, the new state, ``full``."""
-        if torch.is_grad_enabled():
-            raise KinformerError(
-                "a reserved state holds no graph; step it under torch.no_grad(), or use a value state."
-            )
+        self.refuse_graph()
         if self._opened:
             return self._fill(new, retained)
         fresh = self._generation == 0

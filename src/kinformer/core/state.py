@@ -45,6 +45,11 @@ class ReservedState:
         self._ticket[0] += 1
         return self._ticket
 
+    def refuse_graph(self) -> None:
+        """Raise where gradients are recorded."""
+        if torch.is_grad_enabled():
+            raise KinformerError("a reserved state holds no graph; step it under torch.no_grad(), or use its value.")
+
     def value(self) -> Any:
         """The same state as an immutable ``NamedTuple`` value (copied)."""
         raise NotImplementedError
@@ -93,6 +98,15 @@ def tensors(state: Any) -> Iterator[Tensor]:
     else:
         for item in state:
             yield from tensors(item)
+
+
+def reserved_parts(state: Any) -> Iterator[ReservedState]:
+    """All reserved parts, in order."""
+    if isinstance(state, ReservedState):
+        yield state
+    elif not isinstance(state, Tensor):
+        for item in state:
+            yield from reserved_parts(item)
 
 
 def form(state: Any) -> Any:

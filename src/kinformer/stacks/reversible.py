@@ -126,6 +126,8 @@ class Reversible(Stack):
         self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
         """The same, with nothing kept but what comes out."""
+        for part in states.reserved_parts(state):
+            part.refuse_graph()
         trail = Trail()
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
