@@ -74,6 +74,51 @@ def test_toml(tmp_path, value):
         read_options(str(tmp_path / "run.toml"), {"steps": int})
 
 
+STRANGE = [
+    "null",
+    "[]",
+    '"text"',
+    "5",
+    "{}",
+    '{"value": 5}',
+    '{"files": {}}',
+    '{"files": [], "checksum": "0"}',
+    "",
+    "{",
+]
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_caches_of_strange_content(tmp_path, text):
+    cache = Cache(tmp_path)
+    cache.put("run", "key", {"steps": 5})
+    assert cache.get("run", "key") == {"steps": 5}
+    cache.path("run", "key").write_text(text)
+    with pytest.raises(KinformerError, match="run-key.json: "):
+        cache.get("run", "key")
+    (tmp_path / "a.tsv").write_text("".join(f"{n % 2}\ttext {n}\n" for n in range(60)))
+    open_labelled(str(tmp_path / "a.tsv"), cache=tmp_path)
+    (about,) = tmp_path.glob("labelled/*/about.json")
+    about.write_text(text)
+    with pytest.raises(KinformerError, match=r"about.json|is damaged"):
+        open_labelled(str(tmp_path / "a.tsv"), cache=tmp_path)
+
+
+def test_a_cache_damaged_in_any_byte_is_refused(tmp_path):
+    (tmp_path / "a.tsv").write_text("".join(f"{n % 2}\ttext {n}\n" for n in range(60)))
+    data = open_labelled(str(tmp_path / "a.tsv"), cache=tmp_path)
+    (about,) = tmp_path.glob("labelled/*/about.json")
+    content = about.read_bytes()
+    for place in range(0, len(content), 3):
+        about.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            again = open_labelled(str(tmp_path / "a.tsv"), cache=tmp_path)
+        except KinformerError as error:
+            assert str(tmp_path) in str(error) and "\n" not in str(error)
+        else:  # blanks between values
+            assert again.classes == data.classes and chr(content[place]).isspace()
+
+
 def member(name: str, size: int, announced: int) -> bytes:
     """A .npz whose array ``name`` has a head for ``announced`` bytes and ``size`` zeros, which compress to little."""
     head = b"\x93NUMPY\x01\x00v\x00" + f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({announced},), }}".encode()
@@ -119,10 +164,10 @@ def test_archives(tmp_path, monkeypatch, name):
         tracemalloc.stop()
 
 
-def tokenizer_file(path, normalizers=(), decoders=(), pattern=None, vocab=None):
+def tokenizer_file(path, normalizers=(), decoders=(), pattern=None):
     """A tokenizer.json of letters."""
     library = pytest.importorskip("tokenizers")
-    made = library.Tokenizer(library.models.BPE(vocab=vocab or {chr(97 + n): n for n in range(26)}, merges=[]))
+    made = library.Tokenizer(library.models.BPE(vocab={chr(97 + n): n for n in range(26)}, merges=[]))
     made.normalizer = library.normalizers.Sequence([library.normalizers.Replace(*each) for each in normalizers])
     if decoders:
         made.decoder = library.decoders.Sequence([library.decoders.Replace(*each) for each in decoders])
@@ -166,5 +211,9 @@ def test_a_regular_expression_that_never_ends_is_one_sentence(tmp_path):
 
 
 def test_tokens_of_huge_numbers_are_refused(tmp_path):
+    path = tokenizer_file(tmp_path / "tokenizer.json")
+    made = json.loads(path.read_text())
+    made["model"]["vocab"]["z"] = 4_000_000_000
+    path.write_text(json.dumps(made))
     with pytest.raises(KinformerError, match="its highest token is 4000000000"):
-        FileTokenizer(tokenizer_file(tmp_path / "tokenizer.json", vocab={"a": 0, "b": 4_000_000_000}))
+        FileTokenizer(path)
