@@ -317,3 +317,17 @@ def test_the_table_says_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -
     for name, expected in (("other", "sdpa"), ("AMX", "chunked")):
         monkeypatch.setattr(route, "_CPU", name)
         assert choose_impl(q, q, Visibility(Band()), Scoring(1.0)) == expected
+
+
+def test_the_names_of_implementations_stand_in_one_place():
+    """A config's ``impl`` is one of those names by type, and no text."""
+    from typing import get_args
+
+    from kinformer.core.config import field_types
+    from kinformer.family.kinds import kinds
+    from kinformer.kernels.impls import Impl
+
+    names = {name for kind in get_args(Impl) for name in get_args(kind)}
+    mixers = [part for slot in ("mixer", "encoder_mixer") for part in kinds()[slot].values()]
+    typed = [field_types(mixer)["impl"] for mixer in mixers if "impl" in field_types(mixer)]
+    assert len(typed) > 10 and all({"auto", "reference"} <= set(get_args(hint)) <= names for hint in typed)

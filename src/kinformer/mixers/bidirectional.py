@@ -43,6 +43,7 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.full import Full
 from kinformer.positions.none import NoPosition
 from kinformer.projections.multi_head import MultiHead
@@ -73,7 +74,7 @@ class BidirectionalAttention(EncoderMixer):
         score: ScoreConfig = ScaledDot.Config()
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def build(self, dim: int) -> BidirectionalAttention:
             return BidirectionalAttention(self, dim)

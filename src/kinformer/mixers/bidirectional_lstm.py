@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
+from kinformer.kernels.impls import LstmImpl
 from kinformer.kernels.lstm import IMPLS, Weights, lstm
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import KinformerError, choose
@@ -25,7 +26,7 @@ class BidirectionalLSTM(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lstm"
-        impl: str = "auto"
+        impl: LstmImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of lstm")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, ReadsSource, activation_dtype, select_valid
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 
@@ -47,7 +48,7 @@ class CrossAttention(ReadsSource, CausalMixer):
         head_dim: int | None = None
         source_dim: int | None = None
         bias: bool = True
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def build(self, dim: int) -> CrossAttention:
             return CrossAttention(self, dim)

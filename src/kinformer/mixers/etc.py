@@ -29,6 +29,7 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.window import Window
 from kinformer.positions.typed import TypedRelations, ids_of
 from kinformer.projections.by_piece import ByPiece, Pieces, Sharing
@@ -59,7 +60,7 @@ class EtcAttention(EncoderMixer):
         global_order: bool = True
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             if self.max_distance < 0:

@@ -35,6 +35,7 @@ from kinformer.core.parts import Position, PositionConfig, ResidualOutput, head_
 from kinformer.decays.decay import DecayConfig
 from kinformer.features.elu import Elu
 from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton, linear_attention
 from kinformer.kernels.linear.running import running_maximum
 from kinformer.positions.none import NoPosition
@@ -84,7 +85,7 @@ class LinearAttention(CausalMixer):
         head_norm: Literal["none", "layer", "rms"] = "none"
         gate: bool = False
         bias: bool = True
-        impl: str = "auto"
+        impl: LinearImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of linear")

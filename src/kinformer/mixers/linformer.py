@@ -22,6 +22,7 @@ from kinformer.core.contract import select_valid
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 Method = Literal["learned", "mean", "convolution"]
@@ -70,7 +71,7 @@ class Linformer(EncoderMixer):
         shared: bool = False
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             if not 1 <= self.rank <= self.max_length:

@@ -20,6 +20,7 @@ from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.features.hashes import Hashes, normalised
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.store import BucketState, Sizes, absorb
+from kinformer.kernels.impls import BucketedImpl
 from kinformer.runtime.errors import choose
 
 
@@ -42,7 +43,7 @@ class LSHAttention(CausalMixer):
         chunk_size: int = 64
         rounds: int = 4
         bias: bool = False
-        impl: str = "auto"
+        impl: BucketedImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of lsh")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets, select_valid, state_dtype
+from kinformer.kernels.impls import LstmImpl
 from kinformer.kernels.lstm import IMPLS, Weights, lstm
 from kinformer.runtime.autocast import no_autocast
 from kinformer.runtime.errors import choose
@@ -33,7 +34,7 @@ class LSTM(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lstm"
-        impl: str = "auto"
+        impl: LstmImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of lstm")

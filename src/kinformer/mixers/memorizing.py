@@ -35,6 +35,7 @@ from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.lookup import CoarseQuantizer, Search
 from kinformer.kernels.lookup.lists import centroids
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
@@ -86,7 +87,7 @@ class Memorizing(CausalMixer):
         sees_itself: bool = True
         position: PositionConfig = NoPosition.Config()  # of the window
         bias: bool = False
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1, "lists": 1, "probes": 1}
@@ -228,7 +229,9 @@ class Memorizing(CausalMixer):
         seen = host_ints(before, 0)
         assert seen is not None
         lists = None if self.centroids is None else CoarseQuantizer(self.centroids, self.config.probes)
-        search = Search(self.config.search, self.config.topk, lists, self.config.impl)
+        impl = self.config.impl
+        assert impl != "sdpa" and impl != "flex"  # refused when it was built
+        search = Search(self.config.search, self.config.topk, lists, impl)
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):
             fresh = (k[rows].detach(), v[rows].detach())

@@ -37,6 +37,7 @@ from kinformer.features.centroids import Centroids
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.store import BucketState, Sizes, absorb
+from kinformer.kernels.impls import BucketedImpl
 from kinformer.runtime.errors import KinformerError, choose
 
 
@@ -73,7 +74,7 @@ class RoutingAttention(CausalMixer):
         centroid_decay: float = 0.999
         commitment: float = 1e-4
         bias: bool = False
-        impl: str = "auto"
+        impl: BucketedImpl = "auto"
 
         def __post_init__(self) -> None:
             choose(self.impl, IMPLS, "impl of routing")

@@ -52,6 +52,7 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.segments import Segments, check_sizes
 from kinformer.positions.xl import TransformerXL
 from kinformer.projections.multi_head import MultiHead
@@ -110,7 +111,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         score: ScoreConfig = ScaledDot.Config()
         bias: bool = False  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             check_sizes(self.segment, self.memory)

@@ -30,6 +30,7 @@ from kinformer.core.contract import (
 from kinformer.core.pattern import Band
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 
@@ -59,7 +60,7 @@ class SingleHead(CausalMixer):
         memory: int = 1024
         dropout: float = 0.0
         eps: float = 1e-12
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             if self.memory < 1:

@@ -24,6 +24,7 @@ from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.projections.multi_head import MultiHead
 from kinformer.runtime.errors import KinformerError
 
@@ -47,7 +48,7 @@ class SinkhornAttention(EncoderMixer):
         cut: int = 0
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             for name, least in (("block", 1), ("iterations", 1), ("cut", 0)):

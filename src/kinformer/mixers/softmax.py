@@ -44,6 +44,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.core.span import SpanConfig, TokenSpan
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, spans
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.patterns.causal import Causal
 from kinformer.patterns.spanned import spanned
 from kinformer.positions.none import NoPosition
@@ -96,7 +97,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         span: SpanConfig | None = None
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def build(self, dim: int) -> SoftmaxAttention:
             return SoftmaxAttention(self, dim)

@@ -24,6 +24,7 @@ from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import head_width, merge_heads
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 Shift = Callable[[Tensor], Tensor]
@@ -48,7 +49,7 @@ class StarAttention(EncoderMixer):
         ends: Literal["ring", "zeros"] = "ring"
         add_relay: bool = True
         bias: bool = True
-        impl: str = "auto"  # of the relay's attention
+        impl: AttentionImpl = "auto"  # of the relay's attention
 
         def __post_init__(self) -> None:
             if self.iterations < 1:

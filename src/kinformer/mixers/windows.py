@@ -19,6 +19,7 @@ from torch.nn import functional
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
@@ -44,7 +45,7 @@ class WindowAttention(GridOnly, EncoderMixer):
         cosine: bool = False
         bias: bool = True  # of queries, keys and values
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             if self.window < 1 or (self.shift and self.window < 2):

@@ -16,6 +16,7 @@ from kinformer.core.pattern import Band
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import few, gathered, one_query, reference, sdpa
 from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.dropout import AttentionDropout
 from kinformer.kernels.softmax.merge import merge
 from kinformer.kernels.softmax.request import Attended, Gathered, Projected, Scoring, Visibility
@@ -49,7 +50,7 @@ def attention(
     visibility: Visibility,
     scoring: Scoring,
     *,
-    impl: str = "auto",
+    impl: AttentionImpl = "auto",
     lse: bool = False,
 ) -> Attended:
     """Softmax attention (Vaswani et al. 2017, eq. 1), softmax(score(q, k)) v over the keys that a query may see.
@@ -85,7 +86,7 @@ def attention(
 
 
 def slot_sums(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, *, impl: str = "auto"
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, *, impl: AttentionImpl = "auto"
 ) -> Tensor:
     """[batch, q_heads, slots] in float32 or better: the probability of each slot, summed over all queries of the call,
     before dropout and without gradients. ``impl``: "auto" is "chunked"; "reference"."""
@@ -96,7 +97,7 @@ def slot_sums(
 
 
 def _gathered(
-    q: Tensor, k: Gathered, v: Gathered, visibility: Visibility, scoring: Scoring, impl: str, lse: bool
+    q: Tensor, k: Gathered, v: Gathered, visibility: Visibility, scoring: Scoring, impl: AttentionImpl, lse: bool
 ) -> Attended:
     check_impl(impl, Needs(memories=True))
     assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], "a query sees what it found, by products"
@@ -110,7 +111,9 @@ def _gathered(
     return Attended(out.view(batch, heads, time, -1), sums.view(batch, heads, time) if lse else None)
 
 
-def _by(impl: str, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
+def _by(
+    impl: AttentionImpl, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool
+) -> Attended:
     if impl == "chunked":
         return _chunked(q, k, v, visibility, scoring, lse)
     if impl == "sdpa":

@@ -18,12 +18,13 @@ from torch import Tensor
 from kinformer.core.parts import Position, Score
 from kinformer.core.pattern import Pattern
 from kinformer.kernels.attention import sdpa
+from kinformer.kernels.impls import AttentionImpl, names_of
 from kinformer.kernels.softmax.request import Scoring, Visibility
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.matmul import ONEDNN_FROM, by_onednn
 from kinformer.runtime.processor import processor_class
 
-IMPLS = ("auto", "reference", "chunked", "sdpa", "flex")
+IMPLS = names_of(AttentionImpl)
 _TABLES = ("bias", "factor", "keys", "values")
 
 
@@ -61,7 +62,7 @@ class Needs(NamedTuple):
         return cls(band, pattern is None, scoring.form, tables, scoring.dropout is not None, lse, pairs)
 
 
-def _refusal(impl: str, needs: Needs) -> str | None:
+def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
     """What of ``needs`` the implementation cannot do, or None where it can do all."""
     if impl not in ("sdpa", "flex"):
         return None
@@ -80,7 +81,7 @@ def _refusal(impl: str, needs: Needs) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_impl(impl: str, needs: Needs, place: str = "attention") -> None:
+def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> None:
     """Refuse a name that is unknown, or of what cannot do what is asked; ``place`` is who asks, for the message."""
     reason = _refusal(impl, needs)
     if impl in IMPLS and reason is None:
@@ -156,7 +157,7 @@ def _slow_to_begin(q: Tensor, k: Tensor) -> bool:
 _CPU = processor_class()  # found when imported, not while a graph is captured
 
 
-def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> str:
+def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> AttentionImpl:
     """The name that impl="auto" stands for, by device, shapes, dtype and what is asked, never by the data."""
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":

@@ -18,6 +18,7 @@ from torch import Tensor
 from kinformer.core.parts import Relative
 from kinformer.core.span import TokenSpan
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax.request import query_positions
 from kinformer.runtime.host import has_data
 
@@ -32,7 +33,7 @@ def attend(
     span: TokenSpan,
     visibility: Visibility,
     scoring: Scoring,
-    impl: str = "auto",
+    impl: AttentionImpl = "auto",
 ) -> Tensor:
     """Outputs [batch, q_heads, time, head_dim_v] of ``z`` [batch, q_heads, time] tokens; all else is as of
     ``kernels.attention.attention``, with a pattern. ``impl="reference"`` computes all pairs at once."""

@@ -18,12 +18,13 @@ from kinformer.kernels.bucketed.chunked import attend
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
 from kinformer.kernels.bucketed.one_query import attend_one
 from kinformer.kernels.bucketed.reference import dense
+from kinformer.kernels.impls import BucketedImpl, names_of
 from kinformer.kernels.softmax.request import Attended
 from kinformer.runtime.errors import KinformerError
 
 __all__ = ["IMPLS", "Membership", "bucketed_attention", "counted", "flops", "members", "needed", "scratch"]
 
-IMPLS = ("auto", "reference", "chunked")
+IMPLS = names_of(BucketedImpl)
 
 
 def bucketed_attention(
@@ -34,7 +35,7 @@ def bucketed_attention(
     *,
     scale: float = 1.0,
     itself: bool = False,
-    impl: str = "auto",
+    impl: BucketedImpl = "auto",
 ) -> Attended:
     """Outputs [batch, heads, time, head_dim_v] and the log-sum-exps of the queries' scores [batch, heads, time].
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
 from kinformer.kernels.delta.summary import DeltaSummary, summarise
+from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
 from kinformer.runtime.errors import KinformerError
 
@@ -32,7 +33,7 @@ def delta_rule(
     *,
     log_decay: Tensor | None = None,
     reset: Tensor | None = None,
-    impl: str = "auto",
+    impl: LinearImpl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Absorb a chunk of any length; returns outputs [batch, heads, time, head_dim] in v's dtype and the new state.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.impls import IMPLS, check_call, check_triton, choose_impl
 from kinformer.kernels.linear.reference import recurrence
@@ -42,7 +43,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     eps: float | None = 1e-6,
     reset: Tensor | None = None,
-    impl: str = "auto",
+    impl: LinearImpl = "auto",
 ) -> tuple[Tensor, LinearState]:
     """Absorb a chunk of any length; returns outputs [batch, heads, time, head_dim] in v's dtype and the new state.
 

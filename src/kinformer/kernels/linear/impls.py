@@ -12,14 +12,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from kinformer.kernels.impls import LinearImpl, names_of
 from kinformer.runtime.errors import KinformerError
 
-IMPLS = ("auto", "reference", "chunked", "triton")
+IMPLS = names_of(LinearImpl)
 WIDEST = 256
 """Features, and values, of a head that the Triton kernels hold."""
 
 
-def choose_impl(name: str, impl: str) -> str:
+def choose_impl(name: str, impl: LinearImpl) -> str:
     """The implementation that ``impl`` stands for in the function called ``name``: itself, and for "auto" "chunked",
     whatever device and size: the Triton kernels have been timed on no GPU, so that nothing speaks for them yet."""
     if impl not in IMPLS:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kinformer.kernels.impls import LookupImpl, names_of
 from kinformer.kernels.lookup import chunked, lists, reference
 from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile
 from kinformer.kernels.lookup.slices import MemorySlice, gathered
@@ -24,7 +25,7 @@ from kinformer.runtime.errors import KinformerError
 __all__ = ["IMPLS", "SEARCHES", "InvertedFile", "CoarseQuantizer", "MemorySlice", "Search", "gathered", "look_up"]
 
 SEARCHES = ("exact", "bucketed", "inverted")
-IMPLS = ("auto", "reference", "chunked")
+IMPLS = names_of(LookupImpl)
 
 
 class Search(NamedTuple):
@@ -36,7 +37,7 @@ class Search(NamedTuple):
     kind: str
     topk: int
     lists: CoarseQuantizer | None = None
-    impl: str = "auto"
+    impl: LookupImpl = "auto"
 
 
 def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: InvertedFile | None = None) -> Tensor:
@@ -62,7 +63,7 @@ def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: Inverte
         return torch.cat([old, torch.where(new < 0, new, new + pieces[0].size)], dim=-1)
 
 
-def _scan(q: Tensor, pieces: list[MemorySlice], kind: str, topk: int, impl: str) -> Tensor:
+def _scan(q: Tensor, pieces: list[MemorySlice], kind: str, topk: int, impl: LookupImpl) -> Tensor:
     pieces = [piece for piece in pieces if piece.size]
     if not pieces:
         return _none(q, topk)

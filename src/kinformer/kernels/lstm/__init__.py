@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kinformer.kernels.impls import LstmImpl, names_of
 from kinformer.kernels.lstm import native, reference, shapes
 from kinformer.runtime.errors import KinformerError
 
-IMPLS = ("auto", "reference", "native")
+IMPLS = names_of(LstmImpl)
 
 
 class Weights(NamedTuple):
@@ -35,7 +36,7 @@ def lstm(
     *,
     valid: Tensor | None = None,
     reset: Tensor | None = None,
-    impl: str = "auto",
+    impl: LstmImpl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Absorb a chunk: x [batch, time, dim] after h, c [batch, width]; returns all h_t [batch, time, width], h and c.
 

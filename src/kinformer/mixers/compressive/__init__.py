@@ -37,6 +37,7 @@ from kinformer.core.contract import (
 )
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.mixers.compressive.alignment import RowGroup, by_position, last_slots
 from kinformer.mixers.compressive.compression import CompressionConfig, Convolution, Expansion
 from kinformer.mixers.compressive.reconstruction import attention_loss, content_loss, no_loss
@@ -80,7 +81,7 @@ class Compressive(RecomputesKV, CausalMixer):
         position: PositionConfig = TransformerXL.Config()
         bias: bool = False  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
-        impl: str = "auto"
+        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
             check_sizes(self.segment, self.memory)
