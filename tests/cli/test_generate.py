@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,11 @@ import torch
 import kinformer
 from kinformer.data import ByteTokenizer, FileTokenizer
 from kinformer.data.tokenizer import ByteStream
+from kinformer.runs.generate import check_drawing
+from kinformer.runs.options import GenerateOptions
+from kinformer.runtime.errors import KinformerError
+from kinformer.tasks.record import DRAWING
+from kinformer.tasks.table import TASKS
 
 
 def expected(model, prompt, **options):
@@ -188,3 +194,30 @@ def test_a_run_of_an_encoder_continues_no_text(cli, make_run):
     assert (
         "'blockbert' for the task mlm; its encoder reads whole texts and continues none" in err and err.count("\n") == 1
     )
+
+
+OTHERWISE = {
+    "max_new_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "stop": ("x",), "samples": 2, "chunk": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.generation.refusal is None])
+def test_every_option_of_drawing_is_read_or_refused(name):
+    """What a task reads stands in its folder's code; what it does not is one sentence."""
+    task, folder = TASKS[name], Path(sys.modules[type(TASKS[name]).__module__].__file__).parent
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    assert OTHERWISE.keys() == set(DRAWING)
+    for option, value in OTHERWISE.items():
+        options = GenerateOptions(**{option: value})
+        assert (option in task.generation.reads) == (f"options.{option}" in code), option
+        if option in task.generation.reads:
+            check_drawing(task, options)
+        else:
+            with pytest.raises(KinformerError, match=rf"^{option} .+: .+; leave it out\.$"):
+                check_drawing(task, options)
+
+
+def test_a_translation_refuses_how_text_is_drawn(cli, make_run):
+    run = make_run("vanilla")
+    code, out, err = cli("generate", run, "--prompt", "a b", "--max-new-tokens", "3")
+    assert (code, out) == (2, "") and "--max-new-tokens 3: a line has one translation" in err

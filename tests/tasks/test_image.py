@@ -136,7 +136,7 @@ MISTAKES = {
     "rows": (("--rows", "3"), "--rows 3: says what is kept of an image"),
     "all rows": (("--complete", "digits", "--rows", "8"), "--rows 8: nothing is left to complete of 8 rows"),
     "tokens": (("--max-new-tokens", "3"), "--max-new-tokens 3: an image has a size"),
-    "stop": (("--stop", "x"), "--stop x: is for text"),
+    "stop": (("--stop", "x"), "--stop x: an image has a size"),
     "no png": (("--out", "a.jpg"), "--out a.jpg: is no name of a PNG"),
     "no file": (("--complete", "nothing.png"), "nothing.png"),
     "other data": (("--complete", "COLOURS"), "has images of 4 x 6 x 3, but this model draws 8 x 8 x 1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from kinformer.generation.packed import pack
 from kinformer.runs.options import GenerateOptions
 from kinformer.runs.run import open_run
 from kinformer.runs.stores import STORES
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, marked
+from kinformer.tasks.record import DRAWING
 from kinformer.tasks.table import generation_options
 from kinformer.tasks.task import LoadedRun, Task
 
@@ -32,6 +33,7 @@ def generate(
     run.task.check_generation(run)
     own = generation_options(run.task, options.own, str(run.folder))
     _check_prompt(run.task, prompt)
+    check_drawing(run.task, options)
     options = replace(
         options,
         own=own,
@@ -54,3 +56,14 @@ def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> N
         raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
     if prompted and not prompt:
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
+
+
+def check_drawing(task: Task, options: GenerateOptions) -> None:
+    """Refuse what a task does not read of the options that say how is drawn."""
+    usual = {option.name: option.default for option in fields(GenerateOptions)}
+    for name in DRAWING:
+        value = getattr(options, name)
+        if name not in task.generation.reads and value != usual[name]:
+            shown = " ".join(value) if isinstance(value, tuple) else f"{value:g}"
+            reason = task.generation.unread or f"the task {task.name} does not read it"
+            raise KinformerError(f"{marked(name)} {shown}: {reason}; leave it out.")

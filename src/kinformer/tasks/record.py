@@ -49,14 +49,22 @@ class DataNeeds:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
+DRAWING = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "samples", "chunk")
+"""The general options of generating that say what is drawn, and how."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """What generating takes: a prompt of ``text``, of ``lines``, one by one as they come, or None.
 
-    ``temperature`` is the usual one. ``refusal`` says of a task that generates nothing why, as a whole clause: "it
-    reads whole texts; give a run of a causal member"; None where it generates.
+    ``temperature`` is the usual one. ``reads`` are the options of drawing, of those in ``DRAWING``, that it reads; the
+    others are refused, and ``unread`` says why: "a key has one answer, the most probable". ``refusal`` says of a task
+    that generates nothing why, as a whole clause: "it reads whole texts; give a run of a causal member"; None where it
+    generates.
     """
 
     prompt: Literal["text", "lines"] | None = "text"
     temperature: float = 0.8
+    reads: tuple[str, ...] = DRAWING
+    unread: str = ""
     refusal: str | None = None

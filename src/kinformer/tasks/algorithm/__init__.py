@@ -93,7 +93,7 @@ class Algorithm(Task):
             ("data", "holdout", "tokenizer", "train_tokenizer"), "an algorithm makes its own problems; leave it out."
         ),
     )
-    generation = Generation()
+    generation = Generation(reads=(), unread="a problem has one answer, the most probable")
     metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
     objectives = {"answers": _answers}
     Options = AlgorithmOptions

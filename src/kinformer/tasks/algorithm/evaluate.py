@@ -139,8 +139,6 @@ def _measured(
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
-    if options.samples != 1:
-        raise KinformerError(f"`samples` {options.samples}: a problem has one answer, the most probable; leave it out.")
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
     if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
         raise KinformerError(

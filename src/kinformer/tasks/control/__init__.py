@@ -50,7 +50,9 @@ class Control(Task):
         )
         | {"devices": "control acts in one process; leave it out."},
     )
-    generation = Generation(prompt=None)
+    generation = Generation(
+        prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
+    )
     metrics = (RETURN,)
     objectives = {"policy": _policy}
     Options = ControlOptions

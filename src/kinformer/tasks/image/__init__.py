@@ -93,7 +93,12 @@ class Image(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
-    generation = Generation(prompt=None, temperature=1.0)
+    generation = Generation(
+        prompt=None,
+        temperature=1.0,
+        reads=("temperature", "top_k", "top_p", "samples", "chunk"),
+        unread="an image has a size, and ends with its last pixel",
+    )
     metrics = (BITS_PER_DIM,)
     objectives = {"pixels": _pixels}
     Options = ImageOptions

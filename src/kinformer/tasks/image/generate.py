@@ -90,10 +90,6 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
 
 
 def _check(model: Any, options: Any) -> None:
-    if options.stop:
-        raise KinformerError(f"`stop` {options.stop[0]}: is for text; an image ends with its last pixel.")
-    if options.max_new_tokens is not None:
-        raise KinformerError(f"`max_new_tokens` {options.max_new_tokens}: an image has a size; leave it out.")
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p"):
             if (value := getattr(options, name)) is not None:

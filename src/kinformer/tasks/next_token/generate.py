@@ -90,8 +90,15 @@ def _session(model: Any, options: Any, prompt: int) -> tuple[Session, int]:
     if new is None:
         limit = MOST_NEW if model.max_length is None else model.max_length - prompt + 1
         new = max(1, min(MOST_NEW, limit))
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    session = Session(model, chunk=options.chunk, room=new, **sampling)
+    session = Session(
+        model,
+        chunk=options.chunk,
+        room=new,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
     session.require(new, [prompt])
     return session, new
 

@@ -100,7 +100,7 @@ class RecallTask(Task):
             ("data", "holdout", "tokenizer", "train_tokenizer"), "recall makes its own rows of symbols; leave it out."
         ),
     )
-    generation = Generation()
+    generation = Generation(reads=(), unread="a key has one answer, the most probable")
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"recall": _recall}
     Options = RecallOptions

@@ -83,8 +83,6 @@ def _measured(
 
 def answer(subject: LoadedRun, prompt: str | bytes, options: Any, write: Callable[[str], None] | None) -> Generated:
     """The value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a key."""
-    if options.samples != 1:
-        raise KinformerError(f"`samples` {options.samples}: a key has one answer, the most probable; leave it out.")
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     symbols = subject.model.vocab_size
     for word in words:

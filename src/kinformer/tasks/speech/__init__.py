@@ -114,7 +114,7 @@ class Speech(Task):
             ("tokenizer", "train_tokenizer"), "is for text; the symbols of speech are those of its transcripts."
         ),
     )
-    generation = Generation(prompt=None)
+    generation = Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable")
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
     objectives = {"ctc": _ctc}
     Options = SpeechOptions

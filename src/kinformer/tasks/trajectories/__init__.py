@@ -52,7 +52,9 @@ class TrajectoryTask(Task):
         default=DEFAULT,
         refused=dict.fromkeys(("tokenizer", "train_tokenizer"), "is for text, not for trajectories; leave it out."),
     )
-    generation = Generation(prompt=None)
+    generation = Generation(
+        prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
+    )
     metrics = (BITS_PER_ACTION, ACCURACY)
     objectives = {"actions": _actions}
     Options = TrajectoryOptions

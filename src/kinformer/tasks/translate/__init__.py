@@ -51,7 +51,9 @@ class Translate(Task):
         tokenized=True,
         refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
     )
-    generation = Generation(prompt="lines")
+    generation = Generation(
+        prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
+    )
     metrics = (BITS_PER_BYTE, BLEU, CHRF)
     objectives = {"translation": _smoothed}
     Options = TranslateOptions

@@ -74,10 +74,6 @@ def translate_lines(
 
     Lines that come one by one are translated as they come, together with those that have come meanwhile.
     """
-    if options.samples != 1:
-        raise KinformerError(
-            f"`samples` {options.samples}: a line has one translation, the most probable; leave it out."
-        )
     translator, result = Translator(subject, options.own), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()
     try:

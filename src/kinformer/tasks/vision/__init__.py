@@ -48,7 +48,9 @@ class Vision(Task):
             ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."
         ),
     )
-    generation = Generation(prompt=None, temperature=1.0)
+    generation = Generation(
+        prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
+    )
     metrics = (ACCURACY, BITS_PER_LABEL)
     objectives = {"classification": _classification}
     Options = VisionOptions

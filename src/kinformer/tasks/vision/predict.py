@@ -14,7 +14,7 @@ from torch import Tensor
 from kinformer.core.model import device_of
 from kinformer.data.image_files import SUFFIXES, decode, read_head
 from kinformer.data.images import read_images
-from kinformer.runtime.errors import KinformerError, marked, require_finite
+from kinformer.runtime.errors import KinformerError, require_finite
 from kinformer.runtime.files import reading, require_file
 from kinformer.tasks.shared.classes import classes_of
 from kinformer.tasks.shared.made import Made
@@ -23,7 +23,6 @@ from kinformer.tasks.task import LoadedRun, TrainedRun
 from kinformer.tasks.vision.evaluate import AT_ONCE
 from kinformer.tasks.vision.options import VisionGenerationOptions
 
-PLAIN = 1.0
 """The temperature that leaves probabilities as they are."""
 
 
@@ -40,7 +39,6 @@ def classify(
 ) -> Made:
     """The ``own.classes`` most probable classes of each image; a line for each is given to ``write`` as it is found."""
     run, model, _, _ = subject
-    _check(options)
     if own.image is None:
         raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
     names = classes_of(run)
@@ -128,12 +126,3 @@ def _line(picture: Picture, classes: Sequence[Mapping[str, Any]]) -> str:
     label = "" if picture.label is None else f" ({picture.label})"
     told = ", ".join(f"{each['class']} {each['probability']:.1%}" for each in classes)
     return f"{picture.name}{label}: {told}"
-
-
-def _check(options: Any) -> None:
-    given = {name: getattr(options, name) for name in ("stop", "max_new_tokens", "top_k", "top_p")}
-    if options.temperature != PLAIN:
-        given["temperature"] = options.temperature
-    for name, value in given.items():
-        if value not in (None, ()):
-            raise KinformerError(f"{marked(name)}: nothing is drawn where images are classified; leave it out.")
