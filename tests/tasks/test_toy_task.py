@@ -78,9 +78,9 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     [
         ("toy", {"task": "regression", "nois": 1.0}, "'nois' is not an option; did you mean 'noise'"),
         ("toy", {"task": "regression", "noise": -1.0}, "--noise is -1 but must be 0 or more"),
-        ("toy", {"task": "regression", "data": "x"}, "--data x: waves are made up"),
-        ("toy", {"task": "regression", "segments": True}, "--segments: is for the task next-token, not for regression"),
-        ("gpt", {"noise": 1.0}, "--noise 1.0: is for the task regression, not for next-token"),
+        ("toy", {"task": "regression", "data": "x"}, "data x: waves are made up"),
+        ("toy", {"task": "regression", "segments": True}, "segments: is for the task next-token, not for regression"),
+        ("gpt", {"noise": 1.0}, "noise 1.0: is for the task regression, not for next-token"),
         ("gpt", {"task": "regression"}, "gpt is causal, whose tasks are next-token"),
         ("toy", {"task": "regressoin"}, "did you mean 'regression'"),
         ("toy", {"task": "regression", "objective": "mlm-cpc"}, "choose squared-error, or leave it out"),
