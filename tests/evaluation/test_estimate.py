@@ -10,8 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.cli.estimate import Options, run
 from kinformer.core import state as states
-from kinformer.core.contract import CausalMixer
-from kinformer.core.encoder import EncoderMixer
 from kinformer.core.pattern import Band
 from kinformer.estimation.estimate import OPTIMIZERS, estimate, optimizer_bytes
 from kinformer.estimation.length import at_length
@@ -197,22 +195,33 @@ def test_state_bytes_in_bfloat16_are_exact(config):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_long_lengths_are_continued_exactly(name):
     changes = {"position.max_length": 10_000} if CONFIGS[name].position.kind == "learned" else {}
-    if name == "compressive":  # fewer, longer segments: each takes as many operations, whatever its length
-        changes = {"layers.*.mixer.segment": 128, "layers.*.mixer.memory": 128}
     if hasattr(CONFIGS[name].layers[0].mixer, "max_length"):
         changes["layers.*.mixer.max_length"] = 10_000
     if CONFIGS[name].stack.kind == "stages":
         changes["stack"] = "sequential"
-    config, length = configure_like(CONFIGS[name], changes), 2637
-    with torch.device("meta"):
-        mixers = [each for each in config.build().modules() if isinstance(each, CausalMixer | EncoderMixer)]
-    even = all(mixer.even_costs for mixer in mixers)
-    for function, continued in (
-        (lambda n: measure(config, 2, n), even),  # uneven costs are measured as they are, at any length
-        (lambda n: measure_state(config, 2, n, torch.float32), True),
-    ):
-        if continued:
-            assert at_length(function, length, horizon=40) == function(length)
+    config, length = configure_like(CONFIGS[name], changes), 3700
+    for function in (lambda n: measure(config, 2, n), lambda n: measure_state(config, 2, n, torch.float32)):
+        want, got = function(length), at_length(function, length, horizon=40)
+        assert {key: got.get(key, 0) for key in want} == want and all(key in want or not got[key] for key in got)
+
+
+def test_what_is_no_quadratic_of_the_length_is_measured_as_it_is():
+    lengths = []
+
+    def costs(irregular):
+        def measured(length):
+            lengths.append(length)
+            return {("forward", "x"): 3 * length**2 + length + irregular(length)}
+
+        return measured
+
+    for period in (3, 96, 160, 700, 3000):  # of segments, windows and blocks
+        for irregular in (lambda n, period=period: n // period, lambda n, period=period: (n % period) ** 2):
+            function = costs(irregular)
+            assert at_length(function, 100_001, period) == function(100_001), period
+    lengths.clear()
+    assert at_length(costs(lambda n: 0), 100_001, 40) == costs(lambda n: 0)(100_001)
+    assert len(lengths) == 6 and sorted(lengths)[-2] < 5000
 
 
 def test_products_in_place_are_counted():

@@ -14,7 +14,6 @@ from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes
 from kinformer.family.kinds import kinds
 from kinformer.patterns.full import Full
 from kinformer.patterns.local import Local
-from kinformer.patterns.segments import Segments
 from kinformer.patterns.strided import Strided
 from tests.patterns.expressions import CONFIGS, LENGTH, atoms, expressions, heads_of, mask_of
 
@@ -283,10 +282,8 @@ def test_operators_are_those_of_sets(one, two):
 
 
 def test_a_pattern_says_whether_distance_alone_decides():
-    """Which is what kernels and the cost model ask, so that no mixer asks what a pattern is."""
+    """Which is what kernels ask, so that no mixer asks what a pattern is."""
     bands = {Band(): (None, 0), Local.Config(window=4, ahead=1).build(): (3, 1), Full.Config().build(): (None, None)}
     assert {pattern: pattern.band for pattern in bands} == bands
-    assert all(pattern.even_costs for pattern in bands)
     for other in (Strided(stride=4).build(), Band() & ~Local.Config(window=2).build()):
-        assert other.band is None and not other.even_costs
-    assert Segments(128, 64).even_costs and not Segments(96, 64).even_costs
+        assert other.band is None

@@ -59,8 +59,6 @@ class CausalMixer(nn.Module):
     """
 
     growth: str = "constant"
-    even_costs: bool = True
-    """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a sequence may have, None for any number."""
 

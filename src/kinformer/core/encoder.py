@@ -59,8 +59,6 @@ class EncoderMixer(nn.Module):
     output (NaN is fine); a row's outputs depend on no other row and not on how far it was padded.
     """
 
-    even_costs: bool = True
-    """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
 

@@ -73,11 +73,6 @@ class Pattern:
         """``(behind, ahead)`` where the distance alone decides, -ahead <= q - k <= behind (None bounds nothing)."""
         return None
 
-    @property
-    def even_costs(self) -> bool:
-        """Operations are a quadratic of the length at multiples of 512, unlike those of an irregular pattern."""
-        return self.band is not None
-
     def at(self, head: int) -> Pattern:
         """The pattern of one head."""
         return self

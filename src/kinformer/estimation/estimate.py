@@ -143,13 +143,6 @@ def _check(model: Any, length: int, batch: int) -> None:
         )
 
 
-def is_even(model: Any) -> bool:
-    """Whether costs grow evenly with the length."""
-    sentence = getattr(getattr(model, "global_input", None), "length", 1)
-    mixers = (module for module in model.modules() if isinstance(module, CausalMixer | EncoderMixer))
-    return 512 % sentence == 0 and all(mixer.even_costs for mixer in mixers)
-
-
 def horizon_of(model: Any) -> int:
     """The widest window of the model's mixers."""
     return max((_window(module) for module in model.modules()), default=0)
@@ -170,7 +163,7 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     measures = usual if config.stack.recomputes else usual[:1]
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(partial(one, single, batch), length, horizon_of(model), is_even(model))
+        costs |= at_length(partial(one, single, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls

@@ -13,13 +13,22 @@ STEP = 512
 """A multiple of every kernel's tile: lengths that differ by it are cut alike."""
 
 
-def at_length(measure: Callable[[int], Costs], length: int, horizon: int, even: bool = True) -> Costs:
-    """``measure(length)``; a long one of ``even`` costs is continued from three lengths beyond ``horizon``, the widest
-    window."""
-    start = length % STEP + STEP * max(2, -(-horizon // STEP))
-    if not even or length <= max(DIRECT, start + 2 * STEP):
+def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
+    """``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
+
+    Whether the costs are a quadratic is seen at two further lengths, one of them a horizon beyond the others. Irregular
+    patterns, and segments that are cut differently at every length, fail there and are measured as they are.
+    """
+    windows = -(-horizon // STEP)
+    start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
+    if length <= max(DIRECT, start + checks[-1] * STEP):
         return measure(length)
-    return through([measure(start + i * STEP) for i in range(3)], start, STEP, length)
+    samples = [measure(start + i * STEP) for i in range(3)]
+    for number in checks:
+        want, got = through(samples, start, STEP, start + number * STEP), measure(start + number * STEP)
+        if any(want.get(key, 0) != got.get(key, 0) for key in want.keys() | got.keys()):
+            return measure(length)
+    return through(samples, start, STEP, length)
 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:

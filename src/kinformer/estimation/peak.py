@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from kinformer.estimation.checkpoint import FLOAT, measure_held
-from kinformer.estimation.estimate import Estimate, horizon_of, is_even
+from kinformer.estimation.estimate import Estimate, horizon_of
 from kinformer.estimation.length import at_length
 from kinformer.estimation.parts import distinct, in_pieces, measure, without_data
 
@@ -81,7 +81,7 @@ def _temporaries(config: Any, length: int, batch: int) -> int:
     pieces = in_pieces(model, batch * length)
     held = partial(measure_held, single, batch, pieces=pieces, inside=True)
     measures = (partial(usual, single, batch, pieces=pieces), held)
-    terms, most = (at_length(item, length, horizon_of(model), is_even(model)) for item in measures)
+    terms, most = (at_length(item, length, horizon_of(model)) for item in measures)
     if config.stack.recomputes:
         return max(most.values()) - max(terms.values())
     return max(0, max(most.values()) - sum(amount for (kind, _), amount in terms.items() if kind == "saved"))

@@ -96,7 +96,6 @@ class BidirectionalAttention(EncoderMixer):
         needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)
         check_impl(config.impl, needs, "bidirectional")
         self.fixed = self.pattern.sized(1) == self.pattern
-        self.even_costs = self.pattern.even_costs
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)

@@ -81,7 +81,6 @@ class EtcAttention(EncoderMixer):
         self.projection = ByPiece(dim, heads, head_dim, config.sharing, config.bias)
         self.pattern = config.pattern.build()
         check_heads(config.pattern, self.pattern, heads)
-        self.even_costs = self.pattern.even_costs
         check_impl(config.impl, Needs(tables=("bias", "keys"), lse=True, pairs=True), "etc")
         self.relations, self.global_relations = (
             TypedRelations(config.max_distance, heads, head_dim, config.ids) for _ in range(2)

@@ -96,7 +96,6 @@ class Linformer(EncoderMixer):
         check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "linformer")
         self.config, self.num_heads, self.head_dim = config, heads, head_dim
         self.max_length, self.width = config.max_length, config.max_length // config.rank
-        self.even_costs = 512 % (config.rank if config.method == "learned" else self.width) == 0
         self.query, self.key, self.value = (nn.Linear(dim, heads * head_dim, bias=config.bias) for _ in range(3))
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
         sizes = (config.rank, config.max_length)

@@ -32,7 +32,6 @@ class LSHAttention(CausalMixer):
     """
 
     growth = "window"
-    even_costs = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

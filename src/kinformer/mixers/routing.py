@@ -61,7 +61,6 @@ class RoutingAttention(CausalMixer):
     """
 
     growth = "window"
-    even_costs = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):

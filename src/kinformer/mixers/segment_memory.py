@@ -141,7 +141,6 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         self.pattern, self.own, self.older = patterns
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
-        self.even_costs = whole.even_costs
 
     @property
     def retained(self) -> int:

@@ -70,7 +70,6 @@ class SinkhornAttention(EncoderMixer):
         heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "sinkhorn")
         self.config, self.scale, self.max_length = config, head_dim**-0.5, config.max_length
-        self.even_costs = 512 % config.block == 0 and 512 % (max(1, config.cut) * config.block) == 0
         self.projection = MultiHead.Config(bias=config.bias).build(dim, heads, head_dim)
         self.sorting = SortingNetwork(config, dim)
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)

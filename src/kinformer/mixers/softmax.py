@@ -122,7 +122,6 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         check_impl(config.impl, self._needs(), "softmax")
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.projected_heads = config.num_heads + 2 * self.projection.num_kv_heads
-        self.even_costs = self.pattern.even_costs
         self.growth = "linear" if self.pattern.horizon is None else "window"
 
     @property

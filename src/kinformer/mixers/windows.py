@@ -33,8 +33,6 @@ class WindowAttention(GridOnly, EncoderMixer):
     have no bias and whose table of biases is a small network of the distances.
     """
 
-    even_costs = False
-
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "windows"

@@ -37,10 +37,6 @@ class Segments(Pattern):
     def behind(self) -> int:  # type: ignore[override]
         return self.memory + self.segment - 1
 
-    @property
-    def even_costs(self) -> bool:
-        return 512 % self.segment == 0
-
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         start = q // self.segment * self.segment
         return (k >= start - self.memory) & (k <= q if self.own else k < start)

@@ -115,7 +115,6 @@ class Compressive(RecomputesKV, CausalMixer):
         self.scale, self.pattern = self.head_dim**-0.5, Causal.Config().build()
         check_impl(config.impl, Needs(lse=True), "compressive")  # sums of attention by slot come from log-sum-exps
         self.most_past = config.memory + config.segment - 1
-        self.even_costs = 512 % config.segment == 0
 
     @property
     def retained(self) -> int:
