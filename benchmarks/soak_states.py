@@ -18,12 +18,14 @@ from torch import Tensor
 
 from combinations import DIM, VOCAB
 from kinformer.core import state as states
+from kinformer.heads.language import LanguageModelHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject, MixerSubject, ModelSubject, SourceModelSubject
 from kinformer.testing.errors import BITS, VALUES, agree, agree_states, require
 from kinformer.testing.scenario import Plan, agree_with_rows_alone
 from kinformer.training.carried import rebuilt
 from soak_parts import decoder, described, encoder, encoder_decoder, mixer
+from soak_sessions import Sessions
 
 LONGEST, BRANCHES, ROWS, STEPS = 40, 3, 4, 14
 SPOILED = 10**6
@@ -220,6 +222,9 @@ def trial(random_: random.Random, found: dict[str, Any]) -> str:
         for name in ("rows", "padding"):
             found["operations"].append(name)
             ENCODER_MODEL_CHECKS[name](subject)
+    elif kind == "model" and random_.random() < 0.2:
+        config = config.replace(head=LanguageModelHead.Config(tied=False))
+        Sessions(random_, _subject(kind, config).build(), found["operations"]).run()
     elif random_.random() < 0.15:
         found["operations"].append("gradients")
         agree_with_rows_alone(subject, {"a random plan": _plan(random_, subject)})
