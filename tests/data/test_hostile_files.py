@@ -4,6 +4,7 @@ neither the memory nor the time that the file asks for."""
 import gzip
 import io
 import json
+import os
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -217,3 +218,50 @@ def test_tokens_of_huge_numbers_are_refused(tmp_path):
     path.write_text(json.dumps(made))
     with pytest.raises(KinformerError, match="its highest token is 4000000000"):
         FileTokenizer(path)
+
+
+def npz(**arrays):
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)
+    return packed.getvalue()
+
+
+LINES = {
+    ".tsv": b"".join(b"%d\ttext %d\n" % (number % 2, number) for number in range(12)),
+    ".jsonl": b"".join(b'{"source": "%d", "target": "b", "text": "c", "label": %d}\n' % (n, n % 2) for n in range(12)),
+}
+EPISODES = npz(observations=np.ones((12, 2)), actions=np.arange(12) % 2, rewards=np.ones(12), ends=np.arange(3, 13, 3))
+WHOLE = {
+    "trajectories": ("a.npz", EPISODES, open_trajectories),
+    "images": ("a.npz", npz(images=np.ones((12, 2, 2), np.uint8), labels=np.arange(12) % 2), read_images),
+    "labelled table": ("a.tsv", LINES[".tsv"], open_labelled),
+    "labelled lines": ("a.jsonl", LINES[".jsonl"], open_labelled),
+    "pairs in a table": ("a.tsv", LINES[".tsv"], open_pairs),
+    "pairs in lines": ("a.jsonl", LINES[".jsonl"], open_pairs),
+    "packed pairs": ("a.tsv.gz", gzip.compress(LINES[".tsv"]), open_pairs),
+    "json": ("a.json", b'{"a": [1, 2, {"b": null}]}', lambda path: read_json(Path(path))),
+    "options": ("a.toml", b"steps = 5\n", lambda path: read_options(path, {"steps": int})),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_damage_anywhere_is_one_sentence_and_nothing_is_waited_for(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, content, read = WHOLE[name]
+    path, step = tmp_path / file, max(1, len(content) // 40)
+    path.write_bytes(content)
+    read(str(path))
+    path.unlink()
+    damaged = [content[:size] for size in range(0, len(content), step)]
+    damaged += [content[:at] + bytes([content[at] ^ 0x81]) + content[at + 1 :] for at in range(0, len(content), step)]
+    makers = [lambda data=data: path.write_bytes(data) for data in damaged]
+    special = [lambda: os.mkfifo(path), path.mkdir, lambda: path.symlink_to("/dev/zero")]
+    for make in [*makers, *special]:
+        make()
+        try:
+            read(str(path))
+        except KinformerError as error:
+            assert file in str(error) and "\n" not in str(error)
+        else:
+            assert make not in special
+        path.rmdir() if path.is_dir() else path.unlink()
