@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kinformer.blocks.encoder_layer import EncoderLayerConfig
-from kinformer.core.encoder import EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderMixerConfig, SequenceContext
 from kinformer.runtime.dropout import Dropout
 
 
-class BareLayer(nn.Module):
+class BareLayer(ChecksInput, nn.Module):
     """(x [batch, time, dim], text) -> dropout(mixer(x, text))."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class BareLayer(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.mixer = config.mixer.build(dim)
         self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 

@@ -13,7 +13,7 @@ from kinformer.blocks.residual import PostNorm, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, encode_branch, fed, feed_forward_branch
 from kinformer.core.config import Config
 from kinformer.core.contract import PartialOutput
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
+from kinformer.core.encoder import ChecksInput, EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 
@@ -27,7 +27,7 @@ class EncoderLayerConfig(Config):
         raise NotImplementedError
 
 
-class EncoderLayer(PartialOutput, Sublayers):
+class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
     """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
 
     @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.residual import PreNorm, Residual, ResidualConfig
 from kinformer.blocks.sublayers import Sublayers, fed, feed_forward_branch, mixed, mixing
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, initial_states
+from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, PartialOutput, initial_states
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.stack import Branch
 from kinformer.runtime.errors import KinformerError
@@ -28,7 +28,7 @@ class LayerConfig(Config):
         raise NotImplementedError
 
 
-class DecoderLayer(PartialOutput, Sublayers):
+class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     """``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a residual.
 
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.

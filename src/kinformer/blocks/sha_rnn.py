@@ -17,12 +17,12 @@ from kinformer.blocks.feed_forward import Boom
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.norms import LayerNorm, NormConfig
 from kinformer.blocks.sublayers import mixed, tokenwise
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, initial_states
+from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.runtime.dropout import Dropout
 
 
-class ShaRnnLayer(nn.Module):
+class ShaRnnLayer(ChecksChunk, nn.Module):
     """Recurrence, attention, feed-forward. Its state is the tuple of the first one's or two's."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class ShaRnnLayer(nn.Module):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.mixer = config.mixer.build(dim)
         self.attention = None if config.attention is None else config.attention.build(dim)
         self.feed_forward = tokenwise(config.feed_forward, dim)

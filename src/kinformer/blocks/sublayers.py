@@ -19,6 +19,7 @@ class Sublayers(nn.Module):
 
     def __init__(self, config: Any, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.mixer = mixer
         self.feed_forward = feed_forward
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)

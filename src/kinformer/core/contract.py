@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kinformer.core.config import Config
 from kinformer.runtime.autocast import autocast_dtype
+from kinformer.runtime.errors import KinformerError
 
 
 class Chunk(NamedTuple):
@@ -44,7 +45,20 @@ class Chunk(NamedTuple):
     positions: Tensor | None = None
 
 
-class CausalMixer(nn.Module):
+class ChecksChunk:
+    """Mixin of modules that absorb a chunk after a state: a wrong call is one sentence, before anything is computed."""
+
+    dim: int = 0
+    """The width that the module was built for; 0 where a call is not checked for it."""
+
+    def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
+        """``forward``, after a look at the arguments that takes about a microsecond."""
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            require_chunk(chunk, state, self.dim)
+        return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
+
+
+class CausalMixer(ChecksChunk, nn.Module):
     """What a decoder's layer may mix time with.
 
     A subclass gives ``initial_state`` and ``forward``, and declares ``growth``, how its state grows with the number
@@ -78,6 +92,33 @@ class CausalMixer(nn.Module):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         """Declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
         raise NotImplementedError
+
+
+def require_chunk(chunk: Any, state: Any, dim: int) -> None:
+    """Raise unless ``chunk`` and ``state`` are such that a mixer or layer of width ``dim`` can absorb them."""
+    if not isinstance(chunk, Chunk):
+        raise KinformerError(
+            f"the first argument is of the type {type(chunk).__name__} but must be a Chunk; write Chunk(x) with "
+            "kinformer.core.contract.Chunk."
+        )
+    require_input(chunk.x, dim)
+    for name, mask in (("valid", chunk.valid), ("reset", chunk.reset)):
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != chunk.x.shape[:2]):
+            raise KinformerError(
+                f"{name} is {mask.dtype} {list(mask.shape)}, but must be torch.bool [batch, time] = "
+                f"{list(chunk.x.shape[:2])}."
+            )
+    if state is None:
+        raise KinformerError("the state is None; begin with initial_state(batch) of the mixer or layer.")
+
+
+def require_input(x: Any, dim: int) -> None:
+    """Raise unless ``x`` is [batch, time, dim] with a time of 1 or more."""
+    if not isinstance(x, Tensor):
+        raise KinformerError(f"x is of the type {type(x).__name__} but must be a tensor [batch, time, dim].")
+    if x.dim() != 3 or x.shape[1] < 1 or (dim and x.shape[2] != dim):
+        wanted = "[batch, time, dim]" if not dim else f"[batch, time, dim = {dim}]"
+        raise KinformerError(f"x has the shape {list(x.shape)} but must be {wanted} with time >= 1.")
 
 
 class ReadsSource:

@@ -9,12 +9,13 @@ Shapes: ``x [batch, num_global + time, dim]``; of either input, a row's valid to
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
+from kinformer.core.contract import require_input
 from kinformer.runtime.errors import KinformerError
 
 NEEDS_PATCHES = (
@@ -52,7 +53,20 @@ class GridOnly:
     """Mixin of mixers and stacks over the grid of an image's patches, which must be all tokens."""
 
 
-class EncoderMixer(nn.Module):
+class ChecksInput:
+    """Mixin of modules over whole sequences: a wrong shape is one sentence, before anything is computed."""
+
+    dim: int = 0
+    """The width that the module was built for; 0 where a call is not checked for it."""
+
+    def __call__(self, x: Tensor, *rest: Any, **options: Any) -> Any:
+        """``forward``, after a look at the shape of x [batch, time, dim]."""
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            require_input(x, self.dim)
+        return super().__call__(x, *rest, **options)  # type: ignore[misc]
+
+
+class EncoderMixer(ChecksInput, nn.Module):
     """What an encoder's layer mixes tokens with.
 
     Rules that the battery enforces: outputs at invalid positions are zero; what stands there changes no other

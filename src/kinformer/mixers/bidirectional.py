@@ -81,6 +81,7 @@ class BidirectionalAttention(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.projection = config.projection.build(dim, config.num_heads, head_dim)
         self.position = config.position.build_heads(dim, config.num_heads, head_dim)

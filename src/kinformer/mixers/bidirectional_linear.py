@@ -38,6 +38,7 @@ class BidirectionalLinear(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.eps = config.eps
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.shape = (3, config.num_heads, head_dim)

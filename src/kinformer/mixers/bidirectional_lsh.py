@@ -46,6 +46,7 @@ class BidirectionalLSH(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.chunk_size, self.num_heads = config.chunk_size, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, config.num_heads)
         width = self.num_heads * self.head_dim

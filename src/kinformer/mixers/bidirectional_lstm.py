@@ -36,6 +36,7 @@ class BidirectionalLSTM(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         if dim % 2:
             raise KinformerError(f"dim = {dim} is odd, but the mixer lstm has two directions of dim / 2; make it even.")
         self.impl = config.impl

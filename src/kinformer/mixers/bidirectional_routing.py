@@ -46,6 +46,7 @@ class BidirectionalRouting(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config = config
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.shape = (2 if config.shared else 3, config.num_heads, head_dim)

@@ -55,6 +55,7 @@ class CrossAttention(ReadsSource, CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.num_heads, self.head_dim, self.impl = config.num_heads, head_dim, config.impl
         check_impl(config.impl, Needs(sets=True), "cross")

@@ -76,6 +76,7 @@ class EtcAttention(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         self.config, self.scale = config, head_dim**-0.5
         self.projection = ByPiece(dim, heads, head_dim, config.sharing, config.bias)

@@ -109,6 +109,7 @@ class LinearAttention(CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config, heads = config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, heads)
         self.value_dim = config.value_dim or self.head_dim

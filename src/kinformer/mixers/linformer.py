@@ -92,6 +92,7 @@ class Linformer(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "linformer")
         self.config, self.num_heads, self.head_dim = config, heads, head_dim

@@ -53,6 +53,7 @@ class LSHAttention(CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config, self.num_heads = config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, config.num_heads)
         width = self.num_heads * self.head_dim

@@ -123,6 +123,7 @@ class Memorizing(CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config = config
         self.num_heads, self.head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         width = self.num_heads * self.head_dim

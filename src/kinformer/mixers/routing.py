@@ -93,6 +93,7 @@ class RoutingAttention(CausalMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config = config
         self.head_dim = config.head_dim or head_width(dim, config.num_heads)
         self.local, self.routed = config.local_heads, config.num_heads - config.local_heads

@@ -39,6 +39,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         width = config.expansion * dim
         self.up = nn.Linear(dim, width, bias=config.bias)
         self.depthwise = nn.Conv2d(

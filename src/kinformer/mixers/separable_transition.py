@@ -50,6 +50,7 @@ class _Weights(nn.Module):
 
     def __init__(self, config: SeparableTransition, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         hidden_dim = config.hidden_dim or 4 * dim
         self.first = CausalConvolution(config.first_kernel, 1, dim)
         self.second = CausalConvolution(config.second_kernel, 1, hidden_dim)

@@ -67,6 +67,7 @@ class SinkhornAttention(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "sinkhorn")
         self.config, self.scale, self.max_length = config, head_dim**-0.5, config.max_length

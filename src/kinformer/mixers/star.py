@@ -62,6 +62,7 @@ class StarAttention(EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         check_impl(config.impl, Needs(sets=True), "star")
         self.config = config
         last = config.iterations - 1

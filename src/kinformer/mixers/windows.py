@@ -55,6 +55,7 @@ class WindowAttention(GridOnly, EncoderMixer):
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        self.dim = dim
         self.config = config
         heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
         check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0, pairs=True), "windows")
