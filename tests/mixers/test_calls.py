@@ -1,4 +1,4 @@
-"""Calls of mixers and layers with wrong arguments: one sentence with the value and what was expected, never PyTorch's."""
+"""Wrong arguments of mixers and layers: one sentence with the value and what was expected, never PyTorch's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.members import MEMBERS
 
 
 def modules_of(name):
-    """One mixer of each class in a member's tiny model, and the layers around them, with the width they were built for."""
+    """One mixer of each class in a member's tiny model, and one layer of each."""
     model = kinformer.build(name, recipe="tiny").eval()
     found = {}
     for module in model.modules():
