@@ -1,13 +1,22 @@
 """Recorded steps draw what the model's own draw, and what cannot be recorded is stepped as ever."""
 
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+
 import pytest
 import torch
 
 import kinformer
 from kinformer.core import state as states
-from kinformer.generation.recorded import UnrecordableError, logits_after, record
+from kinformer.generation.recordable import UnrecordableError
+from kinformer.generation.recorded import Recording, logits_after, record
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import route
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import trusted_arguments
 from tests.members import CAUSAL
 
@@ -94,6 +103,145 @@ def test_a_row_that_is_shorter_is_recorded_too(gpt, prompt):
         made.feed(prompt, valid)
         drawn.append(torch.stack([made.step() for _ in range(30)]))
     assert torch.equal(*drawn)
+
+
+def _replaced(model):
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.detach() * 1.5)
+
+
+def _given_other_data(model):
+    model.norm.weight.data = model.norm.weight.data * 1.5
+
+
+def _written(model):
+    with torch.no_grad():
+        model.norm.weight.mul_(1.5)
+
+
+def _hooked(module):
+    module.register_forward_hook(lambda _, inputs, output: output * 1.5)
+
+
+CHANGES = {
+    "loaded in place": lambda model: model.load_state_dict({k: 1.5 * v for k, v in model.state_dict().items()}),
+    "loaded by assignment": lambda model: model.load_state_dict(
+        {k: 1.5 * v for k, v in model.state_dict().items()}, assign=True
+    ),
+    "a parameter replaced": _replaced,
+    "a parameter's data replaced": _given_other_data,
+    "a parameter written to": _written,
+    "a hook": lambda model: _hooked(model.norm),
+    "a hook deep inside": lambda model: _hooked(model.stack.layers[1].feed_forward),
+    "a hook before": lambda model: model.norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1.5,)),
+    "a submodule replaced": lambda model: setattr(model, "norm", torch.nn.Identity()),
+    "a layer replaced": lambda model: model.stack.layers.__setitem__(0, copy.deepcopy(model.stack.layers[1])),
+    "a forward replaced": lambda model: setattr(model.norm, "forward", lambda x: x * 1.5),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("member", ["gpt", "linear-transformer"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recorded_session_follows_changes_of_its_model(change, member, frozen, prompt):
+    models = [tiny(member).requires_grad_(not frozen) for _ in range(2)]
+    ours, expected = session(models[0], prompt), session(models[1], prompt, recorded=False)
+    for _ in range(5):
+        assert torch.equal(ours.step(), expected.step())
+    assert ours._stepping.running is not None
+    before = ours._logits.clone()
+    for model in models:
+        CHANGES[change](model)
+    for _ in range(3):
+        assert torch.equal(ours.step(), expected.step())
+        torch.testing.assert_close(ours._logits, expected._logits, atol=1e-12, rtol=1e-12)
+    assert ours._stepping.running is None
+    unchanged = session(tiny(member), prompt, recorded=False)
+    for _ in range(6):
+        unchanged.step()
+    assert (before - unchanged._logits).abs().max() > 0
+
+
+def test_training_mode_ends_a_recording(gpt, prompt):
+    ours = session(gpt, prompt)
+    for _ in range(5):
+        ours.step()
+    assert ours._stepping.running is not None
+    gpt.train()
+    ours.step()
+    assert ours._stepping.running is None
+    gpt.eval()
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.float])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_another_dtype_in_mid_session_is_one_sentence(convert, recorded, prompt):
+    model = tiny("gpt")
+    ours = session(model, prompt, recorded)
+    for _ in range(5):
+        ours.step()
+    convert(model)
+    for going_on in (ours.step, lambda: ours.feed(prompt)):
+        with pytest.raises(KinformerError, match="but this session began with torch.float64"):
+            going_on()
+
+
+def test_a_second_session_takes_the_recording_of_the_first(prompt):
+    model = tiny("gpt")
+    first = session(model, prompt, room=64)
+    for _ in range(5):
+        first.step()
+    second = Session(model, 3, temperature=0, room=64)
+    second.feed(prompt)
+    for _ in range(18):  # it looks for one now and then
+        second.step()
+    assert second._stepping.running.recording is first._stepping.running.recording
+    twin = copy.deepcopy(model)
+    assert not twin._recordings and model._recordings
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    assert not torch.load(buffer, weights_only=False)._recordings
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recordings_are_freed_with_their_model(frozen, prompt):
+    def runs():
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) in (Recording, torch._C.ScriptFunction)]
+
+    before, weights = len(runs()), []
+    for _ in range(3):
+        model = tiny("gpt").requires_grad_(not frozen)
+        for _ in range(3):
+            made = session(model, prompt)
+            for _ in range(5):
+                made.step()
+            assert made._stepping.running is not None
+        weights.append(weakref.ref(model.norm.weight))
+        del model, made
+    assert len(runs()) == before and not any(weight() is not None for weight in weights)
+
+
+def test_memory_does_not_grow_over_models():
+    """A trace of the usual kind stays with the process, constants and all: here 1 MiB for every model."""
+    program = """
+import gc, resource, torch, kinformer
+from kinformer.generation.session import Session
+used = []
+for number in range(24):
+    model = kinformer.build("gpt", recipe="tiny", set={"dim": 128}).eval().requires_grad_(False)
+    made = Session(model, 1, temperature=0, room=40)
+    made._stepping.record_at = 2
+    made.feed(torch.zeros(1, 5, dtype=torch.int64))
+    for _ in range(5):
+        made.step()
+    assert made._stepping.running is not None
+    del model, made
+    gc.collect()
+    used.append(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20)
+print(used[-1] - used[7])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 8  # MiB over 16 models
 
 
 def ready(model):

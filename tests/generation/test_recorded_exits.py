@@ -48,7 +48,7 @@ def test_a_fork_goes_on_by_the_same_recording():
         assert torch.equal(ours.step(), expected.step())
         assert torch.equal(twins[0].step(), twins[1].step())
     assert isinstance(recording, RecordedExits) and isinstance(ours._stepping.running, RecordedExits)
-    assert ours._stepping.running._pieces[0]._runs is recording._pieces[0]._runs
+    assert ours._stepping.running._pieces[0].recording is recording._pieces[0].recording
 
 
 def test_several_rows_leave_by_unlike_exits():

@@ -2,7 +2,8 @@
 
 A step of one token for each row calls some thousand Python functions and a few hundred small operators, which on a
 CPU take longer than the products where batches and models are small. :func:`record` has PyTorch write the operators
-down while the model makes a step (``torch.jit.trace``; nothing is compiled) and runs that list from then on.
+down while the model makes a step (the tracer of ``torch.jit``; nothing is compiled) and runs that list from then on.
+Recordings stay with the model and end where it changes (``generation.recordings``).
 
 What a list cannot hold is found out beforehand, and the model is then stepped as ever:
 
@@ -23,30 +24,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core import state as states
 from kinformer.core.reserved import ReservedSlots
 from kinformer.generation.packed import PackedLinear
+from kinformer.generation.recordable import UnrecordableError, watched
+from kinformer.generation.recordings import Unchanged
 from kinformer.runtime.autocast import autocast_dtype
 
 _NEAR = 1e-4
 """How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""
-_READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Run = Callable[..., tuple[Tensor, ...]]
 Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
 """(values of a step, state) -> (what comes out, the state after)."""
-
-
-class UnrecordableError(Exception):
-    """Why a step has to be made in Python; ``steps``: after how many more it may be otherwise, None where unknown."""
-
-    def __init__(self, reason: str, steps: int | None = None) -> None:
-        super().__init__(reason)
-        self.steps = steps
 
 
 def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -55,26 +46,44 @@ def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
     return model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
 
-class RecordedStep:
-    """The recorded step of a model or of a part of one, in one or more ways, and the state that it steps.
+class Recording:
+    """The recorded step of a model or of a part of one, in one or more ways; :meth:`begin` steps a state by it.
 
-    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and
-    ``weights``; ``retained`` is how many past slots each reservation keeps, None for all.
+    Each of ``runs`` takes the step's values, views of the reserved slots, all other leaves of the state and the
+    weights of ``parts``; ``retained`` is how many past slots each reservation keeps, None for all. Of ``state``, from
+    which it was made, only the sizes are kept.
     """
 
     def __init__(
-        self, runs: Sequence[Run], weights: Sequence[Tensor], state: Any, retained: Sequence[int | None]
+        self, runs: Sequence[Run], parts: Sequence[nn.Module], state: Any, retained: Sequence[int | None]
     ) -> None:
-        self._runs, self._weights, self._state, self._retained = runs, weights, state, retained
+        self.runs, self.weights, self.retained = runs, _inputs(parts), retained
+        self._form, self._past = _form(state), _past(state)
+        self.holds = Unchanged(parts).holds
+
+    def begin(self, state: Any) -> RecordedStep | None:
+        """Steps from ``state`` on; None where that has other sizes, for which it was not checked."""
+        if autocast_dtype(next(states.tensors(state)).device) is not None or _form(state) != self._form:
+            return None
+        if any(now < then for now, then in zip(_past(state), self._past, strict=True)):
+            return None
+        return None if any(part.slots.stop >= part.capacity for part in _parts(state)) else RecordedStep(self, state)
+
+
+class RecordedStep:
+    """A :class:`Recording` at work, and the state that it steps."""
+
+    def __init__(self, recording: Recording, state: Any) -> None:
+        self.recording, self._state = recording, state
         self._parts = _parts(state)
         self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
         self._leaves = _leaves(state)
-        self._form = _form(state)
 
     @property
-    def has_room(self) -> bool:
-        """Whether the buffers hold another token."""
-        return all(stop < part.capacity for part, (_, stop) in zip(self._parts, self._bounds, strict=True))
+    def goes_on(self) -> bool:
+        """Whether the buffers hold another token and the model is what was recorded."""
+        room = all(stop < part.capacity for part, (_, stop) in zip(self._parts, self._bounds, strict=True))
+        return room and self.recording.holds()
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
@@ -84,12 +93,12 @@ class RecordedStep:
         """What comes out of a step of ``values`` by a ``way``, which the state absorbs."""
         views: list[Tensor] = []
         after = []
-        for part, (start, stop), retained in zip(self._parts, self._bounds, self._retained, strict=True):
+        for part, (start, stop), retained in zip(self._parts, self._bounds, self.recording.retained, strict=True):
             views += part.views(start, stop)
             after.append((start if retained is None else max(start, stop + 1 - retained), stop + 1))
         self._bounds = after
         with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            outputs = self._runs[way](values, *views, *self._leaves, *self._weights)
+            outputs = self.recording.runs[way](values, *views, *self._leaves, *self.recording.weights)
         views_count = len(outputs) - len(self._leaves)
         self._leaves = list(outputs[views_count:])
         return outputs[:views_count]
@@ -99,17 +108,8 @@ class RecordedStep:
         bounds, leaves = iter(self._bounds), iter(self._leaves)
         return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
-    def with_state(self, state: Any) -> RecordedStep | None:
-        """The same step from another state on; None where that has other sizes, for which it was not checked."""
-        if _form(state) != self._form or any(
-            now.slots.stop - now.slots.start < then.slots.stop - then.slots.start or now.slots.stop >= now.capacity
-            for now, then in zip(_parts(state), self._parts, strict=True)
-        ):
-            return None
-        return RecordedStep(self._runs, self._weights, state, self._retained)
 
-
-def record(model: Any, tokens: Tensor, state: Any) -> RecordedStep:
+def record(model: Any, tokens: Tensor, state: Any) -> Recording:
     """The recorded step of ``model`` from ``state`` on, which is not stepped yet.
 
     ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
@@ -124,7 +124,7 @@ def record(model: Any, tokens: Tensor, state: Any) -> RecordedStep:
     return record_ways([step], [model], tokens, state)
 
 
-def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> RecordedStep:
+def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> Recording:
     """The recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a model; otherwise
     as :func:`record`."""
     reserved = _parts(state)
@@ -139,10 +139,11 @@ def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor,
     runs, recordings, expected = zip(*recorded, strict=True)
     if any(item != recordings[0] for item in recordings):
         raise UnrecordableError("the ways keep unlike pasts")
+    recording = Recording(runs, parts, state, recordings[0])
     for way, outputs in enumerate(expected):
-        trial = RecordedStep(runs, weights, state, recordings[0])
+        trial = RecordedStep(recording, state)
         _compare([*trial.go(values, way), *trial._leaves], outputs)
-    return RecordedStep(runs, weights, state, recordings[0])
+    return recording
 
 
 def _recorded(
@@ -152,7 +153,7 @@ def _recorded(
     parts = _parts(state)
     opened = _opened(state, [(part.slots.start, part.slots.stop) for part in parts])
     random = torch.get_rng_state()
-    with _Watching(), _WatchedReads():
+    with watched():
         outputs, after = way(values, opened)
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
@@ -183,7 +184,10 @@ def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) ->
     try:
         with warnings.catch_warnings(), torch.jit.optimized_execution(False):
             warnings.simplefilter("ignore")  # of sizes that become numbers: what they decide is compared
-            return torch.jit.trace(step, (values, *views, *_leaves(opened), *weights), check_trace=False)
+            # what torch.jit.trace gives stays with the process for good; a function of its own is freed
+            inputs = (values, *views, *_leaves(opened), *weights)
+            graph, _ = torch._C._create_graph_by_tracing(step, inputs, lambda _: "", True, False, None, [])
+            return torch._C._create_function_from_graph("step", graph)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
 
@@ -223,6 +227,11 @@ def _form(state: Any) -> Any:
     """What a recording does not read of the state again."""
     bounds = [(part.capacity, part.slots.full) for part in _parts(state)]
     return bounds, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
+
+
+def _past(state: Any) -> list[int]:
+    """How many slots of each reservation are the past."""
+    return [part.slots.stop - part.slots.start for part in _parts(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -265,29 +274,3 @@ def _leaves(state: Any) -> list[Tensor]:
 def _opened(state: Any, bounds: Sequence[tuple[int, int]]) -> Any:
     item = iter(bounds)
     return _mapped(state, lambda part: part.open(part.views(*next(item)), part.seen), lambda leaf: leaf)
-
-
-class _Watching(TorchDispatchMode):
-    """Refuses operators whose result the host reads, or whose shape depends on the data."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _TAGS & set(func.tags) and not _plain_index(func, args):
-            raise UnrecordableError(f"the operator {func} depends on the data")
-        with self:
-            output = func.decompose(*args, **(kwargs or {}))  # in inference mode nothing else takes them apart
-        return func(*args, **(kwargs or {})) if output is NotImplemented else output
-
-
-def _plain_index(func: Any, args: Any) -> bool:
-    """Whether ``func`` indexes by numbers: only masks make a shape of their own."""
-    masks = (torch.bool, torch.uint8)
-    return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
-
-
-class _WatchedReads(TorchFunctionMode):
-    """Refuses what reads tensors without an operator."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS:
-            raise UnrecordableError(f"the host reads the data ({func.__name__})")
-        return func(*args, **(kwargs or {}))

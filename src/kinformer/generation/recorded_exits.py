@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kinformer.core.stack import Stack
-from kinformer.generation.recorded import RecordedStep, UnrecordableError, Way, record_ways
+from kinformer.generation.recordable import UnrecordableError
+from kinformer.generation.recorded import RecordedStep, Recording, Way, record_ways
 
 RUNS, HAS_LEFT = 0, 1
 
@@ -26,17 +27,33 @@ def leaves_early(model: Any) -> bool:
     return isinstance(stack, Stack) and stack.leaves_early and hasattr(model, "until_exit")
 
 
+class ExitsRecording:
+    """As :class:`Recording`, of ``pieces`` that step the states of the layers before each exit."""
+
+    def __init__(self, stack: Any, pieces: Sequence[Recording]) -> None:
+        self._stack, self.pieces = stack, pieces
+
+    def holds(self) -> bool:
+        """Whether the model is what was recorded."""
+        return all(piece.holds() for piece in self.pieces)
+
+    def begin(self, state: Any) -> RecordedExits | None:
+        """Steps from ``state`` on; None where that has other sizes, for which it was not checked."""
+        steps = [piece.begin(part) for piece, part in zip(self.pieces, _split(self._stack, state), strict=True)]
+        return None if None in steps else RecordedExits(self._stack, [step for step in steps if step is not None])
+
+
 class RecordedExits:
-    """As :class:`RecordedStep`, of ``pieces`` that step the states of the layers before each exit."""
+    """An :class:`ExitsRecording` at work, and the state that it steps."""
 
     def __init__(self, stack: Any, pieces: Sequence[RecordedStep]) -> None:
         self._stack, self._pieces = stack, pieces
         self._asks = [stack.asks(number) for number in range(len(pieces))]
 
     @property
-    def has_room(self) -> bool:
-        """Whether the buffers hold another token."""
-        return all(piece.has_room for piece in self._pieces)
+    def goes_on(self) -> bool:
+        """Whether the buffers hold another token and the model is what was recorded."""
+        return all(piece.goes_on for piece in self._pieces)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
@@ -56,16 +73,8 @@ class RecordedExits:
         states = [piece.release() for piece in self._pieces]
         return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
 
-    def with_state(self, state: Any) -> RecordedExits | None:
-        """The same step from another state on; None where that has other sizes, for which it was not checked."""
-        pieces = [
-            piece.with_state(piece_state)
-            for piece, piece_state in zip(self._pieces, _split(self._stack, state), strict=True)
-        ]
-        return None if None in pieces else RecordedExits(self._stack, [piece for piece in pieces if piece is not None])
 
-
-def record_exits(model: Any, tokens: Tensor, state: Any) -> RecordedExits:
+def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
     """The recorded step of ``model``, whose tokens may leave early; otherwise as ``recorded.record``."""
     stack = model.stack
     if len(tokens) > 1:
@@ -78,7 +87,7 @@ def record_exits(model: Any, tokens: Tensor, state: Any) -> RecordedExits:
         parts = [*used, *(part for name, part in model.named_children() if name != "stack"), stack.rule]
         ways: list[Way] = [partial(model.until_exit, number), partial(model.past_exit, number)]
         pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, piece_state))
-    return RecordedExits(stack, pieces)
+    return ExitsRecording(stack, pieces)
 
 
 def _split(stack: Any, state: Any) -> Iterator[Any]:

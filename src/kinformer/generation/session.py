@@ -107,6 +107,7 @@ class Session:
         """Absorb ``tokens`` [batch, time] int64, of which only those marked in ``valid`` [batch, time] count."""
         counts = self._counts(tokens, valid)
         self.require(1, counts)
+        self._stepping.require_dtype()
         with torch.inference_mode():
             self._state = self._stepping.settled(self._state)
             tokens = tokens.to(self._device)

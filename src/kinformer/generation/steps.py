@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kinformer.core.state import ReservedState
-from kinformer.generation.recorded import RecordedStep, UnrecordableError, logits_after, record
-from kinformer.generation.recorded_exits import RecordedExits, leaves_early, record_exits
+from kinformer.generation.recordable import UnrecordableError
+from kinformer.generation.recorded import RecordedStep, Recording, logits_after, record
+from kinformer.generation.recorded_exits import ExitsRecording, RecordedExits, leaves_early, record_exits
+from kinformer.generation.recordings import recordings_of
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
 
@@ -23,10 +28,11 @@ class Steps:
 
     def __init__(self, model: Any, room: int, recorded: bool) -> None:
         self.model, self.recorded = model, recorded
+        self._dtype = _dtype(model)
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
         self.running: RecordedStep | RecordedExits | None = None
         self._looks_back: bool | None = None
-        self._recording: RecordedStep | RecordedExits | None = None
+        self._recording: Recording | ExitsRecording | None = None
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
@@ -34,8 +40,9 @@ class Steps:
         While a recording runs it keeps the state; what is returned stands for it until it is asked for by
         :meth:`settled`.
         """
+        self.require_dtype()
         self.made += 1
-        if self.running is not None and not self.running.has_room:
+        if self.running is not None and not self.running.goes_on:
             state = self.settled(state)
         if self._looks_back is None:
             self._looks_back = _has_slots(state)
@@ -46,6 +53,14 @@ class Steps:
                 return logits_after(self.model, tokens, state)
             return self.running.step(tokens), state
 
+    def require_dtype(self) -> None:
+        """Raise where the weights have another dtype than when the session began, whose state has that."""
+        if (now := _dtype(self.model)) != self._dtype:
+            raise KinformerError(
+                f"the model's weights are {now}, but this session began with {self._dtype}, which its state has; begin "
+                "a new session after you convert a model."
+            )
+
     def settled(self, state: Any) -> Any:
         """The state behind all steps; ``state`` is what the last one returned."""
         if self.running is not None:
@@ -54,15 +69,33 @@ class Steps:
 
     def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | RecordedExits | None:
         """The step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
-        if self._recording is not None and (again := self._recording.with_state(state)) is not None:
-            return again
-        if self.recorded and self.made > self.record_at:
+        if not self.recorded:
+            return None
+        for recording in self._earlier():
+            if (running := recording.begin(state)) is not None:
+                self._recording = recording
+                return running
+        if self.made > self.record_at:
             try:
                 self._recording = (record_exits if leaves_early(self.model) else record)(self.model, tokens, state)
-                return self._recording
+                recordings_of(self.model).keep(self._recording)
+                return self._recording.begin(state)
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
+
+    def _earlier(self) -> Sequence[Recording | ExitsRecording]:
+        """Recordings that may serve: this session's last one, and now and then those of others of the model."""
+        if self._recording is not None and not self._recording.holds():
+            self._recording, self.record_at = None, self.made + EARLY
+        if self._recording is not None:
+            return (self._recording,)
+        return recordings_of(self.model) if self.made % EARLY == 1 else ()
+
+
+def _dtype(model: Any) -> torch.dtype | None:
+    """Of the first weight that is no whole number."""
+    return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
 def _has_slots(state: Any) -> bool:
