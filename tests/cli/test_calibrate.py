@@ -1,6 +1,7 @@
 """``kinformer calibrate``: the threshold in the run, what uses it and reports it, mistakes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,10 @@ def calm_run(make_run):
 
 
 @pytest.mark.parametrize("consistency", ["textual", "risk"])
-def test_the_threshold_is_kept_and_used(cli, calm_run, consistency):
+def test_the_threshold_is_kept_and_used(cli, calm_run, consistency, monkeypatch):
+    from kinformer.calibration import calibrate
+
+    monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
     code, out, err = cli("calibrate", calm_run, *FEW, "--consistency", consistency, "--json")
     assert code == 0, err
     found, run = json.loads(out), open_run(calm_run)
@@ -56,6 +60,17 @@ def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
     assert code == 0 and "all tokens go through all layers" in out, err
     run = open_run(calm_run)
     assert run.config.stack.rule.thresholds == () and run.data["calibration"]["threshold"] is None
+
+
+def test_a_threshold_that_costs_more_than_it_saves_is_not_kept(cli, calm_run, monkeypatch):
+    from kinformer.calibration import calibrate
+
+    monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=-0.25))
+    code, out, err = cli("calibrate", calm_run, *FEW)
+    assert code == 0 and "cost as much as they save or more" in out and "not kept" in out, err
+    run = open_run(calm_run)
+    assert run.config.stack.rule.thresholds == () and run.data["calibration"]["threshold"] is None
+    assert json.loads(cli("calibrate", calm_run, *FEW, "--json")[1])["threshold"] is None
 
 
 def test_thresholds_of_every_exit_by_search(cli, calm_run):

@@ -68,7 +68,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["list", "--seed", "x"], "list: --seed: 'x' is no whole number, such as 16, 100k or 2M; see"),
         (["list", "more"], "list: Unrecognized options: more; see kinformer list --help."),
         (["show"], "show: needs MEMBER; see kinformer show --help."),
-        (["show", "gtp"], "member: 'gtp' is unknown; did you mean 'gpt' or 'gtrxl'?"),
+        (["show", "gtp"], "member: 'gtp' is unknown; did you mean 'gpt'?"),
         (["show", "gpt", "--recipe", "tyny"], "recipe of gpt: 'tyny' is unknown; did you mean 'tiny'?"),
         (["show", "gpt", "--set", "layers"], "--set layers: is not path=value; write for example"),
         (["show", "gpt", "--set", "=3"], "--set =3: is not path=value"),

@@ -46,12 +46,17 @@ class Calibrated:
     seconds: float
 
     @property
+    def saves(self) -> bool:
+        """Whether the chosen threshold saves FLOPs, without which it is not kept in the run."""
+        return self.exits is not None and self.exits.saves
+
+    @property
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         best, options = self.chosen, self.options
         return {
             "run": str(self.run.folder),
-            "threshold": None if best is None else best.threshold,
+            "threshold": best.threshold if best is not None and self.saves else None,
             "risk": options.risk,
             "confidence": options.confidence,
             "consistency": options.consistency,
@@ -71,6 +76,11 @@ class Calibrated:
         what = f"a loss of at most {options.risk:g} with confidence {options.confidence:g} ({options.prompts} samples)"
         if best is None or self.exits is None:
             result = f"{self.run.folder}: no threshold has {what}; all tokens go through all layers"
+        elif not self.saves:
+            result = (
+                f"{self.run.folder}: threshold {best.threshold:.4f} has {what}, but its exits cost as much as they "
+                f"save or more ({self.exits.text}), so it is not kept; all tokens go through all layers"
+            )
         else:
             result = f"{self.run.folder}: threshold {best.threshold:.4f} has {what}: {self.exits.text}"
         return TextTable(("threshold", f"{options.consistency} loss", "p"), rows, (0, 1, 2)), result
@@ -93,7 +103,8 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
             tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon, options.bound)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
-        retained = keep(run, () if best is None else (best.threshold,), _choice_record(best, options), held)
+        useful = best if exits is not None and exits.saves else None
+        retained = keep(run, () if useful is None else (useful.threshold,), _choice_record(useful, options), held)
     seconds = time.perf_counter() - begun
     return Calibrated(
         run=retained, options=options, tested=tested, chosen=best, exits=exits, data=held, seconds=seconds

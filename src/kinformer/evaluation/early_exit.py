@@ -38,6 +38,11 @@ class Exited:
     speedup: float | None = None
 
     @property
+    def saves(self) -> bool:
+        """Whether less is computed than by all layers, the predictions at the exits included, as far as is known."""
+        return self.flops_saved is None or self.flops_saved > 0
+
+    @property
     def layers_per_token(self) -> float:
         pairs = zip(self.layers, self.tokens, strict=True)
         return sum(layers * count for layers, count in pairs) / sum(self.tokens)

@@ -71,7 +71,7 @@ def as_flags() -> Iterator[None]:
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
     """The valid names nearest to ``word`` as text for a message, or all of them when none is near."""
     names = sorted(names)
-    close = get_close_matches(word, names, n=limit, cutoff=0.5)
+    close = get_close_matches(word, names, n=limit, cutoff=0.61)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "valid names are " + ", ".join(names) + "." if names else "there are no valid names here."
