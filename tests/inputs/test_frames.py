@@ -72,3 +72,9 @@ def test_refusals():
         Frames.Config(convolutions=7)
     with pytest.raises(KinformerError, match="knows no token ids"):
         _ = model.vocab_size
+
+
+def test_no_frames_are_one_sentence():
+    config = Frames.Config(mels=3)
+    with pytest.raises(KinformerError, match="frames have time = 0, but must hold one position or more"):
+        config.build(8).check(torch.zeros(2, 0, config.width, 3))

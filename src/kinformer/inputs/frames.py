@@ -68,6 +68,8 @@ class Frames(Input):
                 f"frames must be floats [batch, time, width, mels] = [batch, time, {self.width}, {self.mels}], but are "
                 f"{values.dtype} {list(values.shape)}; kinformer.data.filterbank.windows makes them of features."
             )
+        if not values.shape[1]:
+            raise KinformerError("frames have time = 0, but must hold one position or more; wait for more sound.")
 
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         x = values.to(self.like.dtype)
