@@ -67,22 +67,14 @@ class StackConfig(Config):
         """How wide each of so many layers is, in a model of width ``dim``."""
         return (dim,) * layers
 
-    def keys(self, layers: Sequence[Any]) -> tuple[Any, ...]:
-        """For each layer's config what is equal of layers that cost the same."""
-        return tuple(layers)
-
-    def distinct(self, layers: Sequence[Any]) -> tuple[tuple[Any, ...], StackConfig]:
-        """The configs of the layers that differ, each once, and a stack of those that applies each once."""
-        return tuple(dict.fromkeys(layers)), self.once()
+    def select(self, layers: Sequence[int]) -> StackConfig:
+        """The stack of the layers with these numbers alone, ascending, that applies each once as this one does."""
+        return StackConfig(checkpoint=self.checkpoint)
 
     @property
     def recomputes(self) -> bool:
         """Whether a training step computes layers a second time rather than keep what they made."""
         return self.checkpoint
-
-    def once(self) -> StackConfig:
-        """A stack that costs what this one does, and applies every layer once."""
-        return StackConfig(checkpoint=self.checkpoint)
 
     def check(self, position: nn.Module) -> None:
         """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
@@ -90,11 +82,6 @@ class StackConfig(Config):
     def exit_heads(self, layers: int) -> int:
         """How many exits have a head of their own, beside the model's, which is the last one's."""
         return 0
-
-    @property
-    def passes(self) -> int:
-        """How often ``Stack.halting`` is asked for every token, where there is one."""
-        return 1
 
     def build(self, layers: Sequence[nn.Module]) -> Stack:
         return Stack(self, layers)

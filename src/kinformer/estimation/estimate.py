@@ -21,7 +21,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.core.stack import units_of
 from kinformer.estimation.checkpoint import held_bytes, measure_held
 from kinformer.estimation.length import at_length, through
-from kinformer.estimation.parts import Costs, distinct, in_pieces, measure, measure_state
+from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_state
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.training.optimiser import sparse_tables
 
@@ -190,7 +190,7 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
 def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
     """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
     alike: dict[Any, list[int]] = {}
-    keys = config.stack.keys(config.layers)
+    keys = layer_keys(config)
     for index, key in enumerate(keys):
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
@@ -201,7 +201,7 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
         parameters[_part(name.split("."), group_of)] += parameter.numel()
     rows = []
     for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "held")]):
-        label, count = name, config.stack.passes if name == "halting" else 1
+        label, count = name, len(config.uses) // len(config.layers) if name == "halting" else 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
             group = groups[int(number)]

@@ -130,10 +130,16 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "halting", halting
 
 
+def layer_keys(config: Any) -> list[tuple[int, Any]]:
+    """For every layer what is equal of layers that cost the same: its width and its config."""
+    return list(zip(config.stack.widths(config.dim, len(config.layers)), config.layers, strict=True))
+
+
 def distinct(config: Any) -> Any:
     """The model config with each distinct layer once."""
-    layers, stack = config.stack.distinct(config.layers)
-    return config.replace(layers=layers, stack=stack)
+    keys = layer_keys(config)
+    first = sorted({keys.index(key) for key in keys})
+    return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
 def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:

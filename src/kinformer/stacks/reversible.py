@@ -67,7 +67,7 @@ class Reversible(Stack):
         def recomputes(self) -> bool:
             return self.recompute
 
-        def once(self) -> StackConfig:
+        def select(self, layers: Sequence[int]) -> StackConfig:
             return self
 
         def check(self, position: nn.Module) -> None:

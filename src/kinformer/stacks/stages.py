@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +51,9 @@ class Stages(GridOnly, Stack):
                 )
             return tuple(dim << self.stage_of(layer) for layer in range(layers))
 
-        def keys(self, layers: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple((self.stage_of(index), layer) for index, layer in enumerate(layers))
-
-        def distinct(self, layers: Sequence[Any]) -> tuple[tuple[Any, ...], StackConfig]:
-            keys = tuple(dict.fromkeys(self.keys(layers)))
-            depths = tuple(sum(stage == index for stage, _ in keys) for index in range(len(self.depths)))
-            return tuple(layer for _, layer in keys), self.replace(depths=depths)
+        def select(self, layers: Sequence[int]) -> StackConfig:
+            stages = [self.stage_of(layer) for layer in layers]
+            return self.replace(depths=tuple(stages.count(stage) for stage in range(len(self.depths))))
 
         def check(self, position: nn.Module) -> None:
             if isinstance(position, Position) and type(position).layer_input is not Position.layer_input:

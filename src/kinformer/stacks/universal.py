@@ -57,14 +57,10 @@ class Universal(Stack):
             if self.steps < 1:
                 raise KinformerError(f"stack.steps must be 1 or more, but is {self.steps}.")
 
-        @property
-        def passes(self) -> int:
-            return self.steps
-
         def uses(self, layers: int) -> tuple[int, ...]:
             return tuple(range(layers)) * self.steps
 
-        def once(self) -> StackConfig:
+        def select(self, layers: Sequence[int]) -> StackConfig:
             return self.replace(steps=1)
 
         def build_model(self, layers: Sequence[nn.Module], dim: int) -> Universal:
