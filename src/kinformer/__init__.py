@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kinformer.commands import bench, calibrate, compare, draw, estimate, import_checkpoint, index, preserving, show
+from kinformer.core import config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from kinformer.core.config import Kinds
     from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
     from kinformer.generation.sampling import SamplingOptions
@@ -38,6 +40,14 @@ if TYPE_CHECKING:
     from kinformer.tasks.evaluation import Evaluation
     from kinformer.tasks.task import Task
 
+
+def _kinds() -> Kinds:
+    from kinformer.family.kinds import kinds
+
+    return kinds()
+
+
+config.find_kinds = _kinds
 __version__ = "0.2.0"
 __all__ = [
     "bench",

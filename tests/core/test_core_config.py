@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
+from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.patterns.local import Local
+from kinformer.positions.rope import Rope
 from kinformer.runtime.errors import KinformerError, choose, nearest
 
 
@@ -257,3 +260,16 @@ def test_names_near_a_word():
     with pytest.raises(KinformerError, match="here: 'c' is unknown; valid names are a, b."):
         choose("c", ["a", "b"], "here")
     assert issubclass(KinformerError, ValueError)
+
+
+def test_parts_are_named_in_python_as_by_set():
+    by_name = SoftmaxAttention.Config(num_heads=4, position="rope", pattern={"kind": "local", "window": 8})
+    assert by_name == SoftmaxAttention.Config(num_heads=4, position=Rope.Config(), pattern=Local.Config(window=8))
+    assert by_name.replace(position="none").position.kind == "none"
+    for position, message in (
+        ("rop", "position of the mixer 'softmax': 'rop' is not a known position; did you mean 'rope'?"),
+        ({"kind": "rope", "bases": 3}, "'bases' is not a field of the position 'rope'; did you mean 'base'?"),
+    ):
+        with pytest.raises(KinformerError) as error:
+            SoftmaxAttention.Config(num_heads=4, position=position)
+        assert message in str(error.value)

@@ -13,18 +13,40 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from kinformer.core.plain_values import parse_plain, plain
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import require_ranges
-from kinformer.runtime.parsing import parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 
 
-class Config:
+find_kinds: Callable[[], Kinds] = dict
+"""Gives the table of kinds for parts that are named in Python; the package puts it here, as core knows no kind."""
+
+
+class _Named(type):
+    """A part may stand in a config as its config, its kind or a mapping, as ``--set`` has it."""
+
+    def __call__(cls, *arguments: Any, **values: Any) -> Any:
+        for name, value in values.items():
+            if _names_part(value) and _takes_part(kind := field_types(typing.cast(Any, cls)).get(name)):
+                values[name] = _parse(kind, value, find_kinds(), f"{name} of {describe(typing.cast(Any, cls))}")
+        return super().__call__(*arguments, **values)
+
+
+def _names_part(value: Any) -> bool:
+    return isinstance(value, str | Mapping) or (isinstance(value, list | tuple) and any(map(_names_part, value)))
+
+
+def _takes_part(kind: Any) -> bool:
+    return issubclass(kind, Config) if isinstance(kind, type) else any(map(_takes_part, typing.get_args(kind)))
+
+
+class Config(metaclass=_Named):
     """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields."""
 
     kind: ClassVar[str] = ""
@@ -112,7 +134,7 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
     current = getattr(node, key)
     if rest:
         new = _replace(current, rest, value, kinds, path)
-    elif isinstance(current, tuple) and isinstance(count := _plain(value), int) and not isinstance(count, bool):
+    elif isinstance(current, tuple) and isinstance(count := plain(value), int) and not isinstance(count, bool):
         new = _cycle(current, count, path)
     else:
         new = _parse(fields[key], value, kinds, path)
@@ -156,16 +178,6 @@ def _cycle(items: tuple[Any, ...], count: int, path: str) -> tuple[Any, ...]:
     return tuple(items[i % len(items)] for i in range(count))
 
 
-def _plain(value: Any) -> Any:
-    """Text as the JSON value it spells, if it spells one."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value
-
-
 def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -175,7 +187,7 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
             return value
         raise KinformerError(f"{place}: {value!r} is not one of {', '.join(map(repr, args))}.")
     if origin is tuple:
-        items = _plain(value)
+        items = plain(value)
         if not isinstance(items, (list, tuple)):
             raise KinformerError(f"{place}: {value!r} is not a list.")
         return tuple(_parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
@@ -183,7 +195,7 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
         if isinstance(value, Config):
             return _parse_object(kind, value, kinds, place)
         return _parse_slot(kind.slot, value, kinds, place) if kind.slot else _parse_fields(kind, value, kinds, place)
-    return _parse_plain(kind, value, place)
+    return parse_plain(kind, value, place)
 
 
 def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
@@ -197,20 +209,6 @@ def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) ->
         except KinformerError:
             continue
     return _parse(last, value, kinds, place)
-
-
-def _parse_plain(kind: Any, value: Any, place: str) -> Any:
-    if kind is str and isinstance(value, str):
-        return value
-    plain = _plain(value)
-    if kind is float and isinstance(plain, int) and not isinstance(plain, bool):
-        return float(plain)
-    if kind is Any or not isinstance(kind, type):  # a type that only the owner of the config can check
-        return plain
-    if isinstance(plain, kind) and isinstance(plain, bool) == (kind is bool):
-        return plain
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise KinformerError(f"{place}: {value!r} is not {names.get(kind, kind)}.")
 
 
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
@@ -234,7 +232,7 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
 
 def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
     table = kinds.get(slot, {})
-    data = _plain(value)
+    data = plain(value)
     if isinstance(data, str):
         data = {"kind": data}
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
@@ -260,7 +258,7 @@ def _package_of(config: type[Config]) -> str | None:
 
 
 def _parse_fields(config: type[Config], data: Any, kinds: Kinds, place: str) -> Config:
-    data = _plain(data)
+    data = plain(data)
     if not isinstance(data, dict):
         raise KinformerError(f"{place}: {data!r} is not a table of settings.")
     fields = field_types(config)
