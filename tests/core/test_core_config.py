@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kinformer.core.config import Config, field_types, from_dict, override, parts_in, to_dict
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.patterns.local import Local
+from kinformer.patterns import local
 from kinformer.positions.rope import Rope
 from kinformer.runtime.errors import KinformerError, choose, nearest
 
@@ -264,7 +264,7 @@ def test_names_near_a_word():
 
 def test_parts_are_named_in_python_as_by_set():
     by_name = SoftmaxAttention.Config(num_heads=4, position="rope", pattern={"kind": "local", "window": 8})
-    assert by_name == SoftmaxAttention.Config(num_heads=4, position=Rope.Config(), pattern=Local.Config(window=8))
+    assert by_name == SoftmaxAttention.Config(num_heads=4, position=Rope.Config(), pattern=local.Local.Config(window=8))
     assert by_name.replace(position="none").position.kind == "none"
     for position, message in (
         ("rop", "position of the mixer 'softmax': 'rop' is not a known position; did you mean 'rope'?"),
