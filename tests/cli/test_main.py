@@ -79,7 +79,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is no run folder"),
         (
             ["generate", "no/such/run", "--weights", "fp8", "--prompt", "a"],
-            "invalid choice 'fp8' for argument '--weights'",
+            "--weights: 'fp8' is not one of bf16, fp32",
         ),
     ],
 )

@@ -194,3 +194,11 @@ def test_numbers_out_of_range_are_refused(options, name, kind):
         with pytest.raises(KinformerError, match=name) as told:
             options(**needed, **{name: value})
         assert str(told.value).count(".\n") == 0 and str(told.value).endswith(".")
+
+
+@pytest.mark.parametrize("option", ["optimizer", "precision", "schedule"])
+def test_choices_are_listed_in_order_and_without_pythons_none(cli, option):
+    code, out, err = cli("train", "gpt", "--out", "x", f"--{option}", "foo")
+    assert (code, out) == (2, "") and err.startswith(f"kinformer: train: --{option}: 'foo' is not one of ")
+    names = re.search("one of (.*); see", err)[1].split(", ")
+    assert names == sorted(names) and "None" not in names and len(names) > 1

@@ -77,6 +77,9 @@ def sentence(box: str, prog: str) -> str:
     else:
         said = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
         said = said.removeprefix("Options: ")
+    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", said):
+        names = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
+        said = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
     return f"{prog.removeprefix('kinformer ')}: {said}; {remedy}"

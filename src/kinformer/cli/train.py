@@ -56,5 +56,6 @@ def _report(options: Options, summary: Summary) -> None:
     if options.json:
         print_json(summary.facts)
     elif not result.signal:
-        done = f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
+        steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
+        done = f"{steps} in {result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
         print(f"{summary.folder}: {done}, {summary.best}")
