@@ -318,7 +318,7 @@ def test_command_prints_tables(capsys):
     [
         ({"length": 4096}, "end at max_length = 128"),
         ({"length": 0}, "length is 0 but must be 1 or more"),
-        ({"length": 8, "batch_size": 0}, "batch-size is 0 but must be 1 or more"),
+        ({"length": 8, "batch_size": 0}, "batch_size is 0 but must be 1 or more"),
         ({"set": ("layers",)}, "is not path=value"),
     ],
 )
