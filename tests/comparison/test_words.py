@@ -2,6 +2,8 @@
 
 import pytest
 
+from kinformer.comparison.measures import costs
+from kinformer.comparison.report import columns
 from kinformer.comparison.words import at, crossover, differences, summary
 from tests.comparison.conftest import comparison, entrant
 
@@ -65,3 +67,14 @@ def test_a_crossing_lies_where_the_lines_cross():
 def test_between_points_a_curve_is_straight():
     assert at([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
     assert at([(1.0, 1.0), (2.0, 3.0)], 0.5) is None
+
+
+def test_the_table_and_the_sentences_are_of_one_table_of_measures():
+    found = comparison([entrant("a", [1.0]), entrant("b", [2.0])])
+    measures = costs(found)
+    titles = [column.title for column in columns(found)]
+    known = [measure for measure in measures if any(measure.value(item) is not None for item in found.entrants)]
+    assert known and titles[-len(known) :] == [measure.title for measure in known]
+    for measure in known:
+        said = [text for text in summary(found) if measure.best and text.startswith(f"{measure.best}: ")]
+        assert len(said) == bool(measure.best), measure.title

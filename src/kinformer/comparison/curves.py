@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
 
-from kinformer.comparison import words
+from kinformer.comparison import measures, words
 from kinformer.comparison.charts import Chart, Series
 from kinformer.comparison.record import Comparison, EntrantRecord, Point, mean_of
 from kinformer.training.metric import size
@@ -66,22 +66,22 @@ def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> 
 
 
 def _costs(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
-    length = words.common_length(comparison)
+    length = measures.common_length(comparison)
     costs: list[tuple[str, str, str, Callable[[EntrantRecord], Any], Callable[[float], str]]] = [
         (
             "state",
             "State",
             f"bytes of state after {length:,} tokens",
-            lambda entrant: words.state_at(entrant, length),
+            lambda entrant: measures.state_at(entrant, length),
             size,
         ),
         ("time", "Training time", "seconds of training", _seconds, lambda x: f"{x:,.0f} s"),
-        ("memory", "Memory", "peak bytes in training", words.peak_bytes, size),
+        ("memory", "Memory", "peak bytes in training", measures.peak_bytes, size),
         (
             "speed",
             "Generation",
             "tokens/s, one text",
-            lambda entrant: words.generated(entrant, 1),
+            lambda entrant: measures.generated(entrant, 1),
             lambda x: f"{x:,.0f}/s",
         ),
     ]

@@ -6,26 +6,14 @@ import re
 from html import escape
 from typing import Any
 
-from kinformer.comparison import words
+from kinformer.comparison import measures, words
 from kinformer.comparison.machine import described
+from kinformer.comparison.measures import Measure
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
-from kinformer.training.metric import size
+from kinformer.training.metric import SHARE
 
 
-class Column:
-    """Of the table of results: a ``title``, how an entrant's ``value`` is found (None: not known) and shown, and
-    whether ``less`` is better (None: neither)."""
-
-    def __init__(self, title: str, value: Any, text: Any, less: bool | None = None) -> None:
-        self.title, self.value, self.text, self.less = title, value, text, less
-
-    def cell(self, entrant: EntrantRecord) -> str:
-        """As it is shown."""
-        value = self.value(entrant)
-        return "-" if value is None else self.text(value)
-
-
-def columns(comparison: Comparison) -> list[Column]:
+def columns(comparison: Comparison) -> list[Measure]:
     """Of the table of results; those of which nothing is known are left out."""
     figure, finished = comparison.deciding, bool(comparison.finished)
     apart = {item.name: item for item in words.differences(comparison)} if finished else {}
@@ -33,37 +21,25 @@ def columns(comparison: Comparison) -> list[Column]:
     def p(entrant: EntrantRecord) -> float | None:
         return apart[entrant.name].together if entrant.name in apart else None
 
-    def state(entrant: EntrantRecord) -> float | None:
-        return words.state_at(entrant, words.common_length(comparison))
-
-    columns_ = [
-        Column(
-            figure.unit if figure.unit != "share" else figure.name.replace("_", " "),
+    table = [
+        Measure(
+            figure.unit if figure.unit != SHARE else figure.name.replace("_", " "),
             lambda item: mean_of(item) if item.runs else None,
             lambda value: words.shown(figure, value),
             figure.lower_is_better,
         ),
-        Column("± seeds", words.spread, lambda value: words.shown(figure, value)),
-        Column("p against the best", p, lambda value: f"{value:.3f}"),
-        Column("parameters", lambda item: item.parameters or None, lambda value: f"{value:,}"),
-        Column("learning rate", lambda item: item.lr, lambda value: f"{value:g}"),
-        Column("train tokens/s", words.tokens_per_second, lambda value: f"{value:,.0f}", False),
-        Column("training s", _seconds, lambda value: f"{value:,.0f}", True),
-        Column("peak memory", words.peak_bytes, size, True),
-        Column(f"state at {words.common_length(comparison):,} tokens", state, size, True),
-        Column("generate 1/s", lambda item: words.generated(item, 1), lambda value: f"{value:,.0f}", False),
-        Column("generate 16/s", lambda item: words.generated(item, 16), lambda value: f"{value:,.0f}", False),
+        Measure("± seeds", words.spread, lambda value: words.shown(figure, value)),
+        Measure("p against the best", p, lambda value: f"{value:.3f}"),
+        Measure("parameters", lambda item: item.parameters or None, lambda value: f"{value:,}"),
+        Measure("learning rate", lambda item: item.lr, lambda value: f"{value:g}"),
+        *measures.costs(comparison),
     ]
-    return [column for column in columns_ if any(column.value(item) is not None for item in comparison.entrants)]
+    return [measure for measure in table if any(measure.value(item) is not None for item in comparison.entrants)]
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
     """The best first; those that are out last."""
     return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
-
-
-def _seconds(entrant: EntrantRecord) -> float | None:
-    return sum(run.seconds for run in entrant.runs) / len(entrant.runs) if entrant.runs else None
 
 
 def markdown(comparison: Comparison) -> str:

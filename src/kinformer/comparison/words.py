@@ -7,10 +7,11 @@ from math import exp, log
 from statistics import stdev
 from typing import Any, NamedTuple
 
+from kinformer.comparison.measures import costs
 from kinformer.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.comparison.statistics import holm, welch
 from kinformer.runtime.errors import spelled
-from kinformer.training.metric import SHARE, Metric, size
+from kinformer.training.metric import SHARE, Metric
 
 SIGNIFICANT = 0.05
 
@@ -102,27 +103,16 @@ def _gap(figure: Metric, entrant: Difference) -> str:
 
 
 def _costs(comparison: Comparison) -> Iterator[str]:
-    finished, length = comparison.finished, common_length(comparison)
-    for what, value, text_of, least in (
-        ("fastest to train", tokens_per_second, lambda x: f"{x:,.0f} tokens/s", False),
-        ("least memory in training", peak_bytes, size, True),
-        (f"smallest state after {length:,} tokens", lambda entrant: state_at(entrant, length), size, True),
-        ("fastest to generate, one text", lambda entrant: generated(entrant, 1), lambda x: f"{x:,.0f} tokens/s", False),
-        (
-            "fastest to generate, 16 texts",
-            lambda entrant: generated(entrant, 16),
-            lambda x: f"{x:,.0f} tokens/s",
-            False,
-        ),
-    ):
-        ranked = sorted(
-            ((entrant.name, v) for entrant in finished if (v := value(entrant)) is not None),
-            key=lambda pair: pair[1] if least else -pair[1],
-        )
+    for measure in (item for item in costs(comparison) if item.best):
+        pairs = ((measure.value(entrant), entrant.name) for entrant in comparison.finished)
+        values = [(value, name) for value, name in pairs if value is not None]
+        ranked = sorted(values, key=lambda pair: pair[0] if measure.less else -pair[0])
         if len(ranked) > 1:
-            (first, top), (last, bottom) = ranked[0], ranked[-1]
-            title = what[0].upper() + what[1:]
-            yield f"{title}: {first} with {text_of(top)}; at the other end {last} with {text_of(bottom)}."
+            (top, first), (bottom, last) = ranked[0], ranked[-1]
+            yield (
+                f"{measure.best}: {first} with {measure.text(top)}{measure.unit}; at the other end {last} with "
+                f"{measure.text(bottom)}{measure.unit}."
+            )
 
 
 def _at_equal_time(comparison: Comparison) -> Iterator[str]:
@@ -242,37 +232,6 @@ def _moved(comparison: Comparison) -> Iterator[str]:
             names.setdefault(entrant.moved, []).append(entrant.name)
     for key, some in names.items():
         yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {key}"
-
-
-def tokens_per_second(entrant: EntrantRecord) -> float | None:
-    """Of training steps as they were measured in turns."""
-    if not entrant.training:
-        return None
-    return entrant.settings["length"] * entrant.settings["batch_size"] / entrant.training["seconds"]
-
-
-def peak_bytes(entrant: EntrantRecord) -> int | None:
-    """Of a training process, above an empty one."""
-    return entrant.memory["training"] if entrant.memory else None
-
-
-def common_length(comparison: Comparison) -> int:
-    """The longest text after which the state of all is known; 0 where there is none."""
-    lengths_by_entrant = [
-        {int(length) for length in entrant.state_bytes} for entrant in comparison.entrants if entrant.state_bytes
-    ]
-    return max(set.intersection(*lengths_by_entrant), default=0) if lengths_by_entrant else 0
-
-
-def state_at(entrant: EntrantRecord, length: int) -> int | None:
-    """Bytes of the state of one row; None of a model without one."""
-    return (entrant.state_bytes or {}).get(str(length)) or None
-
-
-def generated(entrant: EntrantRecord, batch: int) -> float | None:
-    """Tokens per second, all rows together."""
-    points = (entrant.generation or {}).get("points", ())
-    return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
 
 
 def _list(items: Any) -> str:
