@@ -61,11 +61,11 @@ SETTINGS = {
     "learned positions, zero outputs": f"{LEARNED} {ZERO}",
     "learned positions, squared ReLU": f"{LEARNED} {SQUARED}",
     "untied": f"{USUAL} --set head.tied=false",
-    "down to 0": f"{USUAL} --min-lr-ratio 0",
+    "down to 0": f"{USUAL} --set training.min_lr_ratio=0",
     "adamw": f"{USUAL} --optimizer adamw --lr 3e-3",
     "dropout": f"{USUAL} --set layers.*.dropout=0.1",
     "nanoGPT's CPU recipe": "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --length 64 --batch-size 12 "
-    "--optimizer adamw --lr 1e-3 --beta2 0.99",
+    "--optimizer adamw --lr 1e-3 --set training.beta2=0.99",
 }
 PROBE_STEPS = 24
 COLUMNS = ("steps", "tokens_per_second", "bits_per_byte")

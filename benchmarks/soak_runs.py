@@ -105,9 +105,16 @@ class Trial:
     def _settings(self, task: str) -> list[str]:
         draw = self.random
         words = ["--recipe", "tiny", "--steps", str(draw.randint(4, 9)), "--batch-size", str(draw.choice((2, 4)))]
-        words += ["--log-every", "1", "--checkpoint-every", str(draw.randint(1, 4)), "--threads", "1"]
+        words += ["--set", "training.log_every=1", "--checkpoint-every", str(draw.randint(1, 4)), "--threads", "1"]
         words += ["--validate-every", str(draw.choice((0, 2, 3, 5))), "--validation-tokens", "128"]
-        words += ["--keep", str(draw.choice((1, 2, 3))), "--seed", str(draw.randrange(1000)), "--device", "cpu"]
+        words += [
+            "--set",
+            f"training.keep={draw.choice((1, 2, 3))}",
+            "--seed",
+            str(draw.randrange(1000)),
+            "--device",
+            "cpu",
+        ]
         words += draw.choice(([], [], ["--ema", "0.2"], ["--average", "2"], ["--accumulate", "2"]))
         words += ["--segments"] if task == "next-token" and draw.random() < 0.3 else []
         return words + [self._made(word) for word in TRAINING[task]]

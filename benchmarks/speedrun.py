@@ -23,13 +23,14 @@ from common import RESULTS, arguments, kinformer, prepare, save, show
 
 NANOGPT = (
     "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --recipe small --tokenizer bytes --length 64 "
-    "--batch-size 12 --optimizer adamw --lr 1e-3 --min-lr-ratio 0.1 --weight-decay 0.1 --beta2 0.99 --precision fp32"
+    "--batch-size 12 --optimizer adamw --lr 1e-3 --set training.min_lr_ratio=0.1 --weight-decay 0.1 "
+    "--set training.beta2=0.99 --precision fp32"
 )
 X_TRANSFORMERS = (
     "--set layers=6 --set dim=512 --set layers.*.mixer.num_heads=8 --set layers.*.feed_forward.hidden_dim=2048 "
     "--set position=none --set layers.*.mixer.position=rope --recipe small --tokenizer bytes --length 1024 "
-    "--batch-size 16 --accumulate 4 --optimizer adamw --lr 1e-4 --min-lr-ratio 1 --warmup 0 --weight-decay 0 "
-    "--clip 0.5 --precision fp32"
+    "--batch-size 16 --accumulate 4 --optimizer adamw --lr 1e-4 --set training.min_lr_ratio=1 --warmup 0 "
+    "--weight-decay 0 --clip 0.5 --precision fp32"
 )
 CONTESTANTS = {"kinformer": "", "nanoGPT's CPU recipe": NANOGPT, "x-transformers' enwik8 script": X_TRANSFORMERS}
 TARGETS = (2.0, 1.8)

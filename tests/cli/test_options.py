@@ -1,5 +1,6 @@
 """Options: in groups, with an example; counts; a file of them; what other tools call them; completion."""
 
+import json
 import math
 import re
 import subprocess
@@ -27,7 +28,7 @@ def parsed(name, *arguments):
 
 
 def test_help_begins_with_what_is_needed_and_ends_with_an_example(cli):
-    out = cli("train", "--help")[1]
+    out = cli("train", "gpt", "--help")[1]
     titles = re.findall(r"^\W*?((?:[\w-]+ )?(?:options|arguments))(?: \W*)?$", out, re.MULTILINE)
     assert titles[:2] == ["positional arguments", "options"] and titles[-2:] == ["machine options", "general options"]
     assert "optimisation options" in titles and "next-token options" in titles
@@ -37,8 +38,12 @@ def test_help_begins_with_what_is_needed_and_ends_with_an_example(cli):
 
 
 @pytest.mark.parametrize("name", command_line.COMMANDS)
-def test_every_option_has_help_and_the_example_is_one_of_the_command(cli, name):
+def test_every_option_has_help_and_the_example_is_one_of_the_command(cli, name, tmp_path):
     out = cli(name, "--help")[1]
+    if getattr(import_module(command_line.COMMANDS[name].module), "TASK_OPTIONS", None) is not None:
+        for task in TASKS:  # a command shows the options of one task
+            (tmp_path / "config.json").write_text(json.dumps({"task": {"name": task}}))
+            out = cli(name, tmp_path, "--help")[1] + out
     example = out.splitlines()[-1]
     assert f"kinformer {name}" in example
     known = flags(form_of(*forms(name)))

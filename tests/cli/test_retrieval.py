@@ -25,7 +25,9 @@ from kinformer.runs.run import open_run
 from kinformer.runs.stores import STORES
 from kinformer.training.settings import Settings
 
-SETTINGS = "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --log-every 1 --threads 1"
+SETTINGS = (
+    "--recipe tiny --length 32 --batch-size 4 --steps 6 --validation-tokens 256 --set training.log_every=1 --threads 1"
+)
 TINY = SETTINGS.split()
 
 

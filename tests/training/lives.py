@@ -41,7 +41,8 @@ def live(folder: Path, data: str, pause: str = "") -> int:
     arguments = ["train", "linear-transformer", "--data", data, "--out", str(folder), "--threads", "1"]
     if (folder / "config.json").exists():
         os._exit(main([*arguments, "--resume"]))
-    settings = f"--recipe tiny --length 16 --batch-size 4 --steps {STEPS} --log-every 1 --checkpoint-every 6 --segments"
+    settings = f"--recipe tiny --length 16 --batch-size 4 --steps {STEPS} --checkpoint-every 6 --segments"
+    settings += " --set training.log_every=1"
     os._exit(main([*arguments, *settings.split(), "--validate-every", "40", "--validation-tokens", "256"]))
 
 

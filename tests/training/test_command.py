@@ -51,7 +51,7 @@ def test_longer_by_resume(text: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main(["train", "gpt", *out, "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 6
-    assert main(["train", "gpt", *out, "--resume", "--steps", "9", "--log-every", "1"]) == 0
+    assert main(["train", "gpt", *out, "--resume", "--steps", "9", "--set", "training.log_every=1"]) == 0
     training = open_run(tmp_path / "run").training
     assert (training["steps"], training["lr"], training["length"]) == (9, 0.01, 16)
     assert "9 steps" in capsys.readouterr().out
@@ -109,7 +109,17 @@ def test_ten_gigabytes_train_in_two(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_training_follows_eager(text: Path, tmp_path: Path) -> None:
-    options = [*TINY, "--data", str(text), "--validate-every", "0", "--log-every", "1", "--set", "layers=1"]
+    options = [
+        *TINY,
+        "--data",
+        str(text),
+        "--validate-every",
+        "0",
+        "--set",
+        "training.log_every=1",
+        "--set",
+        "layers=1",
+    ]
     assert main(["train", "gpt", *options, "--out", str(tmp_path / "eager")]) == 0
     assert main(["train", "gpt", *options, "--out", str(tmp_path / "compiled"), "--compile"]) == 0
     assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=1e-4)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.form import bare, is_positional
+from kinformer.cli.form import RARE, bare, is_positional
 from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
@@ -32,6 +32,8 @@ def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     arguments: list[str] = []
     for name, value in given.items():
         flag = name.replace("_", "-")
+        if name in RARE and "set" in known:
+            raise KinformerError(f'{path}: {name!r} is rarely changed; write set = {{"training.{name}" = {value}}}.')
         if flag not in known or flag == "config":
             raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(known) - {'config'})}")
         place, hint = f"{path}: {name}", bare(known[flag])

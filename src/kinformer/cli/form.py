@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -38,16 +38,24 @@ GROUPS = {
 }  # fmt: skip
 """Title to options. What stands in neither table comes after the first ones."""
 
+RARE = ("min_lr_ratio", "beta2", "table_lr", "checkpoint_minutes", "keep", "log_every")
+"""Settings of training that are rarely changed: no options, but paths, as in ``--set training.beta2=0.98``."""
+
 _PLACEHOLDERS = {float | None: "X", str | None: "TEXT"}
 
 
-def form_of(options: type, kind: Kind | None, defaults: Mapping[str, Any] | None = None) -> type:
+def form_of(
+    options: type,
+    kind: Kind | None,
+    defaults: Mapping[str, Any] | None = None,
+    only: Collection[str] | None = None,
+) -> type:
     """A dataclass with the fields of ``options``, the most used flat and first, the others in a dataclass per group;
     and with a group of the own options of every task that has some, under the name of the first that has them. Tasks
     share an option of one name, type and default; otherwise a group with a name that is taken already keeps its task's
     name before its options: ``--task.option``.
 
-    ``defaults``: what is taken where nothing is given, by name.
+    ``defaults``: what is taken where nothing is given, by name. ``only``: the tasks whose options are shown (all).
     """
     known = _entries(options, defaults or {})
     named = {name for names in GROUPS.values() for name in names if name in known and _has_default(known[name][2])}
@@ -60,7 +68,7 @@ def form_of(options: type, kind: Kind | None, defaults: Mapping[str, Any] | None
         for title, names in GROUPS.items()
         if any(name in named and name in known for name in names)
     ]
-    own = [] if kind is None else list(_task_groups(kind, set(known)))
+    own = [] if kind is None else list(_task_groups(kind, set(known), only))
     return make_dataclass(options.__name__, [*entries, *own, *groups], frozen=True, kw_only=True)
 
 
@@ -110,7 +118,7 @@ def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str,
     entries = {}
     for each in fields(options):
         hint = hints[each.name]
-        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()):
+        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (each.name in RARE and "set" in hints):
             continue
         kept: Any = field(default=defaults[each.name]) if each.name in defaults else _default(each)
         entries[each.name] = (each.name, _parsed(hint, docs.get(each.name, ""), kept), kept)
@@ -141,10 +149,11 @@ def _group(title: str, entries: list[tuple[str, Any, Any]]) -> tuple[str, Any, A
     return title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group)
 
 
-def _task_groups(kind: Kind, taken: set[str]) -> Iterator[tuple[str, Any, Any]]:
+def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> Iterator[tuple[str, Any, Any]]:
     owners: dict[type, str] = {}
     for task in tasks():
         owners.setdefault(getattr(task, kind), task.name)
+    wanted = [getattr(task, kind) for task in tasks() if only is not None and task.name in only]
     shown = set[tuple[str, Any, Any]]()
     for own, name in owners.items():
         entries = {}
@@ -157,12 +166,18 @@ def _task_groups(kind: Kind, taken: set[str]) -> Iterator[tuple[str, Any, Any]]:
                 shown.add(same)
         if not entries:
             continue
-        about = {"__doc__": own.__doc__}
-        group: Any = make_dataclass(own.__name__, entries.values(), frozen=True, kw_only=True, namespace=about)
+        shown_here = [
+            entry
+            for option, entry in entries.items()
+            if only is None or any(_meant(other, option) == _meant(own, option) for other in wanted)
+        ]
+        about = {"__doc__": f"Options of the task {name if only is None else ' and '.join(only)}."}
+        group: Any = make_dataclass(own.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
         hint: Any = Annotated[group, tyro.conf.arg(name=name)]
         if not entries.keys() & taken:
             hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
-        yield f"{name.replace('-', '_')}_task", hint, field(default_factory=group)
+        if shown_here:
+            yield f"{name.replace('-', '_')}_task", hint, field(default_factory=group)
         taken |= entries.keys()
 
 

@@ -154,6 +154,8 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     own = getattr(module, "TASK_OPTIONS", None)
     options: Any = parse(module.Options, own, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
+        if own is not None:
+            print(_tasks_of_help(name, rest))
         print(f"example:\n  {command.example}")
         return 0
     try:
@@ -175,6 +177,17 @@ def _process(computes: bool, is_command: bool) -> AbstractContextManager[None]:
     if is_command:
         begin_process()
     return preserved()
+
+
+def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
+    """Whose options the help of a command shows, and how to see those of others."""
+    from kinformer.cli.parsing import tasks_meant
+    from kinformer.tasks.table import ALL
+
+    subject = "DIR" if name in ("evaluate", "generate") else "MEMBER"
+    how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
+    shown = "".join(f" are those of {task}" for task in tasks_meant(arguments)) or f": see {how}"
+    return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"
 
 
 def overview() -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from kinformer.cli.parsing import overrides
-from kinformer.runtime.errors import require, require_seed
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import KinformerError, nearest, require, require_seed
+from kinformer.runtime.fields import Checked, require_types
+from kinformer.training.settings import Settings
 
 Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -53,5 +56,27 @@ def asked(request: type[O], options: Any) -> O:
     """What a function is asked for by ``options``, the changes as a table."""
     values = {each.name: getattr(options, each.name) for each in fields(request)}  # type: ignore[arg-type]
     if "set" in values:
-        values["set"] = overrides(options.set)
+        changes = overrides(options.set)
+        values["set"] = {path: value for path, value in changes.items() if not path.startswith(TRAINING)}
+        values |= _of_training(request, {path: value for path, value in changes.items() if path.startswith(TRAINING)})
     return request(**values)
+
+
+TRAINING = "training."
+"""Where ``--set`` has the settings of training."""
+
+
+def _of_training(request: type, changes: Mapping[str, str]) -> dict[str, Any]:
+    """The settings of training among the changes, by name, as numbers."""
+    names = {each.name for each in fields(Settings)} & {each.name for each in fields(request)}
+    values: dict[str, Any] = {}
+    for path, text in changes.items():
+        name = path.removeprefix(TRAINING)
+        if name not in names:
+            raise KinformerError(f"`set` {path}: is no setting of training here; {nearest(name, names)}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    require_types(SimpleNamespace(**{each.name: each.default for each in fields(Settings)} | values), Settings)
+    return values

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
 from kinformer.cli import form, synonyms
 from kinformer.cli.config_file import read
+from kinformer.family.table import FAMILY
 from kinformer.runtime.errors import KinformerError
 
 O = TypeVar("O")
@@ -29,6 +32,8 @@ def parse(
     if (path := _config(given)) is not None:
         defaults, written = read(path, form.flags(shape))
         shape, given = form.form_of(options, kind, defaults), written + given
+    if {"-h", "--help"} & set(given):
+        shape, given = form.form_of(options, kind, only=tasks_meant(given)), ["--help"]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -46,6 +51,21 @@ def parse(
     if meant := synonyms.meant(arguments, form.flags(shape)):
         raise KinformerError(f"{name}: {meant}")
     raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def tasks_meant(arguments: Sequence[str]) -> list[str]:
+    """The task that ``--task``, a member or a run folder among the arguments names, without importing PyTorch."""
+    for index, argument in enumerate(arguments):
+        if argument == "--task" and index + 1 < len(arguments):
+            return [arguments[index + 1]]
+        if argument.startswith("--task="):
+            return [argument.removeprefix("--task=")]
+    for argument in arguments:
+        if argument in FAMILY:
+            return [FAMILY[argument].usual_task]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return [str(json.loads((Path(argument) / "config.json").read_text(encoding="utf-8"))["task"]["name"])]
+    return []
 
 
 def _config(arguments: Sequence[str]) -> str | None:

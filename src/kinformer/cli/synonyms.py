@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
+
+from kinformer.cli.form import RARE
 
 OPTIONS = {
     "learning-rate": "lr",
@@ -72,7 +74,7 @@ SENTENCES = {
 """To an option that the command must have for this to be said, and what is said."""
 
 
-def meant(arguments: Sequence[str], known: Container[str]) -> str | None:
+def meant(arguments: Sequence[str], known: Collection[str]) -> str | None:
     """What the first of ``arguments`` that is no option of ``known`` but a usual name of one means, in words."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
@@ -86,6 +88,9 @@ def meant(arguments: Sequence[str], known: Container[str]) -> str | None:
             return f"{given}: {SENTENCES[name][1]}"
         if name in OPTIONS and OPTIONS[name] in known:
             return f"{given}: did you mean --{OPTIONS[name]}?"
+        if name.replace("-", "_") in RARE and {"set", "steps", "member"} <= set(known):
+            change = f"training.{name.replace('-', '_')}={value or 'VALUE'}"
+            return f"{given}: is a setting that is rarely changed; give --set {change}."
         if name in MODEL and "set" in known:
             return f"{given}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
     return None

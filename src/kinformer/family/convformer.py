@@ -33,6 +33,7 @@ def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
 
 MEMBER = Member(
     name="convformer",
+    task="vision",
     title="ConvFormer (convolutional baseline)",
     paper="Yu et al. 2022, MetaFormer Baselines for Vision",
     year=2022,

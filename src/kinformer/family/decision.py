@@ -49,6 +49,7 @@ def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
 
 MEMBER = Member(
     name="decision",
+    task="trajectories",
     title="Decision Transformer (acts for a return)",
     paper="Chen et al. 2021, Decision Transformer: Reinforcement Learning via Sequence Modeling (arXiv 2106.01345)",
     year=2021,

@@ -29,6 +29,7 @@ def _recipe(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Re
 
 MEMBER = Member(
     name="deit",
+    task="vision",
     title="DeiT (distilled ViT)",
     paper="Touvron et al. 2020, Training data-efficient image transformers & distillation through attention",
     year=2020,

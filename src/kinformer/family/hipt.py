@@ -57,6 +57,7 @@ def _recipe(patch: int, tile: Level, region: Level, slide: Level, dropout: float
 
 MEMBER = Member(
     name="hipt",
+    task="vision",
     title="HIPT (Hierarchical Image Pyramid Transformer)",
     paper="Chen et al. 2022, Scaling Vision Transformers to Gigapixel Images via Hierarchical Self-Supervised Learning",
     year=2022,

@@ -29,6 +29,7 @@ class Member:
     ``training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
     True}``; a budget of minutes chooses the others (see ``runs.minutes``). ``cost``: how the operations of a whole
     sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
+    ``task``: what it is usually trained for, where that is neither the next token nor masked tokens.
     """
 
     name: str
@@ -46,6 +47,12 @@ class Member:
     objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
     needs: Mapping[str, Any] = field(default_factory=dict)
     cost: Cost | None = None
+    task: str | None = None
+
+    @property
+    def usual_task(self) -> str:
+        """What it is trained for unless another task is asked for."""
+        return self.task or ("next-token" if self.causal else "mlm")
 
     @property
     def growth_of_cost(self) -> Cost:

@@ -23,6 +23,7 @@ def _recipe(shape: ModelShape, convolutions: int = 2, classes: int = 29) -> Reci
 
 MEMBER = Member(
     name="speech-linear",
+    task="speech",
     title="Speech recognition by linear attention",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     year=2020,

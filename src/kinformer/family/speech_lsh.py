@@ -27,6 +27,7 @@ def _recipe(
 
 MEMBER = Member(
     name="speech-lsh",
+    task="speech",
     title="Speech recognition by hashed attention",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     year=2020,

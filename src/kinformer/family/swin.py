@@ -63,6 +63,7 @@ def _recipe(
 
 MEMBER = Member(
     name="swin",
+    task="vision",
     title="Swin Transformer",
     paper="Liu et al. 2021, Swin Transformer: Hierarchical Vision Transformer using Shifted Windows",
     year=2021,

@@ -41,6 +41,7 @@ def _shape(
 
 MEMBER = Member(
     name="vanilla",
+    task="translate",
     title="Vanilla Transformer (encoder-decoder)",
     paper="Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762)",
     year=2017,

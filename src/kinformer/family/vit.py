@@ -29,6 +29,7 @@ def _recipe(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Re
 
 MEMBER = Member(
     name="vit",
+    task="vision",
     title="ViT (Vision Transformer)",
     paper="Dosovitskiy et al. 2020, An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale",
     year=2020,

@@ -88,7 +88,7 @@ class Settings(Checked):
             require(name, getattr(self, name), 0)
         for name in ("lr", "minutes"):
             require_above(name, getattr(self, name), 0)
-        require_share("`beta2`", self.beta2, zero=True)
+        require_share("beta2", self.beta2, zero=True)
         for name in ("min_lr_ratio", "ema"):
             if not 0 <= getattr(self, name) <= 1:
                 raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
