@@ -70,7 +70,7 @@ def test_between_points_a_curve_is_straight():
 
 
 def test_the_table_and_the_sentences_are_of_one_table_of_measures():
-    found = comparison([entrant("a", [1.0]), entrant("b", [2.0])])
+    found = comparison(entrant("a", [1.0]), entrant("b", [2.0]))
     measures = costs(found)
     titles = [column.title for column in columns(found)]
     known = [measure for measure in measures if any(measure.value(item) is not None for item in found.entrants)]
