@@ -27,14 +27,14 @@ FIRST = (
 GROUPS = {
     "start": ("text_field", "init", "tokenizer", "train_tokenizer", "holdout"),
     "optimisation": (
-        "optimizer", "min_lr_ratio", "warmup", "weight_decay", "beta2", "clip", "table_lr", "accumulate", "objective",
+        "optimizer", "schedule", "warmup", "weight_decay", "clip", "average", "ema", "accumulate", "objective",
     ),
     "checkpoint": (
-        "validate_every", "validation_tokens", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
+        "validate_every", "validation_tokens", "checkpoint_every",
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy"),
-    "general": ("seed", "json", "quiet", "no_echo", "config"),
+    "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip
 """Title to options. What stands in neither table comes after the first ones."""
 
@@ -133,6 +133,8 @@ def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
         known["help_behavior_hint"] = ""
     if inner in _PLACEHOLDERS and not _named(hint):
         known["metavar"] = _PLACEHOLDERS[inner]
+    elif choices := [name for part in get_args(inner) for name in get_args(part)]:
+        known["metavar"] = "{" + ",".join(map(str, choices)) + "}"
     if inner in (int, int | None):
         return Annotated[hint, _COUNT, tyro.conf.arg(**known)]
     if inner in (float, float | None):

@@ -91,8 +91,8 @@ class TrainOptions(Settings, Machine):
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     average: int | None = None  # type: ignore[assignment]
     ema: float | None = None  # type: ignore[assignment]
-    """Measure and keep a moving average of the weights, which looks back over about this share of the steps so far
-    (0, the weights themselves, or what suits `minutes`)."""
+    """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
+    the steps so far; 0 turns it off (0, or what suits `minutes`)."""
     precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
     """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
     `minutes` what is faster)."""
@@ -101,11 +101,11 @@ class TrainOptions(Settings, Machine):
     out: str
     """The run folder: new, or with `resume` an existing one."""
     data: str | None = None
-    """A file or folder of text or bytes, - for standard input, or stdlib: Python's standard library, which tasks of
-    text take if nothing is given. For classify, a folder per class, or lines: .tsv or .jsonl. For image, a folder of
-    pictures, IDX files, .npz, or digits."""
+    """What to learn from: a file or folder of text or bytes, - for standard input, or stdlib, Python's standard
+    library (the default of tasks of text). For classify: a folder per class, or lines in .tsv or .jsonl. For
+    image: a folder of pictures, IDX files, .npz, or digits."""
     text_field: str | None = None
-    """Of data in JSON lines: the field with the text, which is written into the run folder."""
+    """The field with the text, where the data are JSON lines. The texts are written into the run folder."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
     recipe: str | None = None
@@ -113,19 +113,19 @@ class TrainOptions(Settings, Machine):
     set: Mapping[str, Any] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if nothing is given, but with `minutes`, and for translation, one that is
-    trained)."""
+    """bytes, or the path of a tokenizer.json. The default is bytes; with `minutes`, and for translation, a tokenizer
+    is trained."""
     train_tokenizer: int | None = None
-    """Train a byte-level tokenizer of so many tokens on the training data first."""
+    """First train a byte-level tokenizer of N tokens on the training data."""
     holdout: float | None = None
     """Hold out the last share of the data for validation, instead of the usual 5 %."""
     init: str | None = None
-    """Begin with the model, weights and tokenizer of another run folder (trained or imported); a head of another task
+    """Begin with the model, weights and tokenizer of another run folder, trained or imported. A head of another task
     is replaced by a new one."""
     datastore: str | None = None
-    """Of a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
+    """For a member that looks things up (spalm): a datastore of the training data (see: kinformer index)."""
     retriever: str | None = None
-    """With `datastore`: the run that made it, which reads along, frozen, and is looked up with."""
+    """With `datastore`: the run that made it. It runs along, frozen, to look things up."""
     neighbours: int | None = None
     """With `datastore`: entries looked up per token (4 if not given)."""
     probes: int | None = None

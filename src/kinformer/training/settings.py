@@ -28,7 +28,7 @@ class Settings(Checked):
     batch_size: int = 8
     """Rows per step, over all processes and all accumulated parts."""
     accumulate: int = 1
-    """Parts that each process's rows are taken in, one after the other, to save memory."""
+    """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
     optimizer: Literal["adamw", "muon", "adafactor", "adagrad", "sgd"] = "adamw"
     """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has momentum 0.9."""
     lr: float = 1e-3
@@ -39,13 +39,13 @@ class Settings(Checked):
     min_lr_ratio: float = 0.1
     """Least learning rate after the warm-up, as a share of the highest; with the cosine that of the end."""
     warmup: float = 0.05
-    """Steps in which the learning rate rises: a share of all steps if below 1, else a number of steps."""
+    """How long the learning rate rises: a share of all steps if below 1, else a number of steps."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
     beta2: float = 0.95
     """Decay of AdamW's second moment (its first has 0.9)."""
     clip: float = 1.0
-    """Largest norm of the gradient (with adagrad: of each parameter's); 0 lets any pass."""
+    """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit."""
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Literal["fp32", "bf16-mixed"] = "fp32"
@@ -53,23 +53,23 @@ class Settings(Checked):
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     objective: str | None = None
-    """What is minimised, one of the task's objectives; by default the member's own, or the task's usual one."""
+    """What is minimised: one of the task's objectives. The default is the member's, or the task's usual one."""
     seed: int = 0
     """Decides the first weights, the order of the data and every random mask."""
     validate_every: int | None = None
-    """Steps between validations; a tenth of the run if not given, 0 for none."""
+    """Steps between validations. The default is a tenth of the run; 0 means never."""
     validation_tokens: int = 65536
-    """Tokens of the validation split that a validation measures."""
+    """Tokens of the validation split on which a validation is computed."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; a tenth of the run if not given, 0 for none but the last."""
+    """Steps between checkpoints. The default is a tenth of the run; 0 means only the last."""
     checkpoint_minutes: float = 10.0
     """A checkpoint is also written when the last one is so old; 0 for never."""
     average: int = 0
-    """At the end, also measure the mean of the weights of the last so many checkpoints, and keep it if it is better
-    (none; for translation 5)."""
+    """Checkpoints whose weights are averaged at the end. The average is kept if it is better (0, none; for translation
+    5)."""
     ema: float = 0.0
-    """Measure and keep a moving average of the weights, which looks back over about this share of the steps so far; 0
-    for the weights themselves."""
+    """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
+    the steps so far; 0 turns it off."""
     keep: int = 2
     """Checkpoints that are kept; older ones are removed."""
     log_every: int = 10
