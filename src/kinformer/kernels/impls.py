@@ -17,5 +17,5 @@ Impl = AttentionImpl | LinearImpl | BucketedImpl | LookupImpl | LstmImpl
 
 
 def names_of(impl: Any) -> tuple[Any, ...]:
-    """The names of one of the types above, in order."""
+    """Return the names of one of the types above, in order."""
     return get_args(impl)

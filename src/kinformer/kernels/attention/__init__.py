@@ -70,6 +70,7 @@ def attention(
     if isinstance(k, Gathered) and isinstance(v, Gathered):
         return _gathered(q, k, v, visibility, scoring, impl, lse)
     if isinstance(k, Projected) and isinstance(v, Projected):
+        # Fewer queries than features in a head: multiplying x by W_k^T q costs less than making the keys (see ``few``).
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
             output = few.attend_projected(*_cast(q, k, v), visibility, scoring)
             return output if lse else Attended(output.out)
@@ -126,8 +127,9 @@ def _by(
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, lse: bool) -> Attended:
-    """Our own kernels: whichever is made for the shape and the pattern."""
+    """Run the tiled kernel that suits the shape and the pattern."""
     if visibility.pattern is None:
+        # Folding queries into heads would change the (head, query) indices that dropout is a function of.
         folds = q.shape[2] > k.shape[2] and scoring.dropout is not None
         pairs = visibility.attn_mask is not None or scoring.bias is not None or scoring.relative is not None
         small = by_onednn(q) and q.shape[2] * k.shape[2] <= few.SETS
@@ -142,12 +144,15 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
 
 
 def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Every query sees every key, so that their order is free: queries beyond the number of keys are taken as further
-    heads of the same keys, and the rest is a band without bounds."""
+    """Attend over a set: every query sees every key, so the order of both is free.
+
+    Queries beyond the number of keys become further heads of the same keys; the rest is a band without bounds.
+    """
     time, slots = q.shape[2], k.shape[2]
     visibility = visibility._replace(pattern=Band(ahead=None))
     if time <= slots:
         return _chunked(q, k, v, visibility, scoring, False)
+    # The band places query i at slot past + i, so it holds no more queries than slots: fold the others into heads.
     groups = -(-time // slots)
     q = pad(q, (0, 0, 0, groups * slots - time)).unflatten(2, (groups, slots)).flatten(1, 2)
     if scoring.vector is not None:
@@ -170,6 +175,7 @@ def _checked(scoring: Scoring) -> Scoring:
         return scoring
     if not 0 <= scoring.dropout.p < 1:
         raise KinformerError(f"{_PLACE}: dropout p is {scoring.dropout.p}, expected 0 <= p < 1.")
+    # p = 0 drops nothing, so that it need not exclude the implementations without dropout.
     return scoring if scoring.dropout.p else scoring._replace(dropout=None)
 
 

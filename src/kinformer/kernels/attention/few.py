@@ -19,7 +19,7 @@ SETS = 1 << 14
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over all keys that the masks leave, without a pattern; what distances do is added pair by pair."""
+    """Attend without a pattern over all keys that the masks leave; terms by distance are added pair by pair."""
     heads = q.shape[1] // k.shape[1]
     if heads > 1:
         k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 
 def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over keys and values that are never made. The products meet x itself:
+    """Attend over keys and values that are never made. The products meet x itself:
 
     q (x W_k^T)^T = (q W_k) x^T,   P (x W_v^T + b) = (P x) W_v^T + b
 
@@ -45,22 +45,28 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
     """
     batch, heads, time, head_dim = q.shape
     q, x, weight = q * scoring.scale, k.x, v.weight
+    # q W_k, then (q W_k) x^T + q . b_k: the scores without K = x W_k^T + b_k.
     inner = torch.einsum("bhmd,hdw->bhmw", q, k.weight.view(heads, head_dim, -1))
     scores = (inner.flatten(1, 2) @ x.mT).view(batch, heads, time, -1)
     if k.bias is not None:
         scores = scores + q @ k.bias.to(q.dtype).view(heads, head_dim, 1)
     weights, total, lse = _weights(scores, visibility, scoring)
+    # (P x) / l first, then W_v: the output without V = x W_v^T + b_v.
     mixed = (weights.to(x.dtype).flatten(1, 2) @ x).view(batch, heads, time, -1) / total.to(x.dtype)
     out = torch.einsum("bhmw,hdw->bhmd", mixed, weight.view(heads, head_dim, -1))
     if v.bias is not None:
+        # The bias b_v counts with the sum of the weights: 1, or less where dropout removed some, or 0 for a blind row.
         share = weights.sum(-1, keepdim=True) / total
         out = out + share.to(out.dtype) * v.bias.to(out.dtype).view(heads, 1, head_dim)
     return Attended(out, lse)
 
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - the row's highest) and, before dropout, their sum [..., 1] (1 for no keys) and log-sum-exp, in
-    float32 or better. Divide the product by the sum, not the weights: only those are kept for the backward then."""
+    """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 where there is no key) and the log-sum-exp,
+    in float32 or better.
+
+    The product is divided by the sum, not the weights: the backward then keeps the weights alone.
+    """
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias
@@ -68,6 +74,7 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
         scores = scores.masked_fill(visibility.key_padding_mask[:, None, None], -torch.inf)
     if visibility.attn_mask is not None:
         scores = scores.masked_fill(~visibility.attn_mask, -torch.inf)
+    # The maximum cancels in P / l, so it takes no gradient; -inf - (-inf) would be NaN, so a blind row subtracts 0.
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp()

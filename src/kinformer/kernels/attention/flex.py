@@ -36,6 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         raise KinformerError("attention: impl='flex' knows no float64 on a GPU; use impl='chunked'.")
     first = _first(query_positions(visibility, q, k.shape[2]))
     past = k.shape[2] - q.shape[2]
+    # Slots before ``oldest`` have negative positions: they hold no token of the sequence.
     oldest = max(0, past - first)
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
     k, v = k[:, :, oldest:], v[:, :, oldest:]
@@ -69,7 +70,7 @@ def _first(positions: Tensor) -> int:
 
 
 def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[..., Tensor] | None:
-    """What is made of a product: a bias by distance is added, keys that are padding get -inf."""
+    """The ``score_mod`` of a call: add the bias by distance, and -inf at keys that are padding."""
     relative = scoring.relative
     bias = None if relative is None else relative.bias
     if relative is None or bias is None:
@@ -90,7 +91,7 @@ def _score(scoring: Scoring, past: int, padding: Tensor | None) -> Callable[...,
 
 @lru_cache(maxsize=64)
 def _mask(pattern: Pattern, interval: Interval, heads: int, device: str) -> BlockMask:
-    """Sorted blocks, per head where heads differ, and the truth for the partial ones."""
+    """Sort the blocks of pairs into empty, partial and full ones (per head where heads differ) for ``BlockMask``."""
     count = pattern.num_heads or 1
     covers = np.stack([_cover(pattern.at(head), interval) for head in range(count)])
     partial, full = (_indices(torch.from_numpy(covers == kind)) for kind in (SOME, ALL))
@@ -110,17 +111,19 @@ def _mask(pattern: Pattern, interval: Interval, heads: int, device: str) -> Bloc
 
 
 def _cover(pattern: Pattern, interval: Interval) -> np.ndarray:
-    """[query blocks, key blocks]"""
+    """Return the pattern's cover of all blocks, [query blocks, key blocks]."""
     q = np.arange(interval.query, interval.stop, _BLOCK)
     k = np.arange(interval.key, interval.stop, _BLOCK)
     low, key = (side.ravel() for side in np.meshgrid(q, k, indexing="ij"))
     high, key_high = (np.minimum(side + _BLOCK, interval.stop) - 1 for side in (low, key))
+    # FlexAttention reads a full block without its mask, so a block that the edge cuts off counts as partial.
     whole = (high - low == _BLOCK - 1) & (key_high - key == _BLOCK - 1)
     cover = pattern.cover(Boxes(low, high, key, key_high))
     return np.where(whole, cover, np.minimum(cover, SOME)).reshape(len(q), len(k))
 
 
 def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[1, heads, query blocks] counts and [1, heads, query blocks, key blocks] indices, the chosen ones first."""
+    """Return counts [1, heads, query blocks] and indices [1, heads, query blocks,
+    key blocks], the chosen blocks first."""
     order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True)
     return chosen.sum(-1).to(torch.int32)[None], order.to(torch.int32)[None]

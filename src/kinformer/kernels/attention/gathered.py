@@ -1,8 +1,8 @@
-"""Softmax attention of each query to the memories that it found, which take no gradient.
+"""Softmax attention of each query over the memories that a search chose for it; memories take no gradient.
 
-    y = sum_j softmax_j(q . k_j) v_j        j over the ``topk`` slots found by the query
+    y = sum_j softmax_j(q . k_j) v_j        j over the ``topk`` slots that the search chose for the query
 
-The found rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a
+The chosen rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a
 sparse matrix, in the backward too.
 """
 
@@ -23,7 +23,7 @@ from kinformer.kernels.softmax.request import Attended, Gathered
 
 
 def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Attended:
-    """Output [batch, heads, time, head_dim], 0 where nothing was found."""
+    """Return the output [batch, heads, time, head_dim], 0 for a query without memories."""
     chosen = [index for index, (_, size) in enumerate(k.extents) if size]
     if not chosen:
         return Attended(torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=state_dtype(q.dtype)))
@@ -32,6 +32,7 @@ def attend(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Atte
     none = (k.slots < 0).flatten(0, 2)
     queries = (q if scale == 1 else q * scale).flatten(0, 2)
     scores = _Scores.apply(queries, slots, keys).to(state_dtype(q.dtype)).masked_fill(none, -torch.inf)
+    # A row of -inf alone would be NaN after softmax: such rows get 0 before and are selected away after.
     weights = torch.where(none, scores.new_zeros(()), scores.masked_fill(none.all(-1, keepdim=True), 0.0).softmax(-1))
     out = _Mixed.apply(weights.to(q.dtype), slots, values).view(q.shape)
     return Attended(out, scores.logsumexp(-1).view(q.shape[:3]) if lse else None)
@@ -42,7 +43,8 @@ def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
-    """Rows of each ``chosen`` table [tables, batch * heads * time, topk]; -1 where it is not in that table."""
+    """Return rows of each ``chosen`` table, [tables, batch * heads * time, topk],
+    -1 where a slot is not in that table."""
     result, (batch, heads) = k.slots, k.slots.shape[:2]
     row = torch.arange(batch * heads, device=result.device).view(batch, heads, 1, 1)
     slots, begin = [], 0
@@ -55,7 +57,7 @@ def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
 
 
 def _sum(slots: Tensor, weights: Tensor, tables: list[Tensor]) -> Tensor:
-    """Sums of rows by ``weights`` [queries, topk], over all tables."""
+    """Return the sums of the rows at ``slots`` by ``weights`` [queries, topk], over all tables."""
     nothing = weights.new_zeros(())
     parts = [
         embedding_bag(of.clamp_min(0), table, mode="sum", per_sample_weights=torch.where(of < 0, nothing, weights))
@@ -65,7 +67,7 @@ def _sum(slots: Tensor, weights: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
-    """q [queries, head_dim] . rows [queries, topk], 0 where a row is in no table."""
+    """Return q [queries, head_dim] . rows [queries, topk], 0 where a row is in no table."""
     scores = q.new_zeros(slots.shape[1:])
     for of, table in zip(slots, tables, strict=True):
         scores = torch.where(of < 0, scores, _products(q, of.clamp_min(0), table))
@@ -73,7 +75,7 @@ def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """:func:`_dot`, whose gradient is a sum of rows: each of the two is linear, and the other's transpose."""
+    """The function :func:`_dot` with a gradient that is a sum of rows: each of the two is the other's transpose."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
@@ -87,7 +89,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _Mixed(torch.autograd.Function):
-    """:func:`_sum`, whose gradient is a product with rows."""
+    """The function :func:`_sum` with a gradient that is a product with rows."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
@@ -101,7 +103,7 @@ class _Mixed(torch.autograd.Function):
 
 
 def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
-    """q [queries, head_dim] . table[slots] [queries, topk, head_dim], without holding the latter."""
+    """Return q [queries, head_dim] . table[slots] as [queries, topk] without building table[slots]."""
     queries, topk = slots.shape
     begins = torch.arange(0, queries * topk + 1, topk, device=q.device)
     if topk <= len(table) and _samples(q):  # a sparse matrix holds at most every pair once
@@ -115,13 +117,13 @@ def _products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
 
 
 def _samples(q: Tensor) -> bool:
-    """Whether there is a product of given pairs alone, which is twice as fast as embedding_bag's."""
+    """Return whether ``sampled_addmm`` serves: it is twice as fast as the gradient of ``embedding_bag``."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not isinstance(q, FakeTensor)
 
 
 @cache
 def _hush() -> None:
-    """PyTorch warns once in a process that such tensors are in beta."""
+    """Create one sparse tensor with warnings off: PyTorch warns once a process that they are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(

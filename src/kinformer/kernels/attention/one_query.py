@@ -36,6 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         weights = torch.softmax(scores, -1, dtype=accumulator)
     else:
         seen = seen.expand(-1, heads, -1).reshape(*grouped.shape[:3], -1) if seen.shape[1] > 1 else seen[:, :, None]
+        # The lowest number instead of -inf keeps a blind row finite; the product with the mask then zeroes it.
         scores = scores.to(accumulator).masked_fill(~seen, torch.finfo(accumulator).min)
         weights = torch.softmax(scores, -1) * seen
     weights = weights.to(v.dtype)
@@ -49,8 +50,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 def _seen_slots(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, measured: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The keys and values that some head may see; which head does [batch, heads or 1, slots], None where all do; how
-    far behind the query they are [slots], which may be None where that is not to be ``measured``."""
+    """Return the keys and values that some head may see, which head sees which, and their distances.
+
+    The mask is [batch, heads or 1, slots], None where all heads see all; distances [slots] are None where they are
+    neither needed for the mask nor ``measured``.
+    """
     slots, pattern = k.shape[2], visibility.pattern
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
@@ -58,6 +62,7 @@ def _seen_slots(
         seen = _visible(pattern, query_positions(visibility, q, slots), distance)
         if visibility.key_padding_mask is not None:
             seen = seen & ~visibility.key_padding_mask[:, None]
+        # Gathering slots pays only where the pattern hides more than half of them.
         if pattern.horizon is not None and 2 * pattern.horizon >= slots:  # it hides few of them
             return k, v, seen, distance
         picked = seen.any(0).any(0).nonzero()[:, 0]
@@ -75,13 +80,13 @@ def _seen_slots(
 
 
 def _visible(pattern: Pattern, positions: Tensor, distance: Tensor) -> Tensor:
-    """[batch, heads or 1, slots] bool, for ``positions`` [batch, 1]."""
+    """Return which slots each head sees, [batch, heads or 1, slots] bool, for ``positions`` [batch, 1]."""
     k = positions - distance
     return torch.stack([pattern.at(head).allowed(positions, k) & (k >= 0) for head in range(pattern.num_heads or 1)], 1)
 
 
 def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: Relative) -> Tensor:
-    """``scores`` [batch, heads, slots] with what their distances do."""
+    """Return ``scores`` [batch, heads, slots] with the position's factor, keys and bias of their distances."""
     if relative.factor is not None:
         scores = scores.relu() * relative_at(relative.factor, distance, relative.lowest)
     if relative.keys is not None:

@@ -20,7 +20,8 @@ from kinformer.kernels.softmax.scores import EPS, complex_queries, relative_at
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, time, head_dim_v] and log-sum-exp [batch, q_heads, time], all pairs at once."""
+    """Return the output [batch, q_heads, time, head_dim_v] and log-sum-exps [batch,
+    q_heads, time], by all pairs at once."""
     probabilities, lse, values = _probabilities(q, k, v, visibility, scoring)
     if scoring.dropout is not None:
         retained = scoring.dropout.retained_mask(probabilities.shape, q.device)
@@ -34,18 +35,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 @torch.no_grad()
 def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
-    """[batch, q_heads, slots]: the probability of each slot, summed over all queries."""
+    """Return the probability of each slot, summed over all queries, [batch, q_heads, slots]."""
     return _probabilities(q, k, v, visibility, scoring)[0].sum(2)
 
 
 def _probabilities(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[batch, q_heads, time, slots] before dropout, the log-sum-exps, and the values of every query head."""
+    """Return p [batch, q_heads, time, slots] before dropout, the log-sum-exps, and the values of every query head."""
     heads, accumulator = q.shape[1], state_dtype(q.dtype)
     query, keys, values = (x.to(accumulator) for x in (q, *(_per_query_head(x, heads) for x in (k, v))))
     scores = _scores(query, keys, visibility, scoring)
     seen = visible(visibility, scores)
+    # score_ij = -inf where query i may not see key j, so that p_ij = exp(-inf) / l = 0.
     scores = scores.masked_fill(~seen, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True)
     sighted = (top != -torch.inf)[..., 0]
@@ -57,7 +59,7 @@ def _probabilities(
 
 
 def visible(visibility: Visibility, scores: Tensor) -> Tensor:
-    """Bool of the shape of ``scores`` [batch, heads, time, slots]: may the query see the key?"""
+    """Return a bool tensor of the shape of ``scores`` [batch, heads, time, slots]: may the query see the key?"""
     _, heads, time, slots = scores.shape
     seen = torch.ones_like(scores, dtype=torch.bool)
     if visibility.pattern is not None:
@@ -76,13 +78,13 @@ def _per_query_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _distance(time: int, slots: int, device: torch.device) -> Tensor:
-    """[time, slots]: query slot - key slot, the last query at the last slot."""
+    """Return query slot - key slot, [time, slots], the last query at the last slot."""
     query = slots - time + torch.arange(time, device=device)
     return query[:, None] - torch.arange(slots, device=device)
 
 
 def _by_pair(table: Tensor, lowest: int, visibility: Visibility, q: Tensor, k: Tensor) -> Tensor:
-    """What ``table`` [heads or 1, n, ...] says of every pair, [batch, heads, time, slots, ...]."""
+    """Return the entry of ``table`` [heads or 1, n, ...] at every pair's distance, [batch, heads, time, slots, ...]."""
     (batch, heads, time, _), slots = q.shape, k.shape[2]
     by_key = visibility.key_positions is not None
     distance = visibility.distance() if by_key else _distance(time, slots, q.device)[None]
@@ -91,10 +93,11 @@ def _by_pair(table: Tensor, lowest: int, visibility: Visibility, q: Tensor, k: T
 
 
 def _scores(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
-    """[batch, heads, time, slots] of all pairs."""
+    """Return the scores of all pairs, [batch, heads, time, slots]."""
     scale, relative = scoring.scale, scoring.relative or Relative(0)
     by_pair = partial(_by_pair, lowest=relative.lowest, visibility=visibility, q=q, k=k)
     if scoring.form == "modulus":
+        # |q k| of complex numbers: the root of the squared real and imaginary part of the product.
         real, imaginary = (part @ k.mT for part in complex_queries(q))
         scores = scale * (real.square() + imaginary.square() + EPS).sqrt()
     elif scoring.form == "additive":

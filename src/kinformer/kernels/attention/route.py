@@ -29,7 +29,7 @@ _TABLES = ("bias", "factor", "keys", "values")
 
 
 class Needs(NamedTuple):
-    """What is asked of an implementation beyond dot products and their softmax.
+    """The features that a call needs from an implementation, beyond dot products and their softmax.
 
     ``band``: pairs by distance alone, or sets without an order; ``sets``: the latter. ``tables``: those of a
     ``core.parts.Relative``. ``pairs``: a mask or a bias of single pairs. ``memories``: a look-up among memories.
@@ -48,7 +48,7 @@ class Needs(NamedTuple):
     def of_parts(
         cls, pattern: Pattern, score: Score, position: Position, dropout: float = 0.0, lse: bool = False
     ) -> Needs:
-        """Those of a mixer that is made of these parts."""
+        """Return the needs of a mixer that is made of these parts."""
         relative = position.relative(0, 1)
         tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
         return cls(pattern.band is not None, form=score.form, tables=tables, dropout=dropout > 0, lse=lse)
@@ -63,7 +63,7 @@ class Needs(NamedTuple):
 
 
 def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
-    """What of ``needs`` the implementation cannot do, or None where it can do all."""
+    """Return the first of ``needs`` that the implementation lacks, or None if it has all."""
     if impl not in ("sdpa", "flex"):
         return None
     allowed = ("bias",) if impl == "flex" else ()
@@ -82,7 +82,8 @@ def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
 
 
 def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> None:
-    """Refuse a name that is unknown, or of what cannot do what is asked; ``place`` is who asks, for the message."""
+    """Refuse an unknown implementation, or one that lacks something the call needs;
+    ``place`` names the caller in the message."""
     reason = _refusal(impl, needs)
     if impl in IMPLS and reason is None:
         return
@@ -93,7 +94,7 @@ def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> N
 
 
 class Thresholds(NamedTuple):
-    """Where torch's own kernel is the faster one on a device.
+    """The sizes from which PyTorch's kernel is the faster one on a device.
 
     It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query in less than
     ``few_heads`` heads of all rows (which stay as many while the past grows, so that steps can be recorded) with keys
@@ -116,6 +117,7 @@ class Thresholds(NamedTuple):
     where: str
 
 
+# Sizes at which the two implementations take equally long on the machine that ``where`` names.
 _EPYC = Thresholds(
     few_heads=32,
     few_keys=1 << 20,
@@ -150,7 +152,7 @@ TABLE = {
 
 
 def _slow_to_begin(q: Tensor, k: Tensor) -> bool:
-    """Whether oneDNN begins each of the products inside torch's kernel: of up to 32 queries and 512 keys."""
+    """Return whether oneDNN starts slowly for the products inside PyTorch's kernel: up to 32 queries and 512 keys."""
     return by_onednn(q) and min(q.shape[2], 32) * min(k.shape[2], 512) * q.shape[3] > ONEDNN_FROM
 
 
@@ -158,7 +160,7 @@ _CPU = processor_class()  # found when imported, not while a graph is captured
 
 
 def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False) -> AttentionImpl:
-    """The name that impl="auto" stands for, by device, shapes, dtype and what is asked, never by the data."""
+    """Return what impl="auto" stands for: it depends on device, shapes, dtype and options, never on the data."""
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
@@ -168,6 +170,7 @@ def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, 
     time, slots = q.shape[2], k.shape[2]
     pairs = time * slots
     if pattern is None:
+        # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up anew; tiles of ours make few.
         most = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
         return "chunked" if _slow_to_begin(q, k) and pairs < most else "sdpa"
     if pattern.band is None or visibility.key_padding_mask is not None:
@@ -175,6 +178,7 @@ def choose_impl(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, 
     if by_onednn(q) and q.element_size() >= 4:
         few = not _slow_to_begin(q, k)
     elif time == 1:
+        # A generation step: counts that stay the same while the past grows, so that a recorded step keeps its choice.
         few = q.shape[0] * q.shape[1] < table.few_heads and k.numel() < table.few_keys
     elif q.element_size() < 4:
         few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs

@@ -18,7 +18,7 @@ Expressed = Literal["all", "causal", "masked"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Output [batch, q_heads, time, head_dim_v]; a query that sees nothing gives 0.
+    """Return the output [batch, q_heads, time, head_dim_v]; a query that sees nothing gives 0.
 
     torch aligns ``is_causal`` to the first slot, so it stands for our causal band only where there is no past.
     """
@@ -41,7 +41,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 
 def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
-    """How torch's kernel expresses who sees whom: "all", "causal" or, by a dense mask over all pairs, "masked"."""
+    """Return how PyTorch's kernel expresses who sees whom: "all", "causal" or,
+    by a dense mask over all pairs, "masked"."""
     if visibility.key_padding_mask is not None:
         return "masked"
     if visibility.pattern is None:
@@ -55,11 +56,12 @@ def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
         return "masked"
     if ahead >= time - 1:
         return "all"
+    # ``is_causal`` aligns query 0 to slot 0, which is our band only if there is no past.
     return "causal" if ahead == 0 and time == slots else "masked"
 
 
 def _mask(visibility: Visibility, q: Tensor, first: int, end: int, slots: int) -> Tensor:
-    """[batch or 1, 1, time or 1, end - first] bool: may the query see the slot?"""
+    """Return whether a query may see a slot, [batch or 1, 1, time or 1, end - first] bool."""
     if visibility.pattern is None:
         assert visibility.key_padding_mask is not None
         return ~visibility.key_padding_mask[:, None, None]

@@ -35,8 +35,8 @@ def attend(
     scoring: Scoring,
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """Outputs [batch, q_heads, time, head_dim_v] of ``z`` [batch, q_heads, time] tokens; all else is as of
-    ``kernels.attention.attention``, with a pattern. ``impl="reference"`` computes all pairs at once."""
+    """Return outputs [batch, q_heads, time, head_dim_v] for spans ``z`` [batch, q_heads, time] in tokens; the rest is
+    as for ``kernels.attention.attention`` with a pattern. ``impl="reference"`` computes all pairs at once."""
     time = q.shape[2]
     rows = time if impl == "reference" else _ROWS
     call = (q, k, v, z, span, visibility, scoring, impl)
@@ -56,14 +56,14 @@ def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: Toke
 
 
 def _reaches(z: Tensor, span: TokenSpan) -> list[int]:
-    """How many tokens back some query of ``z`` [batch, heads, queries] sees, head by head."""
+    """Return how many tokens back the farthest-looking query of ``z`` [batch, heads, queries] sees, head by head."""
     if torch.compiler.is_compiling() or not has_data(z):
         return [max(span.windows)] * z.shape[1]
     return [span.reach(item) for item in z.detach().amax((0, 2)).tolist()]
 
 
 def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
-    """What the queries of the heads ``members`` make of the ``reach`` slots before each."""
+    """Attend from ``queries`` of the heads ``members`` to the ``reach`` slots before each of them."""
     q, k, v, z, span, visibility, scoring, impl = call
     past = k.shape[2] - q.shape[2]
     slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
@@ -77,6 +77,7 @@ def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
         group = q.shape[1] // k.shape[1]
         k, v = (tensor[:, [head // group for head in members]] for tensor in (k, v))
         scoring = _of_heads(scoring, members)
+    # m exp(s) = exp(s + log m): the soft mask m is a bias of the scores.
     bias = span.log_mask(z[:, members, queries, None], distance)
     visibility_ = Visibility(attn_mask=_allowed(visibility, members, positions, distance))
     if scoring.relative is not None:  # by distances of slots, which all rows have in common
@@ -84,6 +85,7 @@ def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
         visibility_ = visibility_._replace(positions=places.expand(every), key_positions=keys_at.expand(every))
     if scoring.dropout is not None:
         p, seed = scoring.dropout
+        # Every tile is a call with indices from 0, so it needs a seed of its own, or all tiles would drop alike.
         scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + members[0]))
     scoring = scoring._replace(bias=bias)
     q, k, v = q[:, members, queries], k[:, :, slots], v[:, :, slots]
@@ -91,7 +93,8 @@ def _seen(queries: slice, members: list[int], reach: int, *call: Any) -> Tensor:
 
 
 def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:
-    """[batch, heads or 1, queries, slots]: what the pattern lets queries at ``positions`` [batch, queries] see."""
+    """Return which pairs the pattern allows to queries at ``positions`` [batch,
+    queries], [batch, heads or 1, queries, slots]."""
     pattern = visibility.pattern
     assert pattern is not None
     q = positions[:, :, None]
@@ -101,7 +104,7 @@ def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, 
 
 
 def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
-    """The same for some of the heads."""
+    """Return ``scoring`` with the tables and vectors of the heads ``members`` only."""
 
     def some(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[members]

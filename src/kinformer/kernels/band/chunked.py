@@ -51,7 +51,7 @@ _ARGUMENTS = (
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over the pairs of a pattern that is a band, with gradients of output and log-sum-exp."""
+    """Attend over the pairs of a pattern that is a band, with gradients of output and log-sum-exp."""
     check_reverse("chunked attention", q, k, v)
     behind, ahead = limits(visibility, q.shape[2], k.shape[2])
     lookback = None if visibility.whole else visibility.positions
@@ -60,7 +60,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 
 def _rows(x: Tensor, *shape: int) -> Tensor:
-    """``x`` as [batch * heads, time, width] (or ``shape``), copied only if its rows of ``width`` are not adjacent."""
+    """Return ``x`` as [batch * heads, time, width] (or ``shape``), copied only if
+    its rows of ``width`` are not adjacent."""
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
     return x.reshape(shape) if shape else x.flatten(0, 1)
@@ -78,12 +79,13 @@ class _Work:
         self.q = _rows(q, layout.heads, layout.group, layout.time, q.shape[-1])
         self.k, self.v = _rows(k), _rows(v)
         self.accumulator = state_dtype(q.dtype)
+        # exp(s) = 2^(s log2 e): exp2 saves the product by log2(e) that exp makes for every element.
         self.scale2 = call.scale * _LOG2_E
         self.tiles = list(layout.tiles(rows_per_tile(layout), PAIRS))
         self.most = max((math.prod(tile.shape) for tile in self.tiles), default=0) * layout.group
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """Room for the largest tile."""
+        """Allocate memory for the scores of the largest tile."""
         return self.q.new_empty(self.most, dtype=dtype)
 
     def narrow_scratch(self) -> Tensor | None:
@@ -95,33 +97,34 @@ class _Work:
         return scratch[: heads * slots * width].view(heads, slots, width)
 
     def block(self, x: Tensor, tile: BandTile) -> Tensor:
-        """The tile's queries of ``x`` [heads, group, time, width] as [heads, group * queries, width]."""
+        """Return the tile's queries of ``x`` [heads, group, time, width] as [heads, group * queries, width]."""
         return x[tile.heads, :, tile.queries].flatten(1, 2)
 
     def product(self, tile: BandTile, left: Tensor, right: Tensor, wide: Tensor, narrow: Tensor | None) -> Tensor:
-        """left @ right^T in the scratch ``wide``, by way of ``narrow`` where inputs are of a lower precision."""
+        """Compute left @ right^T into the scratch ``wide``, by way of ``narrow``
+        where inputs are of a lower precision."""
         out = self.shaped(wide, tile)
         if narrow is None:
             return torch.bmm(left, right.mT, out=out)
         return out.copy_(torch.bmm(left, right.mT, out=self.shaped(narrow, tile)))
 
     def narrowed(self, x: Tensor, tile: BandTile, narrow: Tensor | None) -> Tensor:
-        """``x`` in the inputs' precision."""
+        """Return ``x`` in the inputs' precision, written to ``narrow`` where that is lower than its own."""
         return x if narrow is None else self.shaped(narrow, tile).copy_(x)
 
     def scores(self, tile: BandTile, wide: Tensor, narrow: Tensor | None) -> Tensor:
-        """Unscaled scores, masked pairs at -inf."""
+        """Return the tile's unscaled scores, masked pairs at -inf."""
         scores = self.product(tile, self.k[tile.heads, tile.slots], self.block(self.q, tile), wide, narrow)
         self.layout.mask(scores, tile)
         return scores
 
     def powers(self, scores: Tensor, top: Tensor) -> Tensor:
-        """2 ** (scale * log2(e) * scores - top) in place; ``top`` [heads, 1, group * queries]."""
+        """Compute 2 ** (scale * log2(e) * scores - top) in place; ``top`` [heads, 1, group * queries]."""
         return torch.add(-top, scores, alpha=self.scale2, out=scores).exp2_()
 
 
 class _Dropout:
-    """Says tile by tile which probabilities dropout keeps."""
+    """The dropout of one call, which says tile by tile which probabilities are retained."""
 
     def __init__(self, work: _Work, p: float, seed: int):
         layout, device = work.layout, work.q.device
@@ -164,6 +167,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             lse[tile.heads, :, tile.queries] = -torch.inf
             continue
         scores = work.scores(tile, wide, narrow)
+        # Clamped, the maximum of a query that sees nothing is finite, and -inf - top stays -inf instead of NaN.
         top = scores.amax(1, keepdim=True).mul_(work.scale2).clamp_(min=lowest)
         weights = work.powers(scores, top)
         total = weights.sum(1, keepdim=True)
@@ -188,16 +192,19 @@ _forward.register_fake(unfilled)
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from those of the results."""
+    """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
     call = BandCall(*arguments)
     work, (q, k, v) = _Work(call), call[:3]
     layout, width = work.layout, v.shape[-1]
     split = (layout.heads, layout.group, layout.time)
     grad = _rows(grad_out / (1 - call.p) if call.p else grad_out, *split, width)
+    # delta = rowsum(dO * O) - dlse: the row's constant in dS = P * (dP - delta).
     delta = (grad_out * out).sum(-1, dtype=work.accumulator).sub_(grad_lse).view(*split, 1)
+    # A query that sees nothing has lse = -inf; with +inf instead its P = 2^(S - inf) is 0 rather than NaN.
     top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).view(*split, 1)
 
     dq = torch.zeros_like(work.q)
+    # Many tiles add to dK and dV, so they are summed in float32; every row of dQ is written by one tile alone.
     dk, dv = torch.zeros_like(work.k, dtype=work.accumulator), torch.zeros_like(work.v, dtype=work.accumulator)
     first, second, narrow = work.scratch(work.accumulator), work.scratch(work.accumulator), work.narrow_scratch()
     dropout = _Dropout(work, call.p, call.seed) if call.p else None
@@ -205,12 +212,14 @@ def _backward(
         if tile.shape[1] == 0:
             continue
         keys, queries = (tile.heads, tile.slots), work.block(work.q, tile)
+        # P = exp(S - lse) is recomputed, already normalised.
         weights = work.powers(work.scores(tile, first, narrow), work.block(top, tile).mT)
         grad_block = work.block(grad, tile)
         errors = work.product(tile, work.v[keys], grad_block, second, narrow)
         if dropout is not None:
             retained_pairs = dropout(tile)
             errors.mul_(retained_pairs)
+        # dS = P * (dP - delta)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
         _accumulate(dk[keys], low, queries)
@@ -229,7 +238,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:

@@ -20,7 +20,7 @@ from kinformer.kernels.band.tiles import Layout
 
 
 def computed_pairs(call: BandCall) -> int:
-    """The pairs of queries and slots, over all heads, that the tiles of one call compute."""
+    """Return how many pairs of queries and slots, over all heads, the tiles of one call compute."""
     layout = Layout.of(call.q, call.k, call.behind, call.ahead, lookback=None)
     tiles = layout.tiles(rows_per_tile(layout), pairs=sys.maxsize)
     return layout.group * sum(math.prod(tile.shape) for tile in tiles)
@@ -28,13 +28,15 @@ def computed_pairs(call: BandCall) -> int:
 
 @register_flop_formula(torch.ops.kinformer.band_attention, get_raw=True)
 def forward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a forward call with the operator's own arguments."""
+    """Return the floating-point operations of a forward call with the operator's arguments."""
     call = BandCall(*arguments)
+    # S = Q K^T and O = P V
     return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
 @register_flop_formula(torch.ops.kinformer.band_attention_backward, get_raw=True)
 def backward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a backward call with the operator's own arguments."""
+    """Return the floating-point operations of a backward call with the operator's arguments."""
     call = BandCall(*arguments[4:])
+    # S again, dQ and dK are of the width of q; dP and dV of that of v.
     return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

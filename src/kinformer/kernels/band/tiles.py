@@ -1,4 +1,4 @@
-"""How attention over a band of distances is cut into tiles, and how pairs on their edges are masked.
+"""Tiles of attention over a band of distances, and the masks of pairs on their edges.
 
 Query i sees key j where -ahead <= i - j <= behind: a tile of queries first .. last sees the slots first - behind ..
 last + ahead, and only pairs at its two slanted edges need a mask.
@@ -34,14 +34,15 @@ class BandTile(NamedTuple):
 
 
 def limits(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
-    """``(behind, ahead)`` as numbers for ``time`` queries at the last of ``slots`` slots, with all slots for None."""
+    """Return ``(behind, ahead)`` as numbers for ``time`` queries at the last of
+    ``slots`` slots, with all slots for None."""
     assert visibility.pattern is not None and visibility.pattern.band is not None
     behind, ahead = visibility.pattern.band
     return slots if behind is None else min(behind, slots), slots if ahead is None else min(ahead, slots)
 
 
 def interval(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
-    """The half-open interval of slots that at least one of the queries sees."""
+    """Return the half-open interval of slots that at least one of the queries sees."""
     behind, ahead = limits(visibility, time, slots)
     first = max(0, slots - time - behind)
     return first, max(first, min(slots, slots + ahead))
@@ -49,7 +50,7 @@ def interval(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The extents of one call; ``first`` [batch, time] is each query's first visible slot where rows differ."""
+    """The sizes of one call; ``first`` [batch, time] is each query's first visible slot where rows differ."""
 
     heads: int
     kv_heads: int
@@ -70,7 +71,7 @@ class Layout:
         return cls(batch * kv_heads, kv_heads, q_heads // kv_heads, time, past, behind, ahead, first)
 
     def tiles(self, rows: int, pairs: int) -> Iterator[BandTile]:
-        """All tiles with something to see: ``rows`` queries each, and as many heads as fit into ``pairs``."""
+        """Yield all tiles with something to see: ``rows`` queries each, and as many heads as fit into ``pairs``."""
         widest = min(self.past + self.time, self.behind + self.ahead + rows)
         heads = max(1, min(self.heads, pairs // (self.group * min(rows, self.time) * widest)))
         for head in range(0, self.heads, heads):
@@ -88,20 +89,21 @@ class Layout:
         return BandTile(heads, queries, slice(start, stop), late, early)
 
     def _firsts(self, heads: slice, queries: slice) -> tuple[int, int]:
-        """The first slot that some query of a tile sees, and the first one from which all may.
+        """Return the first slot that some query of a tile sees, and the first one from which all may.
 
         Rows of different lookback are read on a CPU only; elsewhere that would wait for the device.
         """
         oldest, newest = self.past + queries.start, self.past + queries.stop - 1
         if self.first is None:
             return oldest - self.behind, newest - self.behind
+        # Reading a number off a GPU waits for it: take the widest tile and let the mask decide.
         if self.first.device.type != "cpu":
             return oldest - self.behind, self.past + self.time
         low, high = self.first[self.rows(heads), queries].aminmax()
         return int(low), int(high)
 
     def rows(self, heads: slice) -> slice:
-        """The batch rows that these heads belong to."""
+        """Return the batch rows that these heads belong to."""
         return slice(heads.start // self.kv_heads, (heads.stop - 1) // self.kv_heads + 1)
 
     def mask(self, scores: Tensor, tile: BandTile) -> None:
@@ -123,7 +125,7 @@ class Layout:
             scores[:, tile.early :].add_(mask[:, None])
 
     def _ragged_mask(self, scores: Tensor, tile: BandTile) -> Tensor:
-        """[heads, late, queries]: -inf on slots before each query's first, else 0."""
+        """Return -inf on slots before each query's first, else 0, [heads, late, queries]."""
         assert self.first is not None
         rows = self.rows(tile.heads)
         slots = torch.arange(tile.slots.start, tile.slots.start + tile.late, device=scores.device)

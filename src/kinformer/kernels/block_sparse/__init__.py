@@ -13,7 +13,7 @@ __all__ = ["Explanation", "chunked", "explain", "flops"]
 
 
 class Explanation(NamedTuple):
-    """Pairs of one head (the mean over heads where they differ)."""
+    """The pairs of one head that are computed and attended (the mean over heads where they differ)."""
 
     computed: float
     attended: float
@@ -24,7 +24,7 @@ class Explanation(NamedTuple):
 
 
 def explain(pattern: Pattern, length: int, past: int = 0) -> Explanation:
-    """How many pairs ``length`` queries after ``past`` tokens compute, and how many of them the pattern allows."""
+    """Return how many pairs ``length`` queries after ``past`` tokens compute, and how many the pattern allows."""
     heads = [pattern.at(head) for head in range(pattern.num_heads or 1)]
     stacked = stack(pattern, Interval(0, past, past + length)) if len(heads) > 1 else None
     if stacked is not None:

@@ -1,4 +1,4 @@
-"""What of a plan is worked on at once: a tile, of whole rows or of some heads of one row."""
+"""Blocks of a tile, computed in one product: all heads of some rows, or some heads of one row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SINGLE = 1 << 16  # of one head, from which on its operations are not kept wait
 
 
 class HeadBlock(NamedTuple):
-    """Some of the n of a tile that are worked on at once: a slice of them, and which heads of each row they are."""
+    """A slice ``n`` of a tile's rows x heads that one product computes, and which heads of each row they are."""
 
     n: slice
     heads: slice
@@ -23,7 +23,7 @@ class HeadBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tiles of ``plan`` for ``rows`` rows of ``heads`` key heads, each of which ``group`` query heads share.
+    """The tiles of ``plan`` for ``rows`` rows of ``heads`` key heads, each of which ``group`` query heads share.
 
     ``reaches``: for each head the distance from which on keys need not be looked at.
     """
@@ -35,7 +35,7 @@ class Blocks:
     reaches: Sequence[int] | None = None
 
     def largest(self) -> int:
-        """Pairs of the largest block."""
+        """Return the number of pairs of the largest block."""
         return max((self._step(tile) * self._pairs(tile) for tile in self.plan.tiles), default=0)
 
     def __iter__(self) -> Iterator[tuple[Tile, HeadBlock]]:
@@ -52,7 +52,7 @@ class Blocks:
         return self.group * (tile.last - tile.first) * tile.width
 
     def _step(self, tile: Tile) -> int:
-        """How many of the n of a tile are one block: heads one by one where they reach unlike far."""
+        """Return how many rows x heads of a tile make one block: a single head where heads reach unlike far."""
         pairs = self._pairs(tile) * self.plan.stride
         if self.reaches is not None and pairs >= _SINGLE:
             return self.plan.stride

@@ -38,7 +38,7 @@ _next_number = count()
 
 @constant
 def number_of(pattern: Pattern) -> int:
-    """A number that stands for ``pattern`` in the operator's arguments, which must be plain."""
+    """Return a number that stands for ``pattern`` in the operator's arguments, which must be plain."""
     if pattern not in _NUMBERS:
         _NUMBERS[pattern] = number = next(_next_number)
         _PATTERNS[number] = pattern
@@ -49,7 +49,7 @@ def number_of(pattern: Pattern) -> int:
 
 
 class Call(NamedTuple):
-    """The operator's arguments.
+    """The operator's arguments, in its order.
 
     ``positions`` [batch, time] of the queries, ``key_padding_mask`` [batch, slots]; ``vector`` [heads, head_dim] of the
     form "additive", times the scale; the tables of a ``core.parts.Relative``, from the distance ``lowest`` on;
@@ -80,19 +80,19 @@ class Call(NamedTuple):
 
     @property
     def visible(self) -> Pattern:
-        """The pattern itself."""
+        """Return the pattern that the number ``pattern`` stands for."""
         _PATTERNS.move_to_end(self.pattern)
         return _PATTERNS[self.pattern]
 
     @property
     def tables(self) -> dict[str, Tensor]:
-        """Those by distance, by their names in ``Relative``."""
+        """Return the tables by distance, under their names in ``Relative``."""
         result = {name: getattr(self, name) for name in TABLES}
         return {name: table for name, table in result.items() if table is not None}
 
     @property
     def separate_heads(self) -> bool:
-        """Must heads of different patterns be worked on one by one?"""
+        """Return whether heads of different patterns must be computed one by one."""
         return self.vector is not None or bool(self.tables)
 
     def sections(self) -> Iterator[Section]:
@@ -100,7 +100,8 @@ class Call(NamedTuple):
         return sections(self.visible, self.positions, *shape, self.separate_heads)
 
     def loops(self, section: Section, learned: tuple[str, ...] = ()) -> Iterator[TileLoop]:
-        """One for each term of the section's pattern; ``learned``: tables of which a backward wants the gradient."""
+        """Yield one loop for each term of the section's pattern; ``learned`` names the
+        tables whose gradient a backward needs."""
         words = self._words(section) if self.p else None
         q, heads = section.queries(self.q), section.kv_heads
         k, v = section.keys(self.k, self.group), section.keys(self.v, self.group)
@@ -133,7 +134,7 @@ LEARNED = ("vector", *TABLES)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Over the pairs of any pattern, with gradients of output and log-sum-exp."""
+    """Attend over the pairs of any pattern, with gradients of output and log-sum-exp."""
     call = _call(q, k, v, visibility, scoring)
     tensors: tuple[Any, ...] = call[:_TENSORS]
     check_reverse("chunked attention", *tensors)
@@ -147,6 +148,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
     tables = {name: getattr(relative, name) for name in TABLES}
     p, seed = scoring.dropout or (0.0, 0)
     return Call(
+        # One product of q by the scale saves one of every score.
         q * scoring.scale if scoring.form == "dot" else q,
         k,
         v,
@@ -164,17 +166,18 @@ def _call(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
 
 
 def _shifted(scoring: Scoring) -> Relative:
-    """The tables, with what ``shift`` makes of the keys of distances added to the biases."""
+    """Return the tables with ``shift`` . (keys of distances) added to the biases."""
     relative = scoring.relative or Relative(0)
     if relative.shift is None or relative.keys is None:
         return relative
+    # (q + shift) . keys[d] = q . keys[d] + shift . keys[d]: the second term is a bias by distance.
     moved = scoring.scale * (relative.keys @ relative.shift.to(relative.keys.dtype).mT)[..., 0]
     return relative._replace(bias=moved if relative.bias is None else moved + relative.bias, shift=None)
 
 
 @torch.no_grad()
 def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
-    """[batch, q_heads, slots] in float32 or better: the probability of each slot, summed over all queries."""
+    """Return the probability of each slot summed over all queries, [batch, q_heads, slots] in float32 or better."""
     call = _call(q, k, v, visibility, scoring._replace(dropout=None))
     _, lse = _forward(*call)
     top = _top(lse)
@@ -199,6 +202,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         merged: Attended | None = None
         for loop in call.loops(section):
             result = loop.forward()
+            # Terms are disjoint sets of keys, so that log-sum-exps merge them exactly.
             merged = result if merged is None else merge(merged, result)
         if merged is not None and merged.lse is not None:
             out.put(section, merged.out)
@@ -217,7 +221,8 @@ _forward.register_fake(unfilled)
     "Tensor dkeys, Tensor dvalues)",
 )
 def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the vector and the tables (empty where there is none) from those of the results."""
+    """Return the gradients of q, k, v, the vector and the tables (empty where
+    there is none) from those of the results."""
     *arguments_, learn_bias, learn_factor = arguments
     call = Call(*arguments_)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
@@ -243,7 +248,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
 
 
 def _top(lse: Tensor) -> Tensor:
-    """[..., 1] in powers of two; queries that see nothing give weights of 0."""
+    """Return log-sum-exps [..., 1] in powers of two, +inf for queries that see nothing, whose weights are then 0."""
     return (lse * LOG2_E).masked_fill_(lse == -torch.inf, torch.inf)[..., None]
 
 

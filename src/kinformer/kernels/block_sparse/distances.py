@@ -1,4 +1,4 @@
-"""What distances do to the scores and outputs of one tile, with the gradients of the tables.
+"""Tables by distance in the scores and outputs of one tile, and the tables' gradients.
 
 Views of a tile here are [rows, heads, classes, group, queries, keys]: batch rows, key heads, classes of a stride,
 query heads of a key head. With d = slot of the query - slot of the key,
@@ -28,7 +28,7 @@ _ALIGNED = 16  # numbers in a row of a product are a multiple of it
 
 
 class Overlap(NamedTuple):
-    """The tile's keys ``start .. stop`` for which a table has distances, from ``first`` on in the padded table."""
+    """The tile's keys ``start .. stop`` whose distances a table has, from ``first`` on in the padded table."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Overlap(NamedTuple):
 
 
 class Distances:
-    """The tables of a section's heads at distances 0, stride, 2 stride, ...; ``rows`` queries are in a tile at most.
+    """The tables of a section's heads at distances 0, stride, 2 stride, ...; a tile has at most ``rows`` queries.
 
     A backward collects the gradients of those that are ``learned``.
     """
@@ -58,26 +58,28 @@ class Distances:
                 wide = name in ("keys", "values")
                 table = table[:, :, skip::stride]
                 self.count = table.shape[2]
+                # Zeros on both sides: distances outside the table then add nothing, without a mask.
                 self.tables[name] = functional.pad(table, (0, 0) * wide + (rows, rows + _ALIGNED))
                 if wide:  # its columns are neighbours: a CPU's products read rows of the right side
                     self.across[name] = self.tables[name].mT.contiguous()
 
     def gradient(self, name: str, n: int, lowest: int, stride: int) -> Tensor:
-        """The gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
+        """Return the gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
         inner = self._collected(name)[:, :, self.pad : self.pad + self.count]
         whole = inner.new_zeros(*inner.shape[:2], n, *inner.shape[3:])
         whole[:, :, self.lowest * stride - lowest :: stride] = inner
         return whole
 
     def bias_alone(self, tiles: Sequence[Tile]) -> Tensor | None:
-        """The biases of the distances 0, 1, ..., if there is no other table and every key of the tiles has one."""
+        """Return the biases of the distances 0, 1, ..., if there is no other table
+        and it has all distances of the tiles."""
         spans = (run.ahead + tile.last - tile.first + run.stop - run.start - 1 for tile in tiles for run in tile.runs)
         if set(self.tables) != {"bias"} or self.lowest > 0 or max(spans, default=0) > self.lowest + self.count:
             return None
         return self.tables["bias"][:, :, self.pad - self.lowest : self.pad + self.count]
 
     def overlaps(self, tile: Tile) -> list[Overlap]:
-        """Where the tile's runs of neighbouring keys meet distances of the tables."""
+        """Return where the tile's runs of neighbouring keys meet distances of the tables."""
         rows, result = tile.last - tile.first, []
         for run in tile.runs:
             start = max(0, self.lowest - run.ahead - rows + 1)
@@ -91,7 +93,7 @@ class Distances:
         return self.tables[name][self._heads(name, heads), :, self._distances(overlap, rows)]
 
     def _toeplitz(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
-        """[h or 1, 1, g or 1, rows, width] with element (i, j) = table[i + j]; a view."""
+        """Return a view [h or 1, 1, g or 1, rows, width] with element (i, j) = table[i + j]."""
         table = self._slice(name, heads, overlap, rows)
         return table.unfold(-1, overlap.stop - overlap.start, 1)[:, None, :, :rows]
 
@@ -99,20 +101,21 @@ class Distances:
         return heads if self.tables[name].shape[0] > 1 else slice(None)
 
     def _distances(self, overlap: Overlap, rows: int) -> slice:
-        """All that the tile's pairs stand at, and some more."""
+        """Return the slice of distances at which the tile's pairs stand, a little longer for alignment."""
         return slice(overlap.first, overlap.first + aligned(rows + overlap.stop - overlap.start - 1))
 
     def _gradient(self, name: str, heads: slice, overlap: Overlap, rows: int) -> Tensor:
         return self._collected(name)[self._heads(name, heads), :, self._distances(overlap, rows)]
 
     def _collected(self, name: str) -> Tensor:
-        """The gradient so far; a forward asks for none."""
+        """Return the gradient collected so far; a forward never calls this."""
         if name not in self.gradients:
             self.gradients[name] = torch.zeros_like(self.tables[name], dtype=self.accumulator)
         return self.gradients[name]
 
     def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> None:
-        """Change ``scores`` in place; in a backward keep what the factor multiplied, which its gradient needs."""
+        """Change ``scores`` in place by the distances; a backward keeps the rectified
+        scores, which the factor's gradient needs."""
         rows, overlaps = scores.shape[-2], self.overlaps(tile)
         if "factor" in self.tables:
             scores.relu_()
@@ -124,6 +127,7 @@ class Distances:
             width = overlap.stop - overlap.start
             part = scores[..., overlap.start : overlap.stop]
             if "keys" in self.tables:
+                # S_ij += q_i . keys[d_ij]: products with all distances of the tile, then the relative shift.
                 part.add_(skew(self._spread(q, "keys", heads, overlap), width))
             if "bias" in self.tables:
                 part.add_(self._toeplitz("bias", heads, overlap, rows))
@@ -137,6 +141,7 @@ class Distances:
                 self._collect("bias", part, heads, overlap)
             if "keys" in self.tables:
                 far = self._unskewed(part, q.dtype)
+                # dQ_i += sum_j dS_ij keys[d_ij]
                 dq.add_(_mix(far, self._slice("keys", heads, overlap, rows)))
                 _outer(far, q, self._gradient("keys", heads, overlap, rows))
             if rectified is not None:
@@ -155,14 +160,14 @@ class Distances:
         target += sums.sum_to_size(target.shape)
 
     def add_values(self, out: Tensor, weights: Tensor, tile: Tile, heads: slice) -> None:
-        """out [rows, heads, classes, group, queries, head_dim] += weights * values."""
+        """Add weights * values to ``out`` [rows, heads, classes, group, queries, head_dim] in place."""
         if "values" in self.tables:
             for overlap in self.overlaps(tile):
                 table = self._slice("values", heads, overlap, weights.shape[-2])
                 out.add_(_mix(self._unskewed(weights[..., overlap.start : overlap.stop], table.dtype), table))
 
     def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
-        """Gradients of ``values``, and of the weights in ``errors``, from that of the output."""
+        """Collect the gradient of ``values``, and add that of the weights to ``errors``, from that of the output."""
         if "values" in self.tables:
             rows = weights.shape[-2]
             for overlap in self.overlaps(tile):
@@ -173,14 +178,14 @@ class Distances:
                 _outer(far, grad, self._gradient("values", heads, overlap, rows))
 
     def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that is used again for every tile, which the system would otherwise clear each time."""
+        """Return memory that every tile uses again, which the system would otherwise clear each time."""
         count = math.prod(shape)
         if name not in self.scratch or self.scratch[name].numel() < count:
             self.scratch[name] = next(iter(self.tables.values())).new_empty(count + count // 2, dtype=dtype)
         return self.scratch[name][:count].view(shape)
 
     def _spread(self, x: Tensor, name: str, heads: slice, overlap: Overlap) -> Tensor:
-        """x [r, h, c, g, rows, d] times a table [h or 1, g or 1, n, d]: [r, h, c, g, rows, n]."""
+        """Return x [r, h, c, g, rows, d] times a table [h or 1, g or 1, n, d], as [r, h, c, g, rows, n]."""
         table = self.across[name][self._heads(name, heads), ..., self._distances(overlap, x.shape[-2])]
         flat = _by_table(x, table)
         out = self._empty("products", (*flat.shape[:2], table.shape[-1]), x.dtype)
@@ -188,7 +193,8 @@ class Distances:
         return _by_tile(out, x.shape, table)
 
     def _unskewed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [..., rows, width] as [..., rows, aligned(rows + width - 1)] with element (i, i + j) = x[i, j], else 0."""
+        """Return x [..., rows, width] as [..., rows, aligned(rows + width - 1)] with
+        element (i, i + j) = x[i, j], else 0."""
         *shape, rows, width = x.shape
         span = aligned(rows + width - 1)
         out = self._empty("unskewed", (*shape, rows, span), dtype)
@@ -202,14 +208,14 @@ class Distances:
 
 
 def _by_table(x: Tensor, table: Tensor) -> Tensor:
-    """x [r, h, c, g, rows, d] as [tables, rows of all that share one, d]."""
+    """Return x [r, h, c, g, rows, d] as [tables, rows of all heads that share one, d]."""
     if table.shape[:2] == (1, 1):
         return x.reshape(1, -1, x.shape[-1])
     return x.permute(1, 3, 0, 2, 4, 5).reshape(x.shape[1] * x.shape[3], -1, x.shape[-1])
 
 
 def _by_tile(x: Tensor, shape: Sequence[int], table: Tensor) -> Tensor:
-    """The inverse of :func:`_by_table` for what had the ``shape``, but for its width; a view."""
+    """Invert :func:`_by_table` for a tensor of the ``shape``, but for its width; the result is a view."""
     r, h, c, g, rows, _ = shape
     if table.shape[:2] == (1, 1):
         return x.view(r, h, c, g, rows, -1)
@@ -217,12 +223,12 @@ def _by_tile(x: Tensor, shape: Sequence[int], table: Tensor) -> Tensor:
 
 
 def _mix(far: Tensor, table: Tensor) -> Tensor:
-    """far [r, h, c, g, rows, n] times table [h or 1, g or 1, n, d]: [r, h, c, g, rows, d]."""
+    """Return far [r, h, c, g, rows, n] times table [h or 1, g or 1, n, d], as [r, h, c, g, rows, d]."""
     return _by_tile(torch.bmm(_by_table(far, table), table.flatten(0, 1)), far.shape, table)
 
 
 def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
-    """gradient [h or 1, g or 1, n, d] += far^T x, summed over all that the table is shared by."""
+    """Add far^T x, summed over all heads that share the table, to ``gradient`` [h or 1, g or 1, n, d]."""
     accumulate(gradient.flatten(0, 1), _by_table(far, gradient).mT, _by_table(x, gradient))
 
 
@@ -232,12 +238,12 @@ def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
 
 
 def aligned(count: int) -> int:
-    """``count`` or a little more: products with rows of any other length are slower."""
+    """Return ``count`` rounded up: products with rows of any other length are slower."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
 def skew(x: Tensor, width: int) -> Tensor:
-    """[..., rows, rows + width - 1 or more] -> [..., rows, width] with element (i, j) = x[i, i + j]; a view of a tensor
-    whose rows are dense."""
+    """Return a view [..., rows, width] of [..., rows, rows + width - 1 or more] with element (i, j) = x[i, i + j];
+    the rows of the tensor must be dense."""
     *shape, rows, span = x.shape
     return x.as_strided((*shape, rows, width), (*x.stride()[:-2], span + 1, 1), x.storage_offset())

@@ -1,4 +1,4 @@
-"""Keys that are too far to count, where scores lose a bias that grows with distance, as by ALiBi.
+"""Distances beyond which keys are lost to rounding, where a bias falls with the distance, as in ALiBi.
 
 A query that sees itself has a weight of at least exp(b_0 - |q| |k|) before the normaliser, with the longest q and k.
 All keys at the distance d or farther together weigh at most ``keys`` times exp(max b_d' + |q| |k|), d' >= d. From where
@@ -23,7 +23,7 @@ _ROUNDING = 1.01  # of the products, whose operands may be narrow
 
 
 def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
-    """For each of ``heads`` the distance from which on keys are lost, or as many as ``bias`` has.
+    """Return for each of ``heads`` the distance from which on keys are lost, or as many as ``bias`` has.
 
     ``q`` [rows * heads, group, queries, head_dim] with the scale in it, ``k`` [rows * heads, keys, head_dim], ``bias``
     [heads or 1, group or 1, n] of the distances 0, 1, ...
@@ -31,6 +31,7 @@ def reaches(q: Tensor, k: Tensor, bias: Tensor, heads: int) -> list[int]:
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=bias.dtype).flatten(1).amax(1) for x in (q, k))
     products = (longest_q * longest_k).view(-1, heads).amax(0)
     ahead = bias.flip(-1).cummax(-1).values.flip(-1) - bias[..., :1]
+    # The inequality above, solved for max b_d' - b_0.
     lost = math.log(torch.finfo(bias.dtype).eps / 8) - math.log(k.shape[1]) - 2 * _ROUNDING * products
     counts = ~(ahead.amax(1) < lost[:, None])  # where anything is NaN, all count
     return counts.sum(-1).tolist()

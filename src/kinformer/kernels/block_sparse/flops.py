@@ -21,7 +21,7 @@ from kinformer.kernels.block_sparse.stacking import stack
 
 
 def _pairs(call: Call) -> Iterator[tuple[int, int]]:
-    """Over all rows and heads: the pairs of every term, and the (query, distance) pairs of its tables."""
+    """Yield over all rows and heads the pairs of every term, and the (query, distance) pairs of its tables."""
     pattern, (batch, q_heads, time, _), slots = call.visible, call.q.shape, call.k.shape[2]
     heads, interval = pattern.num_heads or 1, Interval(0, slots - time, slots)
     stacked = None if call.separate_heads or heads == 1 else stack(pattern, interval)
@@ -43,13 +43,13 @@ def _width(table: Tensor | None) -> int:
 
 
 def _inner(call: Call) -> int:
-    """Products for the score of a pair."""
+    """Return the width of the products that make the score of a pair."""
     return call.q.shape[-1] * (2 if call.form == "modulus" else 1)
 
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention, get_raw=True)
 def forward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a forward call with the operator's own arguments."""
+    """Return the floating-point operations of a forward call with the operator's arguments."""
     call = Call(*arguments)
     near, wide = _inner(call) + call.v.shape[-1], _width(call.keys) + _width(call.values)
     return sum(2 * (pairs * near + far * wide) for pairs, far in _pairs(call))
@@ -57,7 +57,7 @@ def forward_flops(*arguments: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.kinformer.block_sparse_attention_backward, get_raw=True)
 def backward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a backward call with the operator's own arguments."""
+    """Return the floating-point operations of a backward call with the operator's arguments."""
     call = Call(*arguments[4:-2])
     near, wide = 3 * _inner(call) + 2 * call.v.shape[-1], 3 * _width(call.keys) + 2 * _width(call.values)
     return sum(2 * (pairs * near + far * wide) for pairs, far in _pairs(call))

@@ -1,4 +1,4 @@
-"""What the products of queries and keys are made into, tile by tile, with the gradients: the forms of a score.
+"""The forms of a score: how a tile's products of queries and keys become scores, with their gradients.
 
     S = form(Q, K) -> (dQ, dK) from dS;   S is ``scores``, dS ``errors``
 
@@ -19,14 +19,15 @@ _ELEMENTS = 1 << 21
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """left @ right in ``out``; inputs of lower precision are multiplied as they are, since a CPU cannot widen them."""
+    """Compute left @ right into ``out``; inputs of lower precision are multiplied as
+    they are, since a CPU cannot widen them."""
     if out.dtype == left.dtype:
         return torch.bmm(left, right, out=out)
     return out.copy_(torch.bmm(left, right))
 
 
 def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right"""
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:
@@ -34,22 +35,22 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Form:
-    """What is made of queries and keys before distances come in."""
+    """A score of queries and keys before distances come in, and its gradient."""
 
     def enter(self, shape: tuple[int, ...], heads: slice) -> None:
-        """The next tile is [rows, heads, classes, group, queries, keys]; ``heads`` says which."""
+        """Announce the next tile, [rows, heads, classes, group, queries, keys]; ``heads`` are its heads."""
 
     def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
-        """The scores, in ``out``; ``kt`` is k transposed."""
+        """Return the scores, written to ``out``; ``kt`` is k transposed."""
         raise NotImplementedError
 
     def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
-        """The gradient of q from that of the scores; that of k is added to ``dk``."""
+        """Return the gradient of q from that of the scores, and add that of k to ``dk``."""
         raise NotImplementedError
 
 
 class DotForm(Form):
-    """q . k"""
+    """The dot product q . k, whose scale is in q already."""
 
     def forward(self, q: Tensor, kt: Tensor, out: Tensor) -> Tensor:
         return product(q, kt, out)
@@ -61,7 +62,7 @@ class DotForm(Form):
 
 
 class ModulusForm(Form):
-    """scale * |q k| of complex numbers, first half real, second half imaginary."""
+    """The modulus scale * |q k| of complex numbers, first half real, second half imaginary."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -73,6 +74,7 @@ class ModulusForm(Form):
         return out.mul_(self.scale)
 
     def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
+        # d|z| = (re d re + im d im) / |z|, with |z| the root that EPS keeps above 0.
         errors.div_(self.size).mul_(self.scale)
         real, imaginary = (part.mul_(errors).to(q.dtype) for part in self.parts)
         left, right = complex_queries(q)
@@ -83,7 +85,7 @@ class ModulusForm(Form):
 
 
 class AdditiveForm(Form):
-    """vector . tanh(q + k), some keys at a time; ``vector`` [heads, group, head_dim]."""
+    """The additive score vector . tanh(q + k), some keys at a time; ``vector`` [heads, group, head_dim]."""
 
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
@@ -97,6 +99,7 @@ class AdditiveForm(Form):
         self.row_vectors = spread.reshape(-1, group * queries, 1, width)
 
     def _tanh(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        # tanh(q + k) has head_dim numbers a pair: a block of keys at a time keeps it in the cache.
         step = max(1, _ELEMENTS // q.numel())
         for start in range(0, k.shape[1], step):
             block = slice(start, start + step)
@@ -112,6 +115,7 @@ class AdditiveForm(Form):
         for block, tanh in self._tanh(q, k):
             error = errors[..., block, None]
             self.gradient[self.heads] += (tanh * error).sum(2).view(self.shape).sum((0, 2, 4))
+            # tanh' = 1 - tanh^2
             inner = tanh.square_().neg_().add_(1).mul_(self.row_vectors).mul_(error)
             dq += inner.sum(2)
             dk[:, block] += inner.sum(1)
@@ -119,7 +123,7 @@ class AdditiveForm(Form):
 
 
 def form_of(name: str, vector: Tensor | None, scale: float) -> Form:
-    """The form called ``name``."""
+    """Return the form called ``name``."""
     if name == "additive":
         assert vector is not None
         return AdditiveForm(vector)

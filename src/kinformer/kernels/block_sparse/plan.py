@@ -1,4 +1,4 @@
-"""What to compute: a pattern over an interval of positions, cut into tiles of queries with just the keys they see.
+"""The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
 
 It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
 calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
@@ -37,8 +37,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class TermPlan:
-    """The tiles of one term. Unit u of class c is position u * stride + c; ``origin`` and ``query_origin`` are the
-    units of the first key and query, ``units`` and ``query_units`` how many there are from there on."""
+    """The tiles of one term of a pattern.
+
+    Unit u of class c is position u * stride + c; ``origin`` and ``query_origin`` are the units of the first key and
+    query, ``units`` and ``query_units`` the numbers of units from there on.
+    """
 
     stride: int
     origin: int
@@ -52,13 +55,13 @@ class TermPlan:
 
     @property
     def stacked(self) -> bool:
-        """Are a tile's keys other ones for each head?"""
+        """Return whether each head of a tile has keys of its own."""
         return any(isinstance(tile.keys, Tensor) and tile.keys.dim() == 2 for tile in self.tiles[:1])
 
 
 @lru_cache(maxsize=256)
 def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tuple[TermPlan, ...]:
-    """One plan per term of ``pattern``, each cut into tiles of the height that costs least.
+    """Return one plan per term of ``pattern``, each cut into tiles of the height that costs least.
 
     ``newest_first``: tiles address the keys, and hold their own, in reversed order.
     """
@@ -67,10 +70,12 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 
 
 def _planned(term: Term, interval: Interval, newest_first: bool) -> TermPlan:
-    """Tall tiles compute more hidden pairs, low ones cost more per pair: from the tallest down while it pays."""
+    """Return the cheapest plan. Tall tiles compute more hidden pairs, low ones cost more per pair:
+    go down from the tallest while it pays."""
     best: TermPlan | None = None
     for rows in ROWS:
         planned = Cutter(term, interval, rows, newest_first).plan()
+        # Taken to have one minimum over the heights, so the first rise of the cost ends the search.
         if best is not None and cost(planned) > cost(best):
             break
         best = planned
@@ -79,12 +84,12 @@ def _planned(term: Term, interval: Interval, newest_first: bool) -> TermPlan:
 
 
 def cost(plan: TermPlan) -> float:
-    """Of the products, in pairs: a tile's keys are read again for every tile, whatever the number of its queries."""
+    """Return the cost of the products in pairs: a tile reads its keys once, whatever the number of its queries."""
     return plan.computed * (1 + _OVERHEAD / plan.rows)
 
 
 class _Leaves(NamedTuple):
-    """Intervals of key units [low, high) by tile number, sorted; ``full`` says that every pair is allowed."""
+    """The intervals of key units [low, high) by tile number, sorted; ``full`` says that every pair is allowed."""
 
     tile: Ints
     low: Ints
@@ -93,7 +98,7 @@ class _Leaves(NamedTuple):
 
 
 class Cutter:
-    """Cuts one term into tiles of ``rows`` query units, aligned to absolute positions."""
+    """The cutter of one term into tiles of ``rows`` query units, aligned to absolute positions."""
 
     def __init__(self, term: Term, interval: Interval, rows: int, newest_first: bool) -> None:
         self.pattern, self.stride = term
@@ -141,7 +146,7 @@ class Cutter:
         return _Leaves(*(column[order] for column in columns))
 
     def _roots(self) -> tuple[Ints, Ints, Ints]:
-        """For every tile the aligned power-of-two intervals of keys that its pattern's bounds leave."""
+        """Return for every tile the aligned power-of-two intervals of keys that its pattern's bounds leave."""
         behind, ahead = self.pattern.behind, self.pattern.ahead
         low = np.full(len(self.first), self.origin)
         high = np.full(len(self.first), self.end)
@@ -157,7 +162,7 @@ class Cutter:
         return number, start, start + size
 
     def _cover(self, number: Ints, low: Ints, high: Ints) -> Cover:
-        """Over all classes, and with keys outside the interval taken as hidden."""
+        """Return the cover of boxes over all classes; keys outside the interval count as hidden."""
         first, last = self.first[number], self.last[number] - 1
         if self.stride == 1:
             cover = self.pattern.cover(Boxes(first, last, low, high - 1))
@@ -199,7 +204,7 @@ class Cutter:
         return Tile(*queries, _addresses(slots), len(keys), masks, runs, sees_itself and len(runs) == 1)
 
     def _sees_itself(self, first: int, last: int, keys: Ints, partial: np.ndarray, hidden: np.ndarray) -> bool:
-        """Does each of the tile's queries see the key at its own position?"""
+        """Return whether each of the tile's queries sees the key at its own position."""
         if self.stride > 1 or not len(keys):
             return False
         queries = np.arange(first, last)
@@ -209,7 +214,8 @@ class Cutter:
         return bool((keys[place] == queries).all() and seen.all())
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
-        """[classes or 1, rows, keys]: which pairs are hidden. Queries outside the interval are ignored, so see all."""
+        """Return which pairs are hidden, [classes or 1, rows, keys]; queries outside the
+        interval see all, since nobody uses them."""
         if not len(keys):
             return np.zeros((1, last - first, 0), dtype=bool)
         classes = torch.arange(self.stride)[:, None, None]
@@ -223,7 +229,7 @@ class Cutter:
         return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
     def _mask(self, hidden: np.ndarray, partial: np.ndarray, index: Ints) -> Tensor:
-        """Additive; equal masks are one tensor."""
+        """Return the additive mask of a run of keys; equal masks are one tensor."""
         run = np.zeros((*hidden.shape[:2], len(partial)), dtype=bool)
         run[..., partial] = hidden[..., index[partial]]
         name = bytes(str(run.shape), "ascii") + np.packbits(run).tobytes()
@@ -239,7 +245,7 @@ class Cutter:
 
 
 def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Intervals that hold all set flags; small gaps are bridged."""
+    """Yield intervals that hold all set flags; small gaps are bridged."""
     indices = np.flatnonzero(flags)
     if not len(indices):
         return
@@ -250,7 +256,7 @@ def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _neighbours(keys: Ints) -> Iterator[tuple[int, int]]:
-    """Intervals of consecutive keys."""
+    """Yield the intervals of consecutive keys."""
     edges = [0, *(np.flatnonzero(np.abs(np.diff(keys)) > 1) + 1).tolist(), len(keys)]
     return ((start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True) if start < stop)
 

@@ -19,7 +19,8 @@ from kinformer.kernels.block_sparse.stacking import stack
 
 
 class Section(NamedTuple):
-    """``rows`` and ``heads`` (of queries) are slices or lists; ``times`` of queries, ``slots`` of keys.
+    """The part of a call that one plan serves: ``rows`` and ``heads`` (of queries) are slices or lists; ``times`` of
+    queries, ``slots`` of keys.
 
     Heads that were picked out have keys of their own, so that ``kv_heads`` is their number.
     """
@@ -33,7 +34,7 @@ class Section(NamedTuple):
     kv_heads: int
 
     def plans(self, newest_first: bool) -> tuple[TermPlan, ...]:
-        """What is to be computed; heads of different patterns are worked on in one tile."""
+        """Return the plan of every term, or one plan for all heads where heads of different patterns share tiles."""
         if self.pattern.num_heads is None:
             return plan(self.pattern, self.interval, newest_first)
         stacked = stack(self.pattern, self.interval)
@@ -41,35 +42,35 @@ class Section(NamedTuple):
         return (stacked,)
 
     def queries(self, x: Tensor) -> Tensor:
-        """[batch, q_heads, time, ...] -> [rows * kv_heads, group, time, ...], a view where it can be."""
+        """Return [batch, q_heads, time, ...] as [rows * kv_heads, group, time, ...], a view where possible."""
         x = x[self.rows][:, self.heads][:, :, self.times]
         return x.reshape(x.shape[0] * self.kv_heads, x.shape[1] // self.kv_heads, *x.shape[2:])
 
     def keys(self, x: Tensor, group: int) -> Tensor:
-        """[batch, kv_heads, slots, ...] -> [rows * kv_heads, slots, ...]."""
+        """Return [batch, kv_heads, slots, ...] as [rows * kv_heads, slots, ...]."""
         x = x[self.rows]
         if isinstance(self.heads, list):
             x = x[:, [head // group for head in self.heads]]
         return x[:, :, self.slots].flatten(0, 1)
 
     def table(self, x: Tensor) -> Tensor:
-        """[q_heads or 1, ...] -> [kv_heads or 1, group or 1, ...]."""
+        """Return [q_heads or 1, ...] as [kv_heads or 1, group or 1, ...]."""
         return x[None] if x.shape[0] == 1 else x[self.heads].unflatten(0, (self.kv_heads, -1))
 
     def add_table(self, target: Tensor, x: Tensor) -> None:
-        """Add what :meth:`table` would give."""
+        """Add ``x``, of the shape that :meth:`table` returns, to ``target`` in place."""
         if target.shape[0] == 1:
             target += x[0]
         else:
             target[self.heads] += x.flatten(0, 1)
 
     def covers(self, times: slice, length: int) -> bool:
-        """Are these all rows and heads, and ``times`` (of queries or of keys) all of ``length``?"""
+        """Return whether the section has all rows and heads, and ``times`` (of queries or keys) all of ``length``."""
         simple = isinstance(self.rows, slice) and isinstance(self.heads, slice)
         return simple and times.stop - times.start == length
 
     def index_in(self, target: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Index of the section's rows and of its heads, which of ``group`` share one in ``target``."""
+        """Return the index of the section's rows and heads in ``target``, where ``group`` heads share one."""
         rows = torch.arange(target.shape[0])[self.rows][:, None]
         if isinstance(self.heads, slice):
             return rows, torch.arange(target.shape[1])
@@ -77,8 +78,8 @@ class Section(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """q [n, group, time, head_dim], k, v [n, slots, ...] of one section, n = rows * heads; the words of dropout;
-    ``padding`` [rows, slots] bool, True for keys that no query sees."""
+    """The tensors of one section: q [n, group, time, head_dim], k, v [n, slots, ...], n = rows * heads; the words of
+    dropout; ``padding`` [rows, slots] bool, True for keys that no query sees."""
 
     q: Tensor
     k: Tensor
@@ -98,7 +99,7 @@ class ByQuery:
         self.total: Tensor | None = None
 
     def put(self, section: Section, x: Tensor) -> None:
-        """``x`` [rows * kv_heads, group, time, width]"""
+        """Write ``x`` [rows * kv_heads, group, time, width] to its section."""
         if section.covers(section.times, self.shape[2]):
             self.total = x.reshape(self.shape)
             return
@@ -120,7 +121,7 @@ class Summed:
         self.total: Tensor | None = None
 
     def add(self, section: Section, x: Tensor, group: int) -> None:
-        """``x`` [rows * kv_heads, slots, width]"""
+        """Add ``x`` [rows * kv_heads, slots, width] to its section."""
         if section.covers(section.slots, self.like.shape[2]):
             x = x.reshape(self.like.shape)
             self.total = x if self.total is None else self.total.add_(x)
@@ -138,7 +139,8 @@ class Summed:
 def sections(
     pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, separate_heads: bool
 ) -> Iterator[Section]:
-    """The sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots.
+    """Yield the sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots``
+    slots.
 
     Heads of different patterns are one section where that pays, unless these are to be ``separate_heads``.
     """
@@ -157,7 +159,7 @@ def sections(
 
 
 def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
-    """Times in which positions count up by one, the first position, and the rows for which that holds."""
+    """Yield times in which positions count up by one, the first position, and the rows for which that holds."""
     batch, time = positions.shape
     on_host = positions.cpu()
     offset = on_host - torch.arange(time)
@@ -185,7 +187,7 @@ def _heads(pattern: Pattern, heads: int) -> Iterator[tuple[Pattern, slice | list
 
 
 def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill: float = 0.0) -> Tensor:
-    """[n, group, time, width] -> [n * stride, group, units, width], ``fill`` where there is no such position.
+    """Return [n, group, time, width] as [n * stride, group, units, width], ``fill`` where there is no such position.
 
     ``x`` begins at position ``first``; unit u of class c holds position (origin + u) * stride + c.
     """
@@ -198,7 +200,7 @@ def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill
 
 
 def from_classes(x: Tensor, first: int, stride: int, origin: int, time: int) -> Tensor:
-    """The inverse: [n * stride, group, units, width] -> [n, group, time, width]."""
+    """Invert :func:`to_classes`: [n * stride, group, units, width] -> [n, group, time, width]."""
     if stride == 1:
         return x
     classes, group, units, width = x.shape

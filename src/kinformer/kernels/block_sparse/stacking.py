@@ -1,4 +1,4 @@
-"""Heads of different patterns together: one tile has the same queries of all heads, and other keys for each.
+"""Tiles for heads of different patterns together: the same queries of all heads, and other keys for each.
 
 A plan per head would make eight times as many products for eight heads, each so small that calling it costs more than
 the work. Keys are gathered head by head anyway where they do not lie together; rows of keys that are shorter than
@@ -25,7 +25,7 @@ _WASTE = 1.25
 
 @lru_cache(maxsize=256)
 def stack(pattern: Pattern, interval: Interval) -> TermPlan | None:
-    """One plan for all heads of ``pattern``, its tiles' keys [heads, width] and masks [heads, 1, rows, keys].
+    """Return one plan for all heads of ``pattern``, its tiles' keys [heads, width] and masks [heads, 1, rows, keys].
 
     None where it does not pay: heads that see alike, terms with strides, widths that differ too much.
     """
@@ -78,7 +78,7 @@ def _tile(tiles: Sequence[Tile | None], masks_by_bytes: dict[bytes, Tensor]) -> 
 
 
 def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[PartialMask]:
-    """Over the keys that are masked for some query; equal ones are one tensor."""
+    """Yield masks over the keys that are hidden from some query; equal ones are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
         block = np.ascontiguousarray(hidden[:, None, :, start:stop])
         name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()

@@ -8,8 +8,10 @@ from torch import Tensor
 
 
 class PartialMask(NamedTuple):
-    """The mask of a partial block, a tile's keys ``start .. stop``: -inf for hidden pairs, else 0; [classes or
-    1, rows, keys], or [heads, 1, rows, keys] where heads were stacked."""
+    """The additive mask of the tile's keys ``start .. stop``: -inf for hidden pairs, else 0.
+
+    ``values`` are [classes or 1, rows, keys], or [heads, 1, rows, keys] where heads are stacked.
+    """
 
     start: int
     stop: int
@@ -17,8 +19,8 @@ class PartialMask(NamedTuple):
 
 
 class DistanceRun(NamedTuple):
-    """The tile's keys ``start .. stop`` are neighbours; the query at the tile's first row is ``ahead`` units after the
-    first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
+    """A run of neighbouring keys of a tile, ``start .. stop``; the query in the tile's first row is ``ahead`` units
+    after the first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
 
     start: int
     stop: int
@@ -26,9 +28,11 @@ class DistanceRun(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries ``first .. last`` (units from the first query's) and their keys, a slice, an index [width], or for heads
-    that were stacked [heads, width]. ``includes_self``: keys run newest first, and each
-    query's key is among them."""
+    """Queries ``first .. last`` (units from the first query's) and their keys: a slice, an index [width], or [heads,
+    width] where heads are stacked.
+
+    ``includes_self``: keys run newest first, and each query's key is among them.
+    """
 
     first: int
     last: int
@@ -39,7 +43,7 @@ class Tile(NamedTuple):
     includes_self: bool = False
 
     def within(self, reach: int) -> Tile:
-        """The tile without keys at least ``reach`` units behind all its queries; needs ``includes_self``."""
+        """Return the tile without keys at least ``reach`` units behind all its queries; needs ``includes_self``."""
         width = reach - self.runs[0].ahead
         if width >= self.width or not isinstance(self.keys, slice):
             return self

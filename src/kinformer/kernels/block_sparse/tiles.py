@@ -28,7 +28,8 @@ LOG2_E = math.log2(math.e)
 
 
 class TileLoop:
-    """Operands in the plan's layout [n * stride, group, units, ...], keys newest first where distances matter."""
+    """The loop over one plan: operands in its layout [n * stride, group, units, ...],
+    keys newest first where distances matter."""
 
     def __init__(self, operands: Operands, plan: TermPlan, distances: Distances | None, form: Form) -> None:
         self.operands, self.plan, self.distances, self.form = operands, plan, distances, form
@@ -48,7 +49,7 @@ class TileLoop:
         self.padding_bias = None if operands.padding is None else self._padding_bias(operands.padding)
 
     def _reaches(self) -> list[int] | None:
-        """How far each head's queries look back, or None where all keys count or it is not worth knowing."""
+        """Return how far each head's queries look back, or None where all keys count or the search does not pay."""
         simple = self.distances is not None and self.operands.padding is None and type(self.form) is DotForm
         if not simple or self.k.shape[1] < WORTH or not any(tile.includes_self for tile in self.plan.tiles):
             return None
@@ -60,38 +61,38 @@ class TileLoop:
         return reached if min(reached) < self.k.shape[1] else None
 
     def _padding_bias(self, padding: Tensor) -> Tensor:
-        """[rows, classes, units]: -inf for keys that are padding, else 0."""
+        """Return -inf for keys that are padding, else 0, [rows, classes, units]."""
         bias = torch.zeros(padding.shape, dtype=self.accumulator, device=padding.device)
         return self.keys(bias.masked_fill_(padding, -torch.inf)[..., None]).view(len(padding), self.classes, -1)
 
     def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """[n, group, time, width] in the plan's layout."""
+        """Return [n, group, time, width] in the plan's layout."""
         interval, plan = self.operands.interval, self.plan
         return to_classes(x, interval.query, plan.stride, plan.query_origin, plan.query_units, fill)
 
     def times(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`queries`."""
+        """Invert :meth:`queries` for a result by query."""
         interval, plan = self.operands.interval, self.plan
         return from_classes(x, interval.query, plan.stride, plan.query_origin, interval.stop - interval.query)
 
     def keys(self, x: Tensor) -> Tensor:
-        """[n, slots, width] in the plan's layout."""
+        """Return [n, slots, width] in the plan's layout."""
         interval, plan = self.operands.interval, self.plan
         x = to_classes(x[:, None], interval.key, plan.stride, plan.origin, plan.units)[:, 0]
         return x.flip(1) if self.distances is not None else x.contiguous() if plan.stacked else x
 
     def slots(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`keys`."""
+        """Invert :meth:`keys` for a result by key."""
         interval, plan = self.operands.interval, self.plan
         x = x.flip(1) if self.distances is not None else x
         return from_classes(x[:, None], interval.key, plan.stride, plan.origin, interval.stop - interval.key)[:, 0]
 
     def query_block(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
-        """The tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
+        """Return the tile's queries of ``x`` [n, group, units, width] as [n, group * rows, width]."""
         return x[block.n, :, tile.first : tile.last].flatten(1, 2)
 
     def key_block(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
-        """The tile's keys of ``x`` [n, units, width]."""
+        """Return the tile's keys of ``x`` [n, units, width]."""
         x = x[block.n]
         if isinstance(tile.keys, slice):
             return x[:, tile.keys]
@@ -101,7 +102,7 @@ class TileLoop:
         return block_keys.view(x.shape[0], tile.width, x.shape[-1])
 
     def _flat(self, tile: Tile, block: HeadBlock) -> Tensor:
-        """The tile's keys [heads, width] as rows of a tensor [n * units, ...], heads of all rows in turn."""
+        """Return the tile's keys [heads, width] as rows of a tensor [n * units, ...], heads of all rows in turn."""
         if self.flat is None or self.flat[0] is not tile or self.flat[1] != block:
             n, units = block.n.stop - block.n.start, self.k.shape[1]
             begin = torch.arange(0, n * units, units, device=self.k.device).view(block.shape[0], -1, 1)
@@ -110,12 +111,12 @@ class TileLoop:
         return self.flat[2]
 
     def axes(self, x: Tensor, block: HeadBlock) -> Tensor:
-        """[n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
+        """View [n, group * rows, width] as [rows, heads, classes, group, queries, width]."""
         return x.view(*block.shape[:5], x.shape[-1])
 
     def transposed(self, x: Tensor) -> Tensor:
-        """[n, units, width] as [n, width, units]: copied where ``n`` is small, since CPU products read a long
-        transposed right side slowly."""
+        """Return [n, units, width] as [n, width, units]: copied where ``n`` is small, since CPU products
+        read a long transposed right side slowly."""
         if self.classes > 1:
             return x.mT
         out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
@@ -124,13 +125,13 @@ class TileLoop:
         return out
 
     def columns(self, x: Tensor, transposed: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
-        """The tile's keys of ``x`` [n, units, width], or of its transpose, as [n, width, keys]."""
+        """Return the tile's keys of ``x`` [n, units, width], or of its transpose, as [n, width, keys]."""
         if isinstance(tile.keys, slice):
             return transposed[block.n, :, tile.keys]
         return self.key_block(x, tile, block).mT
 
     def scores(self, q: Tensor, kt: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
-        """[n, group * rows, keys] in scratch memory, hidden pairs at -inf."""
+        """Return the scores [n, group * rows, keys] in scratch memory, hidden pairs at -inf."""
         scratch = self.first[: q.shape[0] * q.shape[1] * tile.width].view(*q.shape[:2], tile.width)
         self.form.enter(block.shape, block.heads)
         scores = self.form.forward(q, kt, scratch)
@@ -145,21 +146,22 @@ class TileLoop:
         return scores
 
     def _at_keys(self, x: Tensor, tile: Tile, block: HeadBlock) -> Tensor:
-        """x [rows, classes, units] at the tile's keys, [rows, heads or 1, classes, keys]."""
+        """Return x [rows, classes, units] at the tile's keys, [rows, heads or 1, classes, keys]."""
         if isinstance(tile.keys, slice) or tile.keys.dim() == 1:
             return x[:, None, :, tile.keys]
         return x[:, :, tile.keys[block.heads]].transpose(1, 2)
 
     def _add_padding(self, bias: Tensor, scores: Tensor, tile: Tile, block: HeadBlock) -> None:
-        """Mask the tile's keys that are padding; where none is, nothing is done."""
+        """Mask the tile's keys that are padding; do nothing where there is none."""
         first = block.n.start // (self.operands.heads * self.classes)
         rows = bias[first : first + block.shape[0]]
         keys = self._at_keys(rows, tile, block)
+        # On a CPU one look at the keys saves a pass over all pairs; elsewhere the look would wait for the device.
         if keys.device.type != "cpu" or bool(keys.any()):
             self.axes(scores, block).add_(keys[..., None, None, :])
 
     def retained_mask(self, tile: Tile, block: HeadBlock) -> Tensor | None:
-        """Which probabilities dropout keeps, [n, group * rows, keys]."""
+        """Return which probabilities dropout retains, [n, group * rows, keys]."""
         if self.words is None:
             return None
         rows, columns = self.words
@@ -170,24 +172,25 @@ class TileLoop:
         )
 
     def powers(self, scores: Tensor, top: Tensor) -> Tensor:
-        """2 ** (log2(e) * scores - top) in block; ``top`` [n, group * rows, 1]."""
+        """Compute 2 ** (log2(e) * scores - top) in place; ``top`` [n, group * rows, 1]."""
         return torch.add(-top, scores, alpha=LOG2_E, out=scores).exp2_()
 
     def fresh(self, width: int, dtype: torch.dtype, fill: float) -> Tensor:
-        """[n, group, units, width], with ``fill`` where no tile will write."""
+        """Return a new [n, group, units, width], with ``fill`` where no tile will write."""
         shape = (*self.q.shape[:3], width)
         if sum(tile.last - tile.first for tile in self.plan.tiles) == self.q.shape[2]:
             return self.q.new_empty(shape, dtype=dtype)
         return self.q.new_full(shape, fill, dtype=dtype)
 
     def forward(self) -> Attended:
-        """Output [n, group, time, head_dim_v] and log-sum-exp [n, group, time]."""
+        """Return the output [n, group, time, head_dim_v] and log-sum-exp [n, group, time]."""
         out = self.fresh(self.v.shape[-1], self.q.dtype, 0.0)
         lse = self.fresh(1, self.accumulator, -torch.inf)
         lowest, kt = torch.finfo(self.accumulator).min, self.transposed(self.k)
         for tile, block in self.blocks:
             q, v = self.query_block(self.q, tile, block), self.key_block(self.v, tile, block)
             scores = self.scores(q, self.columns(self.k, kt, tile, block), tile, block)
+            # Clamped, the maximum of a query that sees nothing is finite, and -inf - top stays -inf instead of NaN.
             top = scores.amax(-1, keepdim=True).mul_(LOG2_E).clamp_(min=lowest)
             weights = self.powers(scores, top)
             total = weights.sum(-1, keepdim=True)
@@ -205,7 +208,7 @@ class TileLoop:
         return Attended(self.times(out), self.times(lse)[..., 0])
 
     def backward(self, grad: Tensor, delta: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [n, group, time, ...], dk, dv [n, slots, ...] from those of output and log-sum-exp."""
+        """Return dq [n, group, time, ...] and dk, dv [n, slots, ...] from the gradients of output and log-sum-exp."""
         grad, delta, top = self.queries(grad), self.queries(delta), self.queries(top, torch.inf)
         dq = self.fresh(self.q.shape[-1], self.q.dtype, 0.0)
         dk, dv = (x.new_zeros(x.shape, dtype=self.accumulator) for x in (self.k, self.v))
@@ -230,7 +233,9 @@ class TileLoop:
                 self.distances.add_value_gradients(*views, tile, block.heads)
             if retained is not None:
                 errors.mul_(retained)
+            # dS = P * (dP - delta)
             errors.sub_(self.query_block(delta, tile, block)).mul_(weights)
+            # dV = P^T dO, with the dropped P
             with self.target(dv, tile, block) as target:
                 accumulate(target, retained_weights.to(q.dtype).mT, grad_block)
             moved = torch.zeros_like(q) if self.distances is not None else None
@@ -244,7 +249,7 @@ class TileLoop:
         return self.times(dq), self.slots(dk), self.slots(dv)
 
     def slot_sums(self, top: Tensor) -> Tensor:
-        """[n, group, slots]: the probability that each key gets over all queries; ``top`` like the log-sum-exp."""
+        """Return the probability of each key over all queries, [n, group, slots]; ``top`` is like the log-sum-exp."""
         top, kt = self.queries(top, torch.inf), self.transposed(self.k)
         sums = self.q.new_zeros(self.k.shape[0], self.k.shape[1], self.group, dtype=self.accumulator)
         for tile, block in self.blocks:
@@ -256,7 +261,8 @@ class TileLoop:
         return self.slots(sums).mT
 
     def table_gradient(self, name: str, n: int, lowest: int) -> Tensor:
-        """After :meth:`backward`: the gradient of a table of ``n`` distances from ``lowest``, or of the vector."""
+        """Return, after :meth:`backward`, the gradient of a table of ``n``
+        distances from ``lowest``, or of the vector."""
         if isinstance(self.form, AdditiveForm) and name == "vector":
             return self.form.gradient
         assert self.distances is not None
@@ -264,7 +270,7 @@ class TileLoop:
 
     @contextmanager
     def target(self, total: Tensor, tile: Tile, block: HeadBlock) -> Iterator[Tensor]:
-        """Where to add what belongs to the tile's keys in ``total`` [n, units, width]."""
+        """Yield the place in ``total`` [n, units, width] to add the gradients of the tile's keys to."""
         if isinstance(tile.keys, slice):
             yield total[block.n, tile.keys]
         else:

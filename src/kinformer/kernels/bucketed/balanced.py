@@ -28,7 +28,7 @@ def balanced_attention(
     valid: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Outputs [batch, heads, time, head_dim].
+    """Return attention within clusters of equal size, [batch, heads, time, head_dim].
 
     q, k, v: [batch, heads, time, head_dim]; scores are q . k / sqrt(head_dim). similar: [batch, heads, time, clusters]
         of queries and of keys, whose second is None where both are the same tokens; then a token sees itself only
@@ -45,6 +45,7 @@ def balanced_attention(
         hidden = ~(real.gather(3, asking).unsqueeze(-1) & real.gather(3, keys).unsqueeze(-2))
     if causal:
         hidden = hidden | (asking.unsqueeze(-1) < keys.unsqueeze(-2))
+    # The lowest number, not -inf: a row whose keys are all hidden stays finite.
     scores = scores.masked_fill(hidden, torch.finfo(wide).min)
     if similar[1] is None:
         scores = scores.masked_fill(asking.unsqueeze(-1) == keys.unsqueeze(-2), _ITSELF)
@@ -53,9 +54,10 @@ def balanced_attention(
     index = asking.flatten(2, 3).unsqueeze(-1)
     out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(output), output)
     counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
+    # The mean over the clusters that took the token, as in the authors' code; a token in none has output 0.
     return (out / (counts + _EPS)).to(v.dtype)
 
 
 def _most(similar: Tensor, window: int) -> Tensor:
-    """[batch, heads, clusters, window]: the most similar tokens of each cluster; of equal ones the first."""
+    """Return the most similar tokens of each cluster, [batch, heads, clusters, window]; of equal ones the first."""
     return similar.sort(dim=2, descending=True, stable=True).indices[:, :, :window].mT

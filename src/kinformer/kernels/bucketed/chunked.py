@@ -29,7 +29,7 @@ SPARE = 1.25
 
 
 class BucketedCall(NamedTuple):
-    """The operator's arguments."""
+    """The operator's arguments, in its order."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,7 @@ class BucketedCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any) -> BucketedCall:
-        """Rows of q, k, v adjacent."""
+        """Build a call whose rows of q, k and v are adjacent in memory."""
         q, k, v, *rest = arguments
         return cls(q.contiguous(), k.contiguous(), v.contiguous(), *rest)
 
@@ -54,28 +54,28 @@ _ARGUMENTS = (
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
-    """Arguments and result as of ``bucketed_attention``, with gradients of output and log-sum-exp."""
+    """Attend with gradients of output and log-sum-exp; arguments and result as for ``bucketed_attention``."""
     check_reverse("bucketed attention", q, k, v)
     q, k, v = autocast_together(q, k, v)
     return Attended(*_forward(q, k, v, *membership, itself, scale))
 
 
 class _Memory:
-    """Room that the rounds use one after the other, as fresh memory is slow to touch."""
+    """The scratch memory that the rounds use one after the other, as fresh memory is slow to touch."""
 
     def __init__(self, like: Tensor) -> None:
         self.like, self.dtype = like, state_dtype(like.dtype)
         self._rooms: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """Unfilled, of the dtype of sums; until ``name`` is asked for again."""
+        """Return unfilled memory in the dtype of sums, valid until the next call with this ``name``."""
         size = math.prod(shape)
         if name not in self._rooms or len(self._rooms[name]) < size:
             self._rooms[name] = self.like.new_empty(int(SPARE * size), dtype=self.dtype)
         return self._rooms[name][:size].view(shape)
 
     def picked(self, name: str, x: Tensor, index: Tensor) -> Tensor:
-        """Rows of ``x`` [.., width] by ``index`` [n]: [n, width]."""
+        """Return the rows ``index`` [n] of ``x`` [.., width], as [n, width]."""
         x = x.reshape(-1, x.shape[-1])
         if x.dtype != self.dtype:
             return x.index_select(0, index).to(self.dtype)
@@ -104,26 +104,26 @@ class _Round:
         self.earlier = [item[token].to(memory.dtype).view(-1, self.rows) for item in earlier]
 
     def gathered(self, name: str, x: Tensor, index: Tensor) -> Tensor:
-        """``x`` [batch, heads, n, width] as tiles [tiles, rows, width]."""
+        """Return ``x`` [batch, heads, n, width] as tiles [tiles, rows, width]."""
         return self.memory.picked(name, x, index).view(-1, self.rows, x.shape[-1])
 
     def empty(self, name: str, *width: int) -> Tensor:
-        """[tiles + 1, rows, ..], of which the last tile, which stands for nowhere, is to be filled."""
+        """Return unfilled [tiles + 1, rows, ..], whose last tile stands for nowhere and is the caller's to fill."""
         return self.memory(name, len(self.q) + 1, self.rows, *width)
 
     def room(self, name: str, block: Block) -> Tensor:
-        """Scratch memory [tiles of keys, block, keys, queries]."""
+        """Return scratch memory [tiles of keys, block, keys, queries]."""
         return self.memory(name, len(block.keys), block.queries.stop - block.queries.start, self.rows, self.rows)
 
     def products(self, name: str, block: Block, left: Tensor, right: Tensor) -> Tensor:
-        """[.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
+        """Return [.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
         output, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
         for out, keys in zip(output, block.keys, strict=True):
             torch.bmm(left[keys], turned, out=out)
         return output
 
     def scores(self, block: Block) -> Tensor:
-        """Unscaled; what is not earlier is at -inf."""
+        """Return unscaled scores of a block, -inf for keys that are not earlier than the query."""
         output = self.products("scores", block, self.k, self.q)
         output[-1].add_(self.future)
         if self.layout.hidden is not None:
@@ -131,7 +131,8 @@ class _Round:
         return output
 
     def weigh(self, scores: Tensor, top: Tensor, block: Block) -> Tensor:
-        """2 ** (scale * log2(e) * scores - top) in place, 0 where an earlier round saw the key; ``top`` [.., queries].
+        """Compute 2 ** (scale * log2(e) * scores - top) in place, 0 where an earlier round saw the key; ``top`` [..,
+        queries].
 
         A key that an earlier round saw is part of the whole sum there, so nothing is lost where it is the largest.
         """
@@ -141,11 +142,13 @@ class _Round:
             asking = numbers[block.queries].unsqueeze(1) - 0.5
             for out, keys in zip(apart, block.keys, strict=True):
                 torch.sub(asking, numbers[keys].unsqueeze(2), out=out)
+            # Numbers of keys seen earlier lie 0 or 1 below the query's: |q - 1/2 - k| = 1/2 there, 1 or more elsewhere.
             weights.mul_(apart.abs_().clamp_max_(1).floor_())
         return weights
 
     def mixed(self, weights: Tensor, values: Tensor, block: Block, total: Tensor) -> Tensor:
-        """``total`` [block, queries, width]: the sum of what stands at the keys, by ``weights`` [.., keys, queries]."""
+        """Compute into ``total`` [block, queries, width] the sum of the values at the
+        keys by ``weights`` [.., keys, queries]."""
         torch.bmm(weights[0].mT, values[block.keys[0]], out=total)
         for part, keys in zip(weights[1:], block.keys[1:], strict=True):
             total.baddbmm_(part.mT, values[keys])
@@ -179,12 +182,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             weights = one.weigh(scores, top, block)
             total = weights.sum(2).sum(0)
             blind = total == 0
+            # A blind row also divides by 1 rather than by 0.
             total.masked_fill_(blind, 1)  # the logarithm of 0 takes long
             torch.add(total.log(), top, alpha=1 / _LOG2_E, out=lse[block.queries]).masked_fill_(blind, -torch.inf)
             one.mixed(weights, one.v, block, out[block.queries]).div_(total.unsqueeze(-1))
         lse_rows = lse.flatten()[one.query_slots]
         both = torch.logaddexp(sums, lse_rows)
         safe = both.masked_fill(both == -torch.inf, 0)
+        # out <- (e^lse_1 out_1 + e^lse_2 out_2) / (e^lse_1 + e^lse_2): rounds see disjoint keys by now.
         whole.mul_((sums - safe).exp_().unsqueeze(-1))
         whole.addcmul_(memory.picked("own", out, one.query_slots), (lse_rows - safe).exp_().unsqueeze(-1))
         sums = both
@@ -202,8 +207,9 @@ _forward.register_fake(unfilled)
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from those of the results."""
+    """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
     call, grad_out = BucketedCall.of(arguments), grad_out.contiguous()
+    # delta = rowsum(dO * O) - dlse, as in ``band.chunked``.
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse).flatten()
     top = (lse * _LOG2_E).masked_fill_(lse == -torch.inf, torch.inf).flatten()
     memory = _Memory(call.q)
@@ -224,13 +230,13 @@ def _backward(
 
 
 def _of_past(one: _Round, call: BucketedCall) -> Tensor:
-    """The lines of tokens that ask nothing."""
+    """Return which lines are tokens of the past, which have no query."""
     slots = call.k.shape[2]
     return one.layout.token % slots < slots - call.q.shape[2]
 
 
 def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the lines' q, k and v, without the scale."""
+    """Return the gradients of the lines' q, k and v, without the scale."""
     dq, dk, dv = (one.empty(f"d{name}", x.shape[-1]) for name, x in (("q", one.q), ("k", one.k), ("v", one.v)))
     dq[-1] = 0
     dk.zero_()
@@ -238,6 +244,7 @@ def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple
     for block in one.layout.blocks:
         weights = one.weigh(one.scores(block), tops[block.queries], block)
         errors = one.products("errors", block, one.v, grad)
+        # dS = P * (dP - delta), here as [.., keys, queries].
         errors.sub_(deltas[block.queries].unsqueeze(-2)).mul_(weights)
         one.mixed(errors, one.k, block, dq[block.queries])
         for error, weight, keys in zip(errors, weights, block.keys, strict=True):

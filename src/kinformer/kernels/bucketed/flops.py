@@ -17,7 +17,7 @@ from kinformer.kernels.bucketed.layout import rows_per_tile
 
 
 def computed_pairs(call: BucketedCall) -> int:
-    """The pairs of queries and slots, over all heads and rounds, that the tiles of one call compute."""
+    """Return how many pairs of queries and slots, over all heads and rounds, the tiles of one call compute."""
     batch, heads, rounds, slots = call.runs.shape
     rows, past = rows_per_tile(call.size), slots - call.q.shape[2]
     per_chunk = call.size // rows
@@ -31,13 +31,13 @@ def computed_pairs(call: BucketedCall) -> int:
 
 @register_flop_formula(torch.ops.kinformer.bucketed_attention, get_raw=True)
 def forward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a forward call with the operator's own arguments."""
+    """Return the floating-point operations of a forward call with the operator's arguments."""
     call = BucketedCall(*arguments)
     return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
 @register_flop_formula(torch.ops.kinformer.bucketed_attention_backward, get_raw=True)
 def backward_flops(*arguments: Any, **_: Any) -> int:
-    """Floating-point operations of a backward call with the operator's own arguments."""
+    """Return the floating-point operations of a backward call with the operator's arguments."""
     call = BucketedCall(*arguments[4:])
     return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

@@ -1,4 +1,4 @@
-"""The tokens of every run side by side, in tiles: what attention within a run computes are blocks of tiles.
+"""The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
 
 ``by_depth``: tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within one depth
 by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones at every
@@ -22,14 +22,14 @@ SHORT = 2
 
 
 class Block(NamedTuple):
-    """Some tiles of queries, and the tiles of keys that they see, each a slice of tiles, their own last."""
+    """Some tiles of queries and the tiles of keys that they see, as slices of tiles; the last slice is their own."""
 
     queries: slice
     keys: list[slice]
 
 
 class Layout(NamedTuple):
-    """Of one round of a row's and head's slots, all of them flattened to [batch * heads * slots] tokens.
+    """The layout of one round's slots, all rows and heads flattened to [batch * heads * slots] tokens.
 
     ``token`` [lines] int64: whose line it is; lines that are left over at the ends of runs stand for token 0. ``line``
     [tokens] int64: where a token stands, ``lines`` if nowhere. ``spare`` [lines] bool: left over. ``hidden`` [tiles of
@@ -44,15 +44,19 @@ class Layout(NamedTuple):
 
 
 def rows_per_tile(size: int) -> int:
-    """A divisor of the chunk's ``size``: small tiles compute few pairs that nobody sees, large ones run faster."""
+    """Return a divisor of the chunk's ``size``: small tiles compute few pairs
+    that nobody sees, large ones run faster."""
     if size <= 48:
         return size
     return max((rows for rows in range(16, 65) if size % rows == 0), key=lambda rows: (rows <= 32, rows), default=size)
 
 
 def lay_out(runs: Tensor, ranks: Tensor, past: int, size: int) -> Layout:
-    """runs, ranks: [batch * heads, slots] int64 of one round; ``size``: of a chunk. Runs without a token after ``past``
-    slots are left out, as nobody asks what they hold."""
+    """Lay out the tokens of one round by run and rank.
+
+    runs, ranks: [batch * heads, slots] int64; ``size``: tokens of a chunk. Runs without a token after ``past`` slots
+    are left out, as no query sees them.
+    """
     rows, (flat, number) = rows_per_tile(size), flat_runs(runs)
     tile = ranks.flatten() // rows
     tiles = tile.new_zeros(number + 1).scatter_reduce_(0, flat, tile + 1, "amax")
@@ -63,6 +67,7 @@ def lay_out(runs: Tensor, ranks: Tensor, past: int, size: int) -> Layout:
     tiles[-1] = 0
     depth, total = int(tiles.max()), int(tiles.sum())
     inside = tile < tiles[flat]
+    # Blocks by depth are at least ``depth``; blocks by run follow the pairs. Take the order with clearly fewer.
     many = depth > SHORT * (1 + total * rows**2 * 2 * (size // rows) // PAIRS)
     place, whole, blocks, hidden = (_by_run if many else _by_depth)(tiles, depth, size // rows, rows)
     at = place(torch.where(inside, flat, number), torch.where(inside, tile, 0))
@@ -78,7 +83,7 @@ _Order = tuple[Callable[[Tensor, Tensor], Tensor], int, list[Block], Tensor | No
 
 
 def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
-    """``tiles`` [runs]: how many tiles each has, ``depth`` at most."""
+    """Lay tiles out by depth, ``tiles`` [runs] being the number of tiles of each run, ``depth`` at most."""
     order = torch.argsort(tiles, descending=True, stable=True)
     column = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
@@ -97,7 +102,7 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
 
 
 def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of pieces of ``most`` at most, whose sizes are powers of two.
+    """Yield the beginnings and ends of pieces of ``most`` at most, whose sizes are powers of two.
 
     Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
     """
@@ -108,7 +113,7 @@ def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
-    """As ``_by_depth``; before the first run stand as many tiles of nobody as a tile looks back."""
+    """Lay tiles out run by run; before the first run stand as many empty tiles as a tile looks back."""
     back = 2 * per_chunk - 1
     begins = tiles.cumsum(0) - tiles + back
     whole = back + int(tiles.sum())
@@ -124,18 +129,19 @@ def _by_run(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
 
 
 def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
-    """Numbers [batch * heads * slots] that differ by 0 or 1 exactly where tokens of a row and head are in one run, in
-    one chunk or in chunks that follow each other."""
+    """Return numbers [batch * heads * slots] that differ by 0 or 1 exactly where tokens of a row and head are in one
+    run and in one chunk, or in chunks that follow each other."""
     flat, number = flat_runs(runs)
     chunk = ranks.flatten() // size
     chunks = chunk.new_zeros(number + 1).scatter_reduce_(0, flat, chunk + 1, "amax")
+    # A number is left free between runs, so that the last chunk of one and the first of the next differ by 2.
     begin = (chunks + 1).cumsum(0) - chunks
     return torch.where(flat == number, -number, begin[flat] + chunk)
 
 
 def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
-    """Numbers of runs [batch * heads * slots] that are unlike for all rows, and how many they may be; that is also the
-    number of none."""
+    """Return run numbers [batch * heads * slots] that differ between rows, and the
+    number of runs, which also marks "no run"."""
     item = int(runs.max()) + 1
     number = item * len(runs)
     flat = runs + item * torch.arange(len(runs), device=runs.device)[:, None]
@@ -143,6 +149,7 @@ def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens ``index`` [batch, heads, ...] of ``x`` [batch, heads, time, width]: [batch, heads, ..., width]."""
+    """Return the tokens ``index`` [batch, heads, ...] of ``x`` [batch, heads, time,
+    width], as [batch, heads, ..., width]."""
     picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
     return picked.unflatten(2, index.shape[2:])

@@ -1,4 +1,5 @@
-"""Who is in which run: tokens of one bucket of one sequence, in the order of time, with their ranks."""
+"""The membership of tokens in runs: the tokens of one bucket of one sequence,
+in the order of time, with their ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Membership(NamedTuple):
-    """Of every slot, in every round: the number of its run, and its rank there.
+    """The run of every slot in every round, and the slot's rank in that run.
 
     ``runs``, ``ranks`` [batch, heads, rounds, slots] int64; run -1 is none. Numbers are those of a row and head. Ranks
     of a run are consecutive from 0 on, in the order of slots; 0 may stand for any multiple of ``size``, the chunk's.
@@ -23,8 +24,8 @@ class Membership(NamedTuple):
 
 
 def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Tensor | None = None) -> Membership:
-    """The runs of ``buckets`` [batch, heads, rounds, slots] int64 (-1: an empty slot), of which ``past`` slots come
-    before the chunk.
+    """Return the runs of ``buckets`` [batch, heads, rounds, slots] int64 (-1: an empty slot), of which ``past`` slots
+    come before the chunk.
 
     counts: [batch, heads, rounds, number of buckets] int64, tokens of the past's sequence by bucket, also of those that
         are not there any more. sequence: [batch, slots] int64, 0 for the past and what continues it, then 1, 2, ...;
@@ -44,7 +45,8 @@ def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Ten
 
 
 def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
-    """The run of the last of ``buckets`` [batch, heads, rounds, slots], after ``counts``; all else is in none."""
+    """Return the run of the last of ``buckets`` [batch, heads, rounds, slots], after
+    ``counts``; all other slots are in none."""
     last = buckets[..., -1:]
     inside = (buckets == last) & (last >= 0)
     before = counts.gather(3, last.clamp_min(0))
@@ -53,24 +55,25 @@ def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
 
 
 def counted(buckets: Tensor, counts: Tensor) -> Tensor:
-    """``counts`` with the tokens of ``buckets`` [batch, heads, rounds, time], of which -1 is none."""
+    """Return ``counts`` with the tokens of ``buckets`` [batch, heads, rounds, time] added, of which -1 is none."""
     return counts + _tally(buckets, counts.shape[-1])
 
 
 def needed(buckets: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Which slots of ``buckets`` [batch, heads, rounds, slots] (-1: none) a later token can see in some round, bool
-    [batch, heads, slots]; ``counts`` as after them all."""
+    """Return which slots of ``buckets`` [batch, heads, rounds, slots] (-1: none) a later token can see in some round,
+    bool [batch, heads, slots]; ``counts`` are those after all of them."""
     first = _tally(buckets, counts.shape[-1]) - counts + _oldest(counts, size)
     return ((buckets >= 0) & (_stored_ranks(buckets) >= first.gather(3, buckets.clamp_min(0)))).any(2)
 
 
 def _oldest(counts: Tensor, size: int) -> Tensor:
-    """The first rank that a token after ``counts`` others of its bucket may see."""
+    """Return the first rank that a token after ``counts`` others of its bucket may see."""
+    # The next token has rank ``counts`` and sees the chunks counts // size - 1 and counts // size.
     return (counts // size - 1).clamp_min(0) * size
 
 
 def _stored_ranks(runs: Tensor) -> Tensor:
-    """How many slots before it are of its run, [..., slots] int64."""
+    """Return how many earlier slots are of the same run, [..., slots] int64."""
     ordered, order = torch.sort(runs, dim=-1, stable=True)
     index = torch.arange(runs.shape[-1], device=runs.device)
     begins = torch.ones_like(ordered, dtype=torch.bool)
@@ -80,6 +83,6 @@ def _stored_ranks(runs: Tensor) -> Tensor:
 
 
 def _tally(buckets: Tensor, number: int) -> Tensor:
-    """How many of ``buckets`` [..., slots] are 0, 1, ..., ``number`` - 1; -1 is none."""
+    """Return how many of ``buckets`` [..., slots] are 0, 1, ..., ``number`` - 1; -1 is none."""
     counts = buckets.new_zeros(*buckets.shape[:-1], number + 1)
     return counts.scatter_add_(-1, buckets + 1, torch.ones_like(buckets))[..., 1:]

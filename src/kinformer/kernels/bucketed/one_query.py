@@ -1,5 +1,4 @@
-"""Attention of one query of every row and head within its buckets: the keys that it sees are picked out of the
-slots."""
+"""Bucketed attention of one query per row and head: gather the keys that it sees and attend to those alone."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from kinformer.runtime.autocast import no_autocast
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
-    """Arguments and result as of ``bucketed_attention``, for one query."""
+    """Attend from one query; arguments and result as for ``bucketed_attention``."""
     runs, ranks, size = membership.runs, membership.ranks, membership.size
     last_run, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
     seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
     if not itself:
         seen = seen & (torch.arange(slots, device=q.device) < slots - 1)
+    # A round shows two chunks at most, so the keys seen in any round fit into so many slots.
     most = 2 * size * runs.shape[2]
     if most < slots:
         seen, index = seen.to(torch.uint8).topk(most, dim=2)

@@ -11,18 +11,19 @@ from kinformer.kernels.softmax.request import Attended
 
 
 def visible(membership: Membership, time: int, itself: bool) -> Tensor:
-    """Whether a query sees a key in some round, bool [batch, heads, time, slots]."""
+    """Return whether a query sees a key in some round, bool [batch, heads, time, slots]."""
     runs, ranks, size = membership.runs, membership.ranks, membership.size
     slots = runs.shape[3]
     queries, rank = (item[..., slots - time :, None] for item in (runs, ranks))
     runs, ranks = runs[..., None, :], ranks[..., None, :]
     earlier = ranks <= rank if itself else ranks < rank
+    # The chunk of the key is that of the query or the one before it.
     near = ranks // size >= rank // size - 1
     return ((queries == runs) & (runs >= 0) & earlier & near).any(2)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
-    """Arguments and result as of ``bucketed_attention``."""
+    """Attend over all pairs; arguments and result as for ``bucketed_attention``."""
     wide = state_dtype(q.dtype)
     seen = visible(membership, q.shape[2], itself)
     scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(~seen, -torch.inf)

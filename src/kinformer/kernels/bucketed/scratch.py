@@ -1,5 +1,7 @@
-"""What attention within buckets allocates in a call: lines of tokens that are gathered, in float32 at least, and
-numbers of their places. Buckets are taken to be as full as chance makes them: the last tile of each is half empty."""
+"""The scratch memory of bucketed attention in a call: gathered lines of tokens, in float32 at least, and their indices.
+
+Buckets are taken to be as full as chance makes them: the last tile of each is half empty.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ COMPILED = 28 * 650_000
 
 
 def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:
-    """``of_lines``, ``of_tokens``: numbers that are gathered for each of them. ``blocks``: scores of a block."""
+    """Return the bytes of a call: ``of_lines`` and ``of_tokens`` numbers gathered for each
+    line and token, scores of ``blocks``."""
     batch, heads, rounds, slots = call.runs.shape
     rows, size = rows_per_tile(call.size), state_dtype(call.q.dtype).itemsize
     runs = min(call.buckets, slots)
@@ -32,7 +35,8 @@ def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> in
 
 @scratch(torch.ops.kinformer.bucketed_attention)
 def forward_bytes(*arguments: Any) -> int:
-    """Of a forward call: q, k, v and outputs by line; outputs of a round and of all by token."""
+    """Return the bytes of a forward call: q, k, v and outputs by line; outputs
+    of a round and of all rounds by token."""
     call = BucketedCall(*arguments)
     width, out = call.q.shape[-1], call.v.shape[-1]
     return _bytes(call, 2 * width + 2 * out, 2 * out, blocks=1)
@@ -40,7 +44,8 @@ def forward_bytes(*arguments: Any) -> int:
 
 @scratch(torch.ops.kinformer.bucketed_attention_backward)
 def backward_bytes(*arguments: Any) -> int:
-    """Of a backward call: q, k, v, their gradients and that of the output by line; the gradients' sums by token."""
+    """Return the bytes of a backward call: q, k, v, their gradients and the
+    output's by line; the gradients' sums by token."""
     call = BucketedCall(*arguments[4:])
     width, out = call.q.shape[-1], call.v.shape[-1]
     return _bytes(call, 4 * width + 3 * out, 2 * width + out + max(width, out), blocks=2)

@@ -32,7 +32,7 @@ def sorted_attention(
     by_row: bool = True,
     causal: bool = False,
 ) -> Tensor:
-    """Outputs [batch, heads, time, head_dim_v].
+    """Return attention within sorted chunks, [batch, heads, time, head_dim_v].
 
     q, k, v: [batch, heads, time, head_dim], time a multiple of ``chunk_size``; scores are q . k.
     buckets: [batch, heads, rounds, time] int64. valid: [batch, time] bool, a prefix of each row; padding stands behind
@@ -65,22 +65,24 @@ def sorted_attention(
     with no_autocast(q.device):
         out = (scores.softmax(-1) @ v).reshape(batch, heads, rounds, time, -1)
     inverse = torch.argsort(order, dim=-1)
+    # exp(z_i^r) / sum_s exp(z_i^s): rounds weigh by their log-sum-exps (equation 6, without N_ij).
     shares = lse.gather(-1, inverse).softmax(2).unsqueeze(-1)
     return (out.gather(3, inverse.unsqueeze(-1).expand_as(out)) * shares).sum(2)
 
 
 def _chunks_before(order: Tensor, chunks: int, valid: Tensor | None, chunk_size: int) -> Tensor:
-    """The chunk before each, [batch, rounds * chunks] int64."""
+    """Return the number of the chunk before each chunk, [batch, rounds * chunks] int64."""
     batch, _, rounds, _ = order.shape
     begin = torch.arange(rounds, device=order.device) * chunks
     before = torch.arange(rounds * chunks, device=order.device).sub(1).expand(batch, -1).clone()
     last = begin.new_full((batch,), chunks - 1)
     if valid is not None:
         last = ((valid.sum(1) - 1).clamp_min(0)) // chunk_size
+    # The first chunk of a round looks back at the last one of the round before, in a circle.
     before[:, begin] = begin.roll(1) + last[:, None]
     return before
 
 
 def _of_chunks(x: Tensor, chunk: Tensor) -> Tensor:
-    """``x`` [batch, heads, chunks, ...] by ``chunk`` [batch, n]: [batch, heads, n, ...]."""
+    """Return the chunks ``chunk`` [batch, n] of ``x`` [batch, heads, chunks, ...], as [batch, heads, n, ...]."""
     return x.transpose(1, 2)[torch.arange(len(x), device=x.device)[:, None], chunk].transpose(1, 2)

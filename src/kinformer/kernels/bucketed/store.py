@@ -1,4 +1,4 @@
-"""What attention within buckets remembers of a sequence: the tokens that a later token may see.
+"""The past of a sequence for bucketed attention: the tokens that a later token may see.
 
 Up to ``most_slots`` tokens all are kept. Of a longer sequence only those that a later token can see in some round:
 ``chunk_size`` and the begun chunk of every bucket at most, which is why they are never more than that.
@@ -31,7 +31,7 @@ class BucketState(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a store."""
+    """The sizes of a store."""
 
     num_heads: int
     head_dim: int
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
         return self.rounds * self.num_buckets * (2 * self.chunk_size - 1)
 
     def empty(self, batch: int, device: torch.device, dtype: torch.dtype) -> BucketState:
-        """Of new sequences."""
+        """Return the state of ``batch`` new sequences."""
         nothing = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         return BucketState(
             nothing,
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
         )  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Of one row after ``length`` tokens."""
+        """Return the bytes of one row's state after ``length`` tokens."""
         slot = 2 * self.head_dim * dtype.itemsize + 8 * self.rounds
         slots = min(length, self.most_slots) * slot
         return self.num_heads * (slots + 8 * self.rounds * self.num_buckets) + 8
@@ -71,7 +71,7 @@ class Absorbed(NamedTuple):
 
 
 def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor, buckets: Tensor) -> Absorbed:
-    """The tokens of ``chunk`` after ``state``.
+    """Absorb the tokens of ``chunk`` after ``state``.
 
     k, v: [batch, heads, time, head_dim]. buckets: [batch, heads, rounds, time] int64.
     """
@@ -84,6 +84,7 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
     reset, sequence = real_resets(chunk), None
     if reset is not None:
         sequence = torch.nn.functional.pad(reset.cumsum(1), (past, 0))
+    # Generation: the runs of the last token alone, without a sort of all slots.
     if buckets.shape[3] == past + 1 and sequence is None:
         membership = members_of_last(buckets, state.counts, sizes.chunk_size)
     else:
@@ -110,6 +111,7 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
 
 
 def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
-    """``leaf`` [batch, heads, slots, width] by ``order`` [batch, heads, fewer slots], 0 where not ``retained``."""
+    """Return ``leaf`` [batch, heads, slots, width] at ``order`` [batch, heads,
+    fewer slots], 0 where not ``retained``."""
     picked = gathered(leaf, order)
     return torch.where(retained.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))

@@ -37,7 +37,7 @@ from kinformer.runtime.derivatives import first_order
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
     cast = operand_dtype(q)
     if cast is not None:
         with no_autocast(q.device):
@@ -56,7 +56,7 @@ def chunked(
 def _step(
     token: tuple[Tensor, Tensor, Tensor, Tensor], w: Tensor, log_decay: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token (its q, k, v and beta), in the dtype of the state."""
+    """Absorb one token (its q, k, v and beta) by the recurrence, in the dtype of the state."""
     q, k, v, beta = token
     dtype = v.dtype
     if any(x.dtype != w.dtype for x in (q, k, v, beta)):
@@ -66,12 +66,14 @@ def _step(
         w = w.masked_fill(reset[:, :, None, None], 0)
     if log_decay is not None:
         w = w * log_decay.to(w.dtype).exp().view(*w.shape[:2], -1, 1)
+    # W <- W + k (beta (v - W^T k))^T, with rows for k and v
     w = torch.addcmul(w, k.mT, (v - k @ w) * beta.unsqueeze(-1))
     return (q @ w).to(dtype), w
 
 
 class _Chunked(torch.autograd.Function):
-    """q, k, v, beta [batch, heads, time, 1] in the dtype of the products, w in that of the accumulators."""
+    """The blockwise rule with a backward of its own: q, k, v, beta [batch, heads, time, 1] in the dtype of the
+    products, w in that of the accumulators."""
 
     @staticmethod
     def forward(
@@ -117,11 +119,12 @@ class _Tokens(NamedTuple):
 
 
 def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
+    """Return outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
     q, k, v, beta, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
     _, inverse = _inverse(blocks, K, B)
+    # R diag(beta), so that U = (R diag(beta)) V - (R diag(beta) K) W.
     scaled = inverse * B.mT
     U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(K, blocks.enter))
     W, last = _write(blocks, U, X, gate(K, blocks.leave), w)
@@ -133,21 +136,24 @@ def _absorb(tokens: _Tokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _gradients(
     tokens: _Tokens, W: Tensor, grad_out: Tensor, grad_w: Tensor, learns: bool
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of q, k, v, beta and, if it ``learns``, log_decay; and of W before the tile, from those of outputs and
-    of W after it."""
+    """Return the gradients of q, k, v, beta and, if it ``learns``, log_decay; and that of W before the tile,
+    from those of outputs and of W after it."""
     q, k, v, beta, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
     K_enter, K_leave = gate(K, blocks.enter), gate(K, blocks.leave)
     A, inverse = _inverse(blocks, K, B)
+    # V - K W: what the keys read before the block, subtracted from what they should hold.
     error = torch.baddbmm(V, K_enter, W, alpha=-1)
     U = torch.bmm(inverse * B.mT, error)
     P = blocks.scores(Q, K)
+    # G = R^T (P^T dO + K dW): the first term at once, the second while dW runs back through the blocks.
     G, X = torch.bmm(inverse.mT, torch.bmm(P.mT, Y)), torch.bmm(inverse.mT, K_leave)
     local = torch.bmm(gate(Q, blocks.enter).mT, Y)
     dW, first = _read_back(blocks, G, X, local, K_enter * B, grad_w)
     dP = blocks.hide_(torch.bmm(Y, U.mT))
     dQ = blocks.add_to_rows_(gate(torch.bmm(Y, W.mT), blocks.enter), dP, K)
+    # The gradient of M = I + diag(beta) A is -R^T dU U^T = -G U^T, since U = M^-1 (..); the sign enters below.
     dA = torch.bmm(G, U.mT)
     dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
     dV = G.mul_(B)
@@ -171,19 +177,20 @@ def _gradients(
 
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
-    """W after each block, from those before it."""
+    """Return W after each block, from those before it."""
     decayed = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
     return torch.baddbmm(decayed, K.mT, U)
 
 
 def _inverse(blocks: SequenceBlocks, K: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
+    """Return A, the strictly lower part of K K^T, and (I + diag(beta) A)^-1, computed in float32 at least."""
     A = blocks.scores(K, K, diagonal=-1)
+    # In bfloat16 the rounding errors of the substitution would grow from row to row.
     return A, unit_lower_inverse((A * B).to(accumulator_dtype(A))).to(A.dtype)
 
 
 def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; returns W before each block and the last W."""
+    """Run U <- U - X W, W <- W + K^T U over the blocks, U in place; return W before each block and the last W."""
     W = w.flatten(0, 1)
     states = []
     for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
@@ -212,7 +219,7 @@ def _read_back(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
-    """total + alpha * a b, the product in the dtype of a and b, the sum in that of ``total``."""
+    """Return total + alpha * a b, the product in the dtype of a and b, the sum in that of ``total``."""
     if total.dtype == a.dtype:
         return torch.baddbmm(total, a, b, alpha=alpha)
     return torch.add(total, torch.bmm(a, b), alpha=alpha)

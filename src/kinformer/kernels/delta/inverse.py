@@ -9,7 +9,7 @@ TILE = 8
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 for strictly lower triangular matrices [count, size, size], size 8 times a power of two.
+    """Return (I + lower)^-1 for strictly lower triangular matrices [count, size, size], size 8 times a power of two.
 
     Forward substitution inside tiles of 8 on the diagonal, all tiles along the last axis, then doubling:
     the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. Faster than a batched triangular solve, and unlike
@@ -22,6 +22,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     while half < size:
         for start in range(0, size, 2 * half):
             first, second = slice(start, start + half), slice(start + half, start + 2 * half)
+            # -B' C A'
             below = torch.bmm(inverse[:, second, second], lower[:, second, first])
             inverse[:, second, first] = torch.bmm(below, inverse[:, first, first]).neg_()
         half *= 2
@@ -29,13 +30,13 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _diagonal_tiles(matrices: Tensor) -> Tensor:
-    """A view [count, TILE, TILE, tiles] of [count, size, size]."""
+    """View the tiles on the diagonal of [count, size, size] as [count, TILE, TILE, tiles]."""
     count, size, _ = matrices.shape
     return matrices.view(count, size // TILE, TILE, size // TILE, TILE).diagonal(dim1=1, dim2=3)
 
 
 def _substitute(tiles: Tensor) -> Tensor:
-    """The same inverse for [TILE, TILE, ...], row by row."""
+    """Return the inverses of tiles [TILE, TILE, ...] by forward substitution, row by row."""
     tiles = tiles.contiguous()
     inverse = torch.zeros_like(tiles)
     inverse.diagonal().fill_(1)

@@ -1,4 +1,4 @@
-"""What a chunk does to the memory of the delta rule, without the memory: W <- a W + b, a being a matrix.
+"""The summary of a chunk for the delta rule, which needs no memory to apply it to: W <- a W + b, a being a matrix.
 
 Summaries compose, and composing is associative, so that chunks of one text may be summarised apart (on other ranks, in
 a tree) and joined afterwards.
@@ -40,6 +40,7 @@ def summarise(
     run of the chunked rule, with features + head_dim columns.
     """
     dtype, features = accumulator_dtype(k, v), k.shape[-1]
+    # Columns [0, V] with initial state [I, 0]: the first half ends as a, the second as b.
     nothing = functional.pad(v, (features, 0))
     start = torch.eye(features, dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
     _, state = chunked(k, k, nothing, beta, functional.pad(start, (0, v.shape[-1])), log_decay, reset)

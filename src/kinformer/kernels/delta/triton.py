@@ -38,7 +38,7 @@ _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor w, Tensor? log_de
 
 @triton.jit
 def inverse(lower, LEVELS: tl.constexpr, SIZE: tl.constexpr):
-    """(I + lower)^-1 for ``lower`` strictly so, by doubling: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']].
+    """Return (I + lower)^-1 for ``lower`` strictly so, by doubling: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']].
 
     Unlike a product of powers it does not cancel where many keys are alike.
     """
@@ -150,7 +150,7 @@ class DeltaCut(Cut):
         self.k, self.beta = k, beta.contiguous()
 
     def run(self, v: Tensor, w: Tensor, *, q: Tensor | None = None, y: Tensor | None = None) -> States:
-        """:func:`solve` and :func:`run` from the state w; with q and y, those of the backward, v being P^T Y."""
+        """Run :func:`solve` and :func:`run` from the state w; with q and y, those of the backward, v being P^T Y."""
         k, m, n, reverse = self.k, self.k.shape[-1], v.shape[-1], q is not None
         x, u = torch.empty_like(k), torch.empty_like(v)
         solve[(self.rows * self.count,)](
@@ -171,7 +171,7 @@ class DeltaCut(Cut):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, log_decay: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
+    """Return outputs [batch, heads, time, head_dim] and the final W; arguments as for ``delta_rule``."""
     check_reverse("Triton's delta rule", q, k, v, beta, state, log_decay)
     cast, operand_types = operand_dtype(q), v.dtype
     if cast is not None:
@@ -208,7 +208,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: Any) -> tupl
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, beta, w and, if it ``learns``, of log_decay; without, nothing."""
+    """Return the gradients of q, k, v, beta, w and, if it ``learns``, of log_decay (else an empty tensor)."""
     q, k, v, beta, w, log_decay, reset, learns = saved_inputs
     q, k, v, Y = (x.contiguous() for x in (q, k, v, Y))
     wide, strength = w.dtype, beta.unsqueeze(-1)
@@ -252,7 +252,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
-    """With ``squares`` the widths of products of two tokens beside those of ``solve``, which also inverts."""
+    """Return the floating-point operations, ``squares`` being the widths of products of two tokens beside
+    those of ``solve``, which also inverts."""
     batch, heads, time, m = k.shape
     size = block_size(time, _largest(k))
     inverted = 2 * (size.bit_length() - 1) * size
@@ -267,7 +268,8 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
 
 @register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
 def _backward_flops(*arguments: Any, **_: Any) -> int:
-    """The forward's ``run`` and its own, and six mixes, four of which read states."""
+    """Return the operations of a backward: the forward's ``run``, that of the backward, and
+    six mixes, four of which read states."""
     k, v = arguments[3:5]
     width = k.shape[-1] + v.shape[-1]
     return _flops(k, v, 6 * width, states=5 + 4) + _flops(k, v, 0, states=0)

@@ -1,4 +1,4 @@
-"""How the chunkwise kernels cut a sequence into blocks, what a ``reset`` inside a block hides, and what has decayed.
+"""Blocks of the chunkwise kernels: how a sequence is cut, what a ``reset`` inside a block hides, and what has decayed.
 
 A block is a tile of the computation, without meaning to the caller: results do not depend on its size. With a decay
 (Sun et al. 2023, RetNet; Yang et al. 2024, GLA and Gated DeltaNet) and G_t its logarithms summed from the block's first
@@ -23,7 +23,7 @@ TILE_ELEMENTS = 2**18
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of states and sums: that of the inputs, at least float32."""
+    """Return the dtype of states and sums: that of the inputs, at least float32."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -31,7 +31,7 @@ def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of the big products: bfloat16 for bfloat16 inputs, else that of the accumulators.
+    """Return the dtype of the big products: bfloat16 for bfloat16 inputs, else that of the accumulators.
 
     float16 products are left out on purpose: a state summed over a long past overflows them.
     """
@@ -41,17 +41,19 @@ def product_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def operand_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast, where it is on, gives to operands like ``x``; None where they stay as they are."""
+    """Return the dtype that autocast, where it is on, gives to operands like
+    ``x``; None where they stay as they are."""
     return None if x.dtype == torch.float64 else autocast_dtype(x.device)
 
 
 def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
-    """(batch, time) slices, in order of time for each batch row, which the kernels work through one after another.
+    """Return (batch, time) slices, in order of time for each batch row, which the kernels compute one after another.
 
     On a CPU a tile's intermediate results stay in the cache and in memory that is handed out again at once; elsewhere,
     and in a compiled graph, everything is one tile.
     """
     batch, heads, time, features = q.shape
+    # A GPU fills its cores with one large call; in a graph, every tile would be traced on its own.
     if q.device.type != "cpu" or torch.compiler.is_compiling():
         return [(slice(0, batch), slice(0, time))]
     tokens = TILE_ELEMENTS // (heads * max(features, v.shape[-1], SIZES[-1]))
@@ -94,19 +96,19 @@ class SequenceBlocks:
         return self.batch * self.heads
 
     def split(self, x: Tensor) -> Tensor:
-        """[batch, heads, time, n] -> [rows * count, size, n], the last block filled up with zeros."""
+        """Return [batch, heads, time, n] as [rows * count, size, n], the last block filled up with zeros."""
         missing = self.count * self.size - self.time
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         return x.reshape(self.rows * self.count, self.size, x.shape[-1])
 
     def join(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`split`."""
+        """Invert :meth:`split`: [rows * count, size, n] -> [batch, heads, time, n]."""
         x = x.view(self.batch, self.heads, self.count * self.size, x.shape[-1])
         return x[:, :, : self.time]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """[rows * count, ...] -> [rows, count, ...]."""
+        """View [rows * count, ...] as [rows, count, ...]."""
         return x.view(self.rows, self.count, *x.shape[1:])
 
     def hide_(self, scores: Tensor, diagonal: int = 0) -> Tensor:
@@ -117,21 +119,21 @@ class SequenceBlocks:
         return scores
 
     def scores(self, Q: Tensor, K: Tensor, diagonal: int = 0) -> Tensor:
-        """Q K^T [rows * count, size, size] of what is seen, as far as it has not decayed."""
+        """Return Q K^T [rows * count, size, size] of visible pairs, times what has not decayed between them."""
         if self.channels is None:
             return self.hide_(torch.bmm(Q, K.mT), diagonal)
         return self.hide_(self.channels.scores(Q, K), diagonal)
 
     def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
-        """total + P K in place, for P (hidden) the gradient of :meth:`scores`: that of Q."""
+        """Add P K to ``total`` in place: for P (hidden) the gradient of :meth:`scores`, this is the gradient of Q."""
         return total.baddbmm_(P, K) if self.channels is None else self.channels.add_to_rows_(total, P, K)
 
     def add_to_columns_(self, total: Tensor, P: Tensor, Q: Tensor) -> Tensor:
-        """total + P^T Q in place: the gradient of K."""
+        """Add P^T Q to ``total`` in place: for P as in :meth:`add_to_rows_`, this is the gradient of K."""
         return total.baddbmm_(P.mT, Q) if self.channels is None else self.channels.add_to_columns_(total, P, Q)
 
     def decay_gradient(self, change: Tensor, states: Tensor) -> Tensor:
-        """The gradient of the logarithms of the decay, [batch, heads, time] or [.., features].
+        """Return the gradient of the logarithms of the decay, [batch, heads, time] or [.., features].
 
         ``change`` [rows * count, size, features] is that of their sums G: q dq - k dk for a token that is read by its q
         and written by its k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block.
@@ -140,6 +142,7 @@ class SequenceBlocks:
         if self.channels is None:
             change, states = change.sum(-1, keepdim=True), states.sum(-1, keepdim=True)
         if self.sequence is None:
+            # G_t sums the decays up to t, so the gradient of a decay is the sum of those of all later G.
             return self.join(change.flip(1).cumsum_(1).flip(1).add_(states.unsqueeze(1)))
         within = torch.ones(self.size, self.size, dtype=change.dtype, device=change.device).triu_()
         same = (self.sequence.unsqueeze(-1) == self.sequence.unsqueeze(-2)).to(change.dtype)
@@ -150,7 +153,7 @@ class SequenceBlocks:
 
 
 def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, largest: int = SIZES[-1]) -> SequenceBlocks:
-    """The blocks for ``x`` [batch, heads, time, n], with the masks of ``reset`` [batch, time] in the dtype of ``x``.
+    """Cut ``x`` [batch, heads, time, n] into blocks, with the masks of ``reset`` [batch, time] in the dtype of ``x``.
 
     log_decay: [batch, heads, time] or [batch, heads, time, n], not above 0, in the dtype of the accumulators.
     """
@@ -164,7 +167,7 @@ def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, larges
 
 
 def number(reset: Tensor, count: int, size: int) -> Tensor:
-    """[batch, count, size], how many of ``reset`` [batch, time] stand in a block up to each token."""
+    """Return how many of ``reset`` [batch, time] stand in a block up to each token, [batch, count, size]."""
     flags = F.pad(reset.long(), (0, count * size - reset.shape[1]))
     return flags.view(-1, count, size).cumsum(-1)
 
@@ -193,24 +196,26 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -
     last = sums[:, -1:]
     decayed = replace(
         blocks,
+        # exp(G_t), exp(G_last - G_s) and exp(G_last): exponents of at most 0, so nothing overflows.
         enter=gate(sums.exp().to(dtype), blocks.enter),
         leave=gate((last - sums).exp_().to(dtype), blocks.leave),
         keep=gate(blocks.by_row(last.exp().mT), blocks.keep),
     )
     if per_channel:
         return replace(decayed, channels=Channels(sums, dtype))
+    # exp(G_t - G_s); above the diagonal the exponent is positive, and those pairs are hidden: clamp, or inf * 0 is NaN.
     between = (sums - sums.mT).clamp_(max=0).exp_().to(dtype)
     between = between.view(blocks.batch, blocks.heads, blocks.count, blocks.size, blocks.size)
     return replace(decayed, same=gate(between, blocks.same))
 
 
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
+    """Return ``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
     return x if mask is None else x * mask
 
 
 def scan(local: Tensor, initial: Tensor, keep: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """The state before every block and after the last: state_{j+1} = keep_j * state_j + local_j.
+    """Return the state before every block and after the last: state_{j+1} = keep_j * state_j + local_j.
 
     local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep: [rows, count, m or 1, 1] or None.
     ``reverse`` runs from the last block to the first (gradients of states: the one after every block, and the

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class Channels:
-    """Of ``sums`` [blocks, size, features], the logarithms of the decay summed over a block (size a power of two).
+    """The factors between tokens whose channels decay unlike, from ``sums`` [blocks, size, features], the logarithms of
+    the decay summed over a block (size a power of two).
 
     The factors, log2(size) / 2 times the size of ``sums`` twice over, are made once, in ``dtype``.
     """
@@ -26,12 +27,13 @@ class Channels:
         half = self.size // 2
         while half:
             earlier, later = _half(sums, half, 0), _half(sums, half, 1)
+            # exp(G_t - G_s) = exp(G_t - G_mid) exp(G_mid - G_s), neither above 1
             middle = earlier[:, :, -1:]
             self.levels.append((half, (later - middle).exp_().to(dtype), (middle - earlier).exp_().to(dtype)))
             half //= 2
 
     def scores(self, Q: Tensor, K: Tensor) -> Tensor:
-        """P [blocks, size, size], zero above the diagonal."""
+        """Return P [blocks, size, size], zero above the diagonal."""
         P = Q.new_zeros(Q.shape[0], self.size, self.size)
         P.diagonal(dim1=1, dim2=2).copy_((Q * K).sum(-1))
         for half, later, earlier in self.levels:
@@ -40,7 +42,8 @@ class Channels:
         return P
 
     def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
-        """total_t + sum_s P_ts k_s exp(G_t - G_s) in place, for P [blocks, size, size], zero above the diagonal."""
+        """Add sum_s P_ts k_s exp(G_t - G_s) to total_t in place, for P [blocks,
+        size, size], zero above the diagonal."""
         total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), K)
         for (half, later, earlier), p in zip(self.levels, self._corners(P), strict=True):
             read = torch.bmm(p, (_half(K, half, 0) * earlier).flatten(0, 1))
@@ -48,7 +51,7 @@ class Channels:
         return total
 
     def add_to_columns_(self, total: Tensor, P: Tensor, Q: Tensor) -> Tensor:
-        """total_s + sum_t P_ts q_t exp(G_t - G_s) in place."""
+        """Add sum_t P_ts q_t exp(G_t - G_s) to total_s in place."""
         total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), Q)
         for (half, later, earlier), p in zip(self.levels, self._corners(P), strict=True):
             written = torch.bmm(p.mT, (_half(Q, half, 1) * later).flatten(0, 1))
@@ -56,16 +59,16 @@ class Channels:
         return total
 
     def _corner(self, P: Tensor, half: int) -> Tensor:
-        """A view [blocks, half, half, count] of the products between later (rows) and earlier halves."""
+        """View the products between later (rows) and earlier halves, [blocks, half, half, count]."""
         count = self.size // (2 * half)
         return P.view(-1, count, 2, half, count, 2, half)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
 
     def _corners(self, P: Tensor) -> Iterator[Tensor]:
-        """The same as [blocks * count, half, half], level by level."""
+        """Yield the products between halves as [blocks * count, half, half], level by level."""
         for half, _, _ in self.levels:
             yield self._corner(P, half).permute(0, 3, 1, 2).reshape(-1, half, half)
 
 
 def _half(x: Tensor, half: int, which: int) -> Tensor:
-    """A view [blocks, size / (2 half), half, features] of the earlier (0) or the later (1) halves."""
+    """View the earlier (0) or the later (1) halves as [blocks, size / (2 half), half, features]."""
     return x.unflatten(1, (-1, 2, half))[:, :, which]

@@ -36,7 +36,7 @@ from kinformer.runtime.derivatives import first_order
 
 
 def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     cast = operand_dtype(q)
     if cast is not None:
@@ -54,7 +54,7 @@ def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Ten
 
 
 def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One token, in the dtype of the state."""
+    """Absorb one token by the recurrence, in the dtype of the state."""
     q, k, v, log_decay, eps, reset = sequence
     dtype = v.dtype
     if q.dtype != s.dtype or k.dtype != s.dtype or dtype != s.dtype:
@@ -66,6 +66,7 @@ def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tenso
     if log_decay is not None:
         factor = log_decay.to(s.dtype).exp().squeeze(2) if log_decay.dim() == 4 else log_decay.to(s.dtype).exp()
         s, z = s * factor.unsqueeze(-1), z * factor
+    # S_t = a_t S_(t-1) + k_t v_t^T, z_t = a_t z_(t-1) + k_t
     s = torch.addcmul(s, k.mT, v)
     z = z + k.squeeze(2)
     out = q @ s
@@ -75,7 +76,8 @@ def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tenso
 
 
 class _Chunked(torch.autograd.Function):
-    """q, k, v in the dtype of the products, s, z and log_decay in that of the accumulators."""
+    """The blockwise sums with a backward of their own: q, k, v in the dtype of the products, s, z and
+    log_decay in that of the accumulators."""
 
     @staticmethod
     def forward(
@@ -112,13 +114,14 @@ class _Chunked(torch.autograd.Function):
 
 
 def _absorb(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, and S and z after the tile."""
+    """Return the outputs, and S and z after the tile."""
     q, k, v, log_decay, eps, reset = sequence
     blocks = cut(q, reset, log_decay)
     Q, K, V = blocks.split(q), blocks.split(k), blocks.split(v)
     S, Z, s, z = _states(blocks, K, V, s, z)
     P = blocks.scores(Q, K)
     Q_enter = gate(Q, blocks.enter)
+    # (P V + Q S), then divided by (P 1 + Q z + eps)
     out = torch.bmm(P, V).baddbmm_(Q_enter, S)
     if eps is not None:
         out.div_(_divisor(blocks, P, Q_enter, Z, eps))
@@ -132,8 +135,8 @@ def _gradients(
     after: tuple[Tensor, Tensor],
     learns: bool,
 ) -> tuple[Any, ...]:
-    """Gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, from those of the outputs
-    and of S and z after it (``after``); ``before``: S and z before it."""
+    """Return the gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, from those of
+    the outputs and of S and z after it (``after``); ``before``: S and z before it."""
     q, k, v, log_decay, eps, reset = sequence
     (s, z), (grad_s, grad_z) = before, after
     blocks = cut(q, reset, log_decay)
@@ -144,10 +147,12 @@ def _gradients(
     g = None
     if eps is not None:
         divisor = _divisor(blocks, P, Q_enter, Z, eps)
+        # From here on Y is the gradient of the numerator: d(N / D) / dN = 1 / D.
         Y = (Y / divisor).to(q.dtype)
     dQ = torch.bmm(Y, S.mT)
     dP = torch.bmm(Y, V.mT)
     if eps is not None:
+        # g = -(Y . numerator) / D, the gradient of D; Y . (P V + Q S) needs no copy of the outputs.
         g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
         dQ.addcmul_(g, Z.to(dQ.dtype))
         dP.add_(g)
@@ -173,7 +178,7 @@ def _gradients(
 
 
 def _divisor(blocks: SequenceBlocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float) -> Tensor:
-    """q . z + eps [rows * count, size, 1]; 1 where the last block was filled up."""
+    """Return q . z + eps [rows * count, size, 1]; 1 where the last block was filled up."""
     divisor = P.sum(-1, dtype=Z.dtype).add_((Q * Z).sum(-1)).add_(eps)
     divisor.view(blocks.rows, -1)[:, blocks.time :] = 1
     return divisor.unsqueeze(-1)
@@ -182,7 +187,8 @@ def _divisor(blocks: SequenceBlocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float
 def _states(
     blocks: SequenceBlocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S [rows * count, features, head_dim] and z [rows * count, 1, features] before each block; both after the last."""
+    """Return S [rows * count, features, head_dim] and z [rows * count, 1, features]
+    before each block; both after the last."""
     K = gate(K, blocks.leave)
     S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), s.flatten(0, 1), blocks.keep)
     added = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype))
@@ -191,7 +197,7 @@ def _states(
 
 
 def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> tuple[Tensor, Tensor]:
-    """dz, the gradient of z after each block [rows * count, 1, features], and that of the initial z."""
+    """Return dz, the gradient of z after each block [rows * count, 1, features], and that of the initial z."""
     last = grad_z.flatten(0, 1).unsqueeze(1)
     if g is None:
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
@@ -205,6 +211,7 @@ def _transposed(keep: Tensor | None) -> Tensor | None:
 
 
 def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
-    """States [rows * count, ...] after each block, from those before each and the last, in the dtype of ``last``."""
+    """Return states [rows * count, ...] after each block, from those before each
+    and the last, in the dtype of ``last``."""
     rows = blocks.by_row(states)[:, 1:].to(last.dtype)
     return torch.cat([rows, last.unsqueeze(1)], dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Which implementations kernel attention has, for the linear rule and the delta rule alike.
+"""The implementations of kernel attention, for the linear rule and the delta rule alike.
 
 reference   the recurrence, token by token
 chunked     blocks, in PyTorch
@@ -21,8 +21,9 @@ WIDEST = 256
 
 
 def choose_impl(name: str, impl: LinearImpl) -> str:
-    """The implementation that ``impl`` stands for in the function called ``name``: itself, and for "auto" "chunked",
-    whatever device and size: the Triton kernels have been timed on no GPU, so that nothing speaks for them yet."""
+    """Return the implementation that ``impl`` stands for in the function called ``name``:
+    itself, or "chunked" for "auto" on all devices and sizes. The Triton kernels have been timed
+    on no GPU, so that nothing speaks for them yet."""
     if impl not in IMPLS:
         raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     return "chunked" if impl == "auto" else impl

@@ -13,7 +13,7 @@ from kinformer.kernels.linear.sequence import LinearSequence
 
 
 def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     dtype = accumulator_dtype(q, k, v)
     s, z = s.to(dtype), z.to(dtype)
@@ -26,6 +26,7 @@ def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, 
             decay = log_decay[:, :, t].to(dtype).exp().view(*z.shape[:2], -1)
             s, z = s * decay[..., None], z * decay
         query, key, value = (x[:, :, t].to(dtype) for x in (q, k, v))
+        # S <- S + k v^T
         s = s + key[..., :, None] * value[..., None, :]
         z = z + key
         out = (query[..., :, None] * s).sum(-2)

@@ -1,4 +1,4 @@
-"""A running maximum for keys that lack a factor too large or too small for a number.
+"""A running maximum for features that lack a factor exp(b) too large or too small for a number.
 
 With b_t the logarithm of what key t lacks and c_t = max over s <= t of ceil(b_s), the state times exp(-c_t) is finite:
 key t enters it with exp(b_t - c_t) <= 1, and it decays by exp(c_(t-1) - c_t) <= 1. A quotient of two such sums does not
@@ -30,12 +30,13 @@ class Running(NamedTuple):
 def running_maximum(
     lacking: Tensor, before: Tensor, begun: Tensor, valid: Tensor | None, reset: Tensor | None
 ) -> Running:
-    """Of ``lacking`` [batch, heads, time], the b of a chunk.
+    """Return the factors and decays for ``lacking`` [batch, heads, time], the exponents b of a chunk's keys.
 
     before: [batch, heads] int64, c before the chunk in rows that have ``begun`` ([batch] bool).
     valid, reset: [batch, time] bool or None; invalid keys do not count.
     """
     lacking = lacking.clamp(-_LARGEST, _LARGEST)
+    # In int64 differences are exact up to 2^44; float32 would round exponents above 2^24.
     whole = lacking.detach().double().ceil().long()
     if valid is not None:
         whole = torch.where(valid[:, None], whole, _NOTHING)
@@ -44,6 +45,7 @@ def running_maximum(
     lift = number[:, None] * _FAR  # sequences one above the other
     c = (torch.cat([first, whole], dim=-1) + lift).cummax(dim=-1).values - lift
     fresh = (c[..., :-1] == _NOTHING) | (number[:, None, 1:] != number[:, None, :-1])
+    # c_(t-1) - c_t, at most 0; at a sequence's first token there is no state to decay.
     log_decay = (c[..., :-1] - c[..., 1:]).masked_fill(fresh, 0).to(lacking.dtype).clamp_min(_GONE)
     exponent = lacking - c[..., 1:].to(lacking.dtype)
     if valid is not None:

@@ -1,4 +1,4 @@
-"""What linear attention's kernels are given: the tokens of a chunk, and the state before it."""
+"""The arguments of linear attention's kernels: the tokens of a chunk, and the state before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LinearState(NamedTuple):
 
 
 class LinearSequence(NamedTuple):
-    """Arguments of ``linear_attention`` as they are there; ``eps`` is the normaliser's."""
+    """The arguments of ``linear_attention``, in its shapes; ``eps`` is the normaliser's."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +28,7 @@ class LinearSequence(NamedTuple):
     reset: Tensor | None
 
     def part(self, batch: slice, time: slice) -> LinearSequence:
-        """Some rows and tokens of it."""
+        """Return the rows ``batch`` and the tokens ``time`` of the sequence."""
         at = batch, slice(None), time
         q, k, v = self.q[at], self.k[at], self.v[at]
         decay = None if self.log_decay is None else self.log_decay[at]

@@ -1,4 +1,4 @@
-"""What a chunk does to the state of linear attention, without the state: S <- a S + s, z <- a z + z_chunk.
+"""The summary of a chunk for linear attention, which needs no state to apply it to: S <- a S + s, z <- a z + z_chunk.
 
 Summaries compose, and composing is associative, so that chunks of one text may be summarised apart (on other ranks, in
 a tree) and joined afterwards.
@@ -18,7 +18,8 @@ from kinformer.runtime.autocast import no_autocast
 
 
 class LinearSummary(NamedTuple):
-    """``a`` [batch, heads, features or 1], what is left of the state; ``s``, ``z``: what is added, as LinearState's."""
+    """The effect of a chunk: ``a`` [batch, heads, features or 1] is left of the state; ``s`` and ``z``,
+    shaped like LinearState's, are added."""
 
     a: Tensor
     s: Tensor

@@ -39,7 +39,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def product(a, b, total):
-    """total + a b, float32 operands in full precision (not in TensorFloat-32)."""
+    """Return total + a b, float32 operands in full precision (not in TensorFloat-32)."""
     if _INTERPRETED:  # the interpreter of Triton 3.7 multiplies the bits of bfloat16 as whole numbers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -47,8 +47,8 @@ def product(a, b, total):
 
 @triton.jit
 def factors(decay, reset, row, heads, time, at, SIZE: tl.constexpr):
-    """Of the block whose tokens are ``at``: sums of the decay's logarithms, the sequence's number, and what is left of
-    the state at each token, of each token after the block, and of the state after the block."""
+    """Return for the block whose tokens are ``at``: the running sums of the decay's logarithms, the sequence numbers,
+    and the factors of the state at each token, of each token after the block, and of the state after the block."""
     sums = tl.zeros([SIZE], tl.float32)
     begun = tl.zeros([SIZE], tl.int32)
     if decay is not None:
@@ -78,7 +78,7 @@ def mix(
     a, b, x, states, out, decay, reset, weights, sums_z, divisor, eps, heads, time, count, m, n, step_m, step_n,
     SIZE: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """One block, ``COLUMNS`` of its n columns. a, b [rows, time, m], x and out [rows, time, n].
+    """Compute one block, ``COLUMNS`` of its n columns. a, b [rows, time, m], x and out [rows, time, n].
 
     states: [rows, count, ...] with steps ``step_m`` and ``step_n``, or None. With a ``divisor`` [rows, time], out is
     divided by a . z + eps, which is written there (sums_z: [rows, count, m]). Else weights [rows, time], of the rows'
@@ -124,7 +124,8 @@ def accumulate(
     k, v, weights, first, first_z, states, states_z, last, last_z, decay, reset, heads, time, count, m, n,
     SIZE: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """``INNER`` rows and ``COLUMNS`` columns of S and z of one sequence, before every block and after the last one.
+    """Compute ``INNER`` rows and ``COLUMNS`` columns of S and z of one sequence, before every block and after the last
+    one.
 
     REVERSE: k and v are Q and Y, weights g or None, and states go from the last block to the first: those after every
     block, and that before the first.
@@ -155,18 +156,18 @@ def accumulate(
 
 
 def side(width: int) -> int:
-    """The power of two that ``width`` is filled up to."""
+    """Return the power of two that ``width`` is filled up to."""
     return max(LEAST, triton.next_power_of_2(width))
 
 
 def tile(width: int, dtype: torch.dtype) -> int:
-    """How much of a width one product takes: 64 numbers of bfloat16, 32 of float32. So an operand of ``LARGEST``
-    tokens has 8 KiB, and the few that a step loads, two or three steps ahead, fit into 99 KiB of shared memory."""
+    """Return how much of a width one product takes: 64 numbers of bfloat16, 32 of float32. An operand of ``LARGEST``
+    tokens then has 8 KiB, and the few that a step loads, two or three steps ahead, fit into 99 KiB of shared memory."""
     return min(side(width), 128 // dtype.itemsize)
 
 
 def block_size(time: int, largest: int = LARGEST) -> int:
-    """Tokens in a block of sequences of so many: no more than hold them all."""
+    """Return the number of tokens in a block for sequences of ``time`` tokens: no more than hold them all."""
     return min(largest, side(time))
 
 
@@ -203,7 +204,8 @@ class Cut:
         self, a: Tensor, b: Tensor, x: Tensor, states: Tensor | None = None, *, transposed: bool = False,
         reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Any,
     ) -> Tensor:  # fmt: skip
-        """:func:`mix`, in ``dtype`` or that of x; the states, where ``transposed``, are [rows, count, n, m]."""
+        """Run the kernel :func:`mix`, in ``dtype`` or that of x; the states, where
+        ``transposed``, are [rows, count, n, m]."""
         out = torch.empty_like(x, dtype=dtype)
         m, n = a.shape[-1], x.shape[-1]
         extra = (normaliser.get(name) for name in ("weights", "sums_z", "divisor"))
@@ -218,7 +220,7 @@ class Cut:
     def accumulate(
         self, k: Tensor, v: Tensor, s: Tensor, z: Tensor, weights: Tensor | None = None, reverse: bool = False
     ) -> States:
-        """:func:`accumulate`, from the states s [batch, heads, m, n] and z [batch, heads, m]."""
+        """Run the kernel :func:`accumulate` from the states s [batch, heads, m, n] and z [batch, heads, m]."""
         m, n = k.shape[-1], v.shape[-1]
         states = k.new_empty(self.rows, self.count, m, n), z.new_empty(self.rows, self.count, m)
         new_states = States(*states, s.new_empty(self.rows, m, n), z.new_empty(self.rows, m))
@@ -230,19 +232,21 @@ class Cut:
         return new_states
 
     def ended(self, states: Tensor, last: Tensor, slopes: Tensor) -> Tensor:
-        """S dS after every block, summed, [rows * count, 1] float32, from the states before the blocks and the last."""
+        """Return S dS after every block, summed, [rows * count, 1] float32, from the
+        states before the blocks and the last."""
         after = torch.cat([states[:, 1:].to(last.dtype), last.unsqueeze(1)], 1)
         return (after * slopes.to(last.dtype)).flatten(2).sum(-1).view(-1, 1)
 
     def decay_gradient(self, change: Tensor, ended: Tensor) -> Tensor:
-        """That of log_decay, from q dq - k dk summed over features, [batch, heads, time] float32, and S dS."""
+        """Return the gradient of log_decay, from q dq - k dk summed over features,
+        [batch, heads, time] float32, and S dS."""
         numbers = None if self.reset is None else number(self.reset, self.count, self.size)
         blocks = SequenceBlocks(self.batch, self.heads, self.time, self.count, self.size, sequence=numbers)
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()
 
 
 def attend(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
     q, k, v, log_decay, eps, reset = sequence
     check_reverse("Triton's linear attention", q, k, v, s, z, log_decay)
     cast, operand_types = operand_dtype(q), v.dtype
@@ -286,7 +290,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any) -> tupl
     "bool normalised, bool learns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(Y: Tensor, grad_s: Tensor, grad_z: Tensor, out: Tensor, divisor: Tensor, *saved_inputs: Any) -> Any:
-    """Gradients of q, k, v, s, z and, if it ``learns``, of log_decay; without, nothing."""
+    """Return the gradients of q, k, v, s, z and, if it ``learns``, of log_decay (else an empty tensor)."""
     *tensors, log_decay, reset, normalised, learns = saved_inputs
     s, z = tensors[3:]
     q, k, v = (x.contiguous() for x in tensors[:3])
@@ -333,7 +337,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def block_flops(time: int, size: int, squares: int, states: int) -> int:
-    """Floating-point operations of a sequence's products, by what one block of ``size`` tokens has: products of two
+    """Return the floating-point operations of a sequence's products, by one block of ``size`` tokens: products of two
     tokens, in all ``squares`` wide, and of a token and a state of ``states`` numbers."""
     return triton.cdiv(time, size) * (2 * size * size * squares + 2 * size * states)
 

@@ -1,4 +1,4 @@
-"""Looking up the best of many remembered keys, and attention to what was found (Wu et al. 2022).
+"""Search for the best of many memories, and attention to the chosen ones (Wu et al. 2022).
 
 Memories are what consecutive positions left; a query may see a range of them. A search names ``topk`` of them:
 
@@ -29,7 +29,8 @@ IMPLS = names_of(LookupImpl)
 
 
 class Search(NamedTuple):
-    """``kind`` is one of ``SEARCHES``; ``lists`` belong to "inverted", which finds topk / (probes + 1) in each.
+    """The settings of a search: ``kind`` is one of ``SEARCHES``; ``lists`` belong to "inverted", which returns topk /
+    (probes + 1) from each.
 
     ``impl``: "chunked" never holds all scores, "reference" does; "auto" is "chunked".
     """
@@ -41,7 +42,8 @@ class Search(NamedTuple):
 
 
 def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: InvertedFile | None = None) -> Tensor:
-    """Which memories the queries q [batch, heads, time, head_dim] find: [batch, heads, time, topk] int64.
+    """Return the memories that the queries q [batch, heads, time, head_dim] are to see: [batch, heads, time, topk]
+    int64.
 
     Memories are counted from the first of ``pieces``, which follow each other; -1 stands for none. For "bucketed" the
     first one's position and the size of each piece are multiples of topk, and queries and keys are no longer than 1.
@@ -56,6 +58,7 @@ def look_up(q: Tensor, pieces: list[MemorySlice], search: Search, filed: Inverte
         if search.kind != "inverted":
             return _scan(q.detach(), pieces, search.kind, search.topk, search.impl)
         assert search.lists is not None and filed is not None
+        # Memories in no list yet are one more list to search: every list, and they, give the same share of topk.
         share = search.topk // (search.lists.probes + 1)
         find = reference.find if search.impl == "reference" else lists.find
         old = find(q.detach(), filed, search.lists, share) if pieces[0].size else _none(q, search.topk - share)

@@ -1,4 +1,4 @@
-"""Searches tile by tile: of the scores of a tile, which stays in the cache, only the best are kept.
+"""Searches tile by tile: only the best scores of a tile outlive it, so a tile stays in the cache.
 
 A bucket's best is found by one maximum over whole numbers (see ``numbered``), which rounds scores.
 """
@@ -20,7 +20,7 @@ _FEW = 8
 
 
 def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
-    """The ``topk`` of largest score among all that were seen so far, tile after tile."""
+    """Return the ``topk`` memories of largest score among all seen so far, tile after tile."""
     best = q.new_full((*q.shape[:3], topk), -torch.inf)
     best_slots = torch.full_like(best, -1, dtype=torch.int64)
     rows = max(4 * topk, _PAIRS // (q.shape[0] * q.shape[1] * q.shape[2]))
@@ -33,7 +33,7 @@ def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
 
 
 def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
-    """The best of each bucket; of many queries one head of one row after the other."""
+    """Return the best memory of each bucket; many queries go one head of one row at a time."""
     if q.shape[2] <= _FEW:
         rows = _few(q, pieces, topk)
     else:
@@ -53,7 +53,7 @@ def _few(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
 
 
 def _buckets(q: Tensor, keys: list[Tensor], topk: int) -> Tensor:
-    """Rows of ``topk`` memories: the row [topk, time] of the best in each bucket, for q [time, head_dim]."""
+    """Return the row [topk, time] of the best memory in each bucket, for q [time, head_dim]."""
     time, total = q.shape[0], sum(len(piece) for piece in keys) // topk
     scores = numbered(q, keys, total)
     numbers = scores.rows(torch.arange(total * topk, device=q.device), topk)
@@ -68,7 +68,7 @@ def _buckets(q: Tensor, keys: list[Tensor], topk: int) -> Tensor:
 
 
 def _tiles(keys: list[Tensor], rows: int) -> Iterator[tuple[Tensor, int]]:
-    """Keys [..., memories, head_dim] of at most ``rows`` memories at a time, and the number of the first."""
+    """Yield keys [..., memories, head_dim] of at most ``rows`` memories at a time, and the number of the first."""
     begin = 0
     for piece in keys:
         for first in range(0, piece.shape[-2], rows):

@@ -20,15 +20,15 @@ from kinformer.kernels.lookup.numbered import Floats, Integers, numbered
 
 
 class CoarseQuantizer(NamedTuple):
-    """``centroids`` [heads, lists, head_dim] of the lists, and how many of these (``probes``) a query looks at."""
+    """The centroids [heads, lists, head_dim] of the lists, and how many of these (``probes``) a query looks at."""
 
     centroids: Tensor
     probes: int
 
 
 class InvertedFile(NamedTuple):
-    """Keys [batch, heads, slots, head_dim] sorted by list; ``assignments`` [.., slots, 2] int64: of each 1 + its list
-    (0: an empty slot) and its position; those from position ``first`` on may be found."""
+    """The memories sorted by list: keys [batch, heads, slots, head_dim], and ``assignments`` [.., slots, 2] int64, 1 +
+    the list of each (0: an empty slot) and its position. Those from position ``first`` on may be returned."""
 
     k: Tensor
     assignments: Tensor
@@ -36,14 +36,18 @@ class InvertedFile(NamedTuple):
 
 
 def centroids(num_heads: int, count: int, head_dim: int) -> Tensor:
-    """Random directions [num_heads, count, head_dim], the same ones always."""
+    """Return random directions [num_heads, count, head_dim], the same ones for every call."""
     generator = torch.Generator("cpu").manual_seed(count)
     directions = torch.randn(num_heads, count, head_dim, generator=generator, device="cpu")
     return directions / directions.norm(dim=-1, keepdim=True)
 
 
 def insert(k: Tensor, v: Tensor, assignments: Tensor, keep: int, filed: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-    """The last ``keep`` positions of all three [batch, heads, slots, width], sorted by list and then by position.
+    """Return the last ``keep`` positions of all three [batch, heads, slots, width], sorted by list and then by
+    position.
+
+    They come in the order of their positions, after those that are ``filed`` already, of which there are ``keep`` at
+    most.
 
     They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
     """
@@ -56,7 +60,7 @@ def insert(k: Tensor, v: Tensor, assignments: Tensor, keep: int, filed: Sequence
 
 
 def _taken(old: Tensor, new: Tensor, order: Tensor) -> Tensor:
-    """Slots ``order`` [batch, heads, n] of two tensors that follow each other, without joining them."""
+    """Return the slots ``order`` [batch, heads, n] of two tensors that follow each other, without joining them."""
     count = old.shape[2]
     if not count:
         return _rows(new, order)
@@ -67,25 +71,25 @@ def _taken(old: Tensor, new: Tensor, order: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, slots: Tensor) -> Tensor:
-    """Rows [batch, heads, n, width] of x at ``slots`` [batch, heads, n]."""
+    """Return the rows [batch, heads, n, width] of x at ``slots`` [batch, heads, n]."""
     first = x.shape[2] * torch.arange(slots.shape[0] * slots.shape[1], device=x.device).view(*slots.shape[:2], 1)
     return x.flatten(0, 2).index_select(0, (first + slots).flatten()).view(*slots.shape, -1)
 
 
 def assignments_of(k: Tensor, position: int, lists: CoarseQuantizer) -> Tensor:
-    """List and position [batch, heads, n, 2] of new memories with keys ``k``, the first at ``position``."""
+    """Return the list and position [batch, heads, n, 2] of new memories with keys ``k``, the first at ``position``."""
     nearest = (k @ lists.centroids.to(k)[None].mT).argmax(dim=-1) + 1
     positions = torch.arange(position, position + k.shape[2], device=k.device).expand_as(nearest)
     return torch.stack([nearest, positions], dim=-1)
 
 
 def probed(q: Tensor, lists: CoarseQuantizer) -> Tensor:
-    """The lists (from 1 on) that each query looks at: [batch, heads, time, probes]."""
+    """Return the lists (from 1 on) that each query looks at: [batch, heads, time, probes]."""
     return (q @ lists.centroids.to(q)[None].mT).topk(lists.probes, dim=-1).indices + 1
 
 
 def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
-    """Slots [batch, heads, time, probes * share] that the queries find, -1 for none."""
+    """Return the slots [batch, heads, time, probes * share] of the best memories in the probed lists, -1 for none."""
     accumulator = state_dtype(q.dtype)
     wanted, count = probed(q, lists), lists.centroids.shape[1]
     if q.is_meta or isinstance(q, FakeTensor):  # what even lists would cost
@@ -109,7 +113,8 @@ class _Head:
         self.k, self.visible, self.begins, self.share = k, visible, begins, share
 
     def find(self, q: Tensor, wanted: Tensor) -> Tensor:
-        """Slots [time, probes, share] for q [time, head_dim] that looks at the lists ``wanted`` [time, probes]."""
+        """Return slots [time, probes, share] for q [time, head_dim] that looks
+        at the lists ``wanted`` [time, probes]."""
         order = wanted.flatten().argsort()
         ends = torch.bincount(wanted.flatten(), minlength=len(self.begins)).cumsum(0).tolist()
         scores = numbered(q[order // wanted.shape[1]], [self.k], -(-max(self._sizes()) // self.share))
@@ -129,7 +134,7 @@ class _Head:
         return [end - begin for begin, end in pairwise(self.begins)]
 
     def _rows(self, scores: Floats | Integers) -> Tensor:
-        """Numbers [slots, 1] of the rows of all lists; those that must not be found never are."""
+        """Return row numbers [slots, 1] within the lists; hidden memories get a number that never wins."""
         begins, sizes = (torch.tensor(item, device=self.k.device) for item in (self.begins, self._sizes()))
         slots = torch.arange(len(self.k), device=self.k.device)
         first = begins[:1].repeat(len(self.k))
@@ -137,7 +142,8 @@ class _Head:
         return scores.rows(slots - first, self.share).masked_fill_(~self.visible[:, None], scores.never)
 
     def _best(self, scores: Floats | Integers, keys: Tensor, queries: slice, rows: Tensor, best: Tensor) -> None:
-        """The best [share, queries] of each bucket of one list, not positive where there is none."""
+        """Compute the best [share, queries] of each bucket of one list into
+        ``best``, not positive where there is none."""
         size = len(keys)
         numbers = best.new_empty(-(-size // self.share) * self.share, best.shape[1])
         numbers[size:] = 0

@@ -40,7 +40,9 @@ _INT8 = 127
 
 
 class _Numbered:
-    """Numbers are of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added to it.
+    """Numbered scores of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added.
+
+    With ``never`` as its row number, a memory has no positive score.
 
     ``never``: with it for a row's number, none of its scores is positive.
     """
@@ -51,16 +53,16 @@ class _Numbered:
     never: int
 
     def rows(self, order: Tensor, per: int) -> Tensor:
-        """Numbers [n, 1] of the rows, of ``per`` memories each, of the memories that ``order`` [n] counts."""
+        """Return the row numbers [n, 1], with ``per`` memories to a row, of the memories that ``order`` [n] counts."""
         return (order[:, None] // per).to(self.whole).add_(self.base)
 
     def row_of(self, best: Tensor) -> Tensor:
-        """The rows of numbered scores."""
+        """Return the rows of numbered scores."""
         return (best & ((1 << self.bits) - 1)).long()
 
 
 class Floats(_Numbered):
-    """Of queries [queries, head_dim], for row numbers of so many ``bits``."""
+    """Numbered scores that are floats, of queries [queries, head_dim], with ``bits`` for the row number."""
 
     def __init__(self, q: Tensor, bits: int, narrow: bool) -> None:
         self.q, self.bits, self.dtype = q.to(torch.bfloat16) if narrow else q, bits, q.dtype
@@ -68,17 +70,19 @@ class Floats(_Numbered):
         self.never = torch.iinfo(self.whole).min
 
     def rounded(self, keys: Tensor) -> Tensor:
-        """Keys as :meth:`write` takes them."""
+        """Return keys in the dtype that :meth:`write` takes."""
         return keys.to(self.q.dtype)
 
     def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
-        """Numbered scores of ``keys`` [n, head_dim] and some queries into ``out`` [n, queries] of ``whole`` numbers."""
+        """Write numbered scores of ``keys`` [n, head_dim] and some queries to
+        ``out`` [n, queries] of ``whole`` numbers."""
         out.view(self.dtype).copy_(keys @ self.q[queries].T).add_(_POSITIVE)
         out.bitwise_and_(-1 << self.bits).add_(rows)
 
 
 class Integers(_Numbered):
-    """Of queries [queries, head_dim] and a tensor or more of ``keys`` [n, head_dim], which have one scale."""
+    """Numbered scores from int8 products, of queries [queries, head_dim] and tensors
+    ``keys`` [n, head_dim] with one scale."""
 
     whole = torch.int32
     base = 1 << 30
@@ -102,7 +106,8 @@ class Integers(_Numbered):
 
 
 def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
-    """What scores q [queries, head_dim] with ``keys`` [n, head_dim], of which a bucket holds ``rows`` at most."""
+    """Return the numbered scores of q [queries, head_dim] with ``keys`` [n, head_dim], of
+    which a bucket holds ``rows`` at most."""
     bits = (rows - 1).bit_length()
     many = q.dtype == torch.float32 and sum(map(len, keys)) >= _MANY
     fine = _longest(q.shape[1], bits) >= _INT8
@@ -113,13 +118,13 @@ def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
 
 
 def _longest(head_dim: int, bits: int) -> float:
-    """The largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
+    """Return the largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
     return (2 ** ((30 - bits) / 2) - math.sqrt(head_dim) / 2) / _POSITIVE
 
 
 @cache
 def _multiplies_int8(device: str) -> bool:
-    """Whether int8 products are exact and faster than others."""
+    """Return whether int8 products are exact and faster than others on the device."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     flags = processor() or ""

@@ -10,18 +10,18 @@ from kinformer.kernels.lookup.slices import MemorySlice
 
 
 def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
-    """See :func:`kinformer.kernels.lookup.look_up`."""
+    """Return the ``topk`` best of all memories; see :func:`kinformer.kernels.lookup.look_up`."""
     return _best(_scores(q, pieces), topk)
 
 
 def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
-    """See :func:`kinformer.kernels.lookup.look_up`."""
+    """Return the best memory of each bucket; see :func:`kinformer.kernels.lookup.look_up`."""
     best = _scores(q, pieces).unflatten(-1, (-1, topk)).argmax(dim=-2)
     return best * topk + torch.arange(topk, device=q.device)
 
 
 def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
-    """See :func:`kinformer.kernels.lookup.lists.find`."""
+    """Return the best memories of the probed lists; see :func:`kinformer.kernels.lookup.lists.find`."""
     scores = q @ filed.k.to(q.dtype).mT
     assigned, position = filed.assignments[:, :, None].unbind(-1)
     slots = torch.arange(assigned.shape[-1], device=q.device)

@@ -10,7 +10,7 @@ from kinformer.kernels.softmax.request import Gathered
 
 
 class MemorySlice(NamedTuple):
-    """``size`` memories from slot ``first`` on of ``k``, ``v`` [batch, heads, slots, head_dim]."""
+    """A range of memories, ``size`` of them from slot ``first`` on, of ``k``, ``v`` [batch, heads, slots, head_dim]."""
 
     k: Tensor
     v: Tensor
@@ -19,12 +19,12 @@ class MemorySlice(NamedTuple):
 
     @property
     def keys(self) -> Tensor:
-        """The keys in range, a view."""
+        """Return a view of the keys in range."""
         return self.k[:, :, self.first : self.first + self.size]
 
 
 def gathered(slots: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gathered]:
-    """The keys and the values of what ``look_up`` has ``slots``, as attention takes them."""
+    """Return the keys and the values at ``slots``, the result of ``look_up``, in the form that attention takes."""
     extents = tuple((item.first, item.size) for item in slices)
     keys, values = tuple(item.k for item in slices), tuple(item.v for item in slices)
     return Gathered(slots, keys, extents), Gathered(slots, values, extents)

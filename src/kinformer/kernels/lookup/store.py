@@ -1,5 +1,5 @@
-"""The memories of a sequence while it goes through a chunk: found by segments, evicted from the recent ones in larger
-blocks.
+"""The memories of a sequence while a chunk passes: queries search segment by segment, and recent memories are evicted
+in larger blocks.
 
 A query sees the memories of earlier segments. Those up to the last multiple of ``batch_of`` positions are evicted to
 tensors of their own, which are copied when the next part joins them and not before; the others are still among the
@@ -21,7 +21,7 @@ from kinformer.kernels.lookup.lists import assignments_of, insert
 
 
 class StoreSizes(NamedTuple):
-    """``segment``, ``memory_size`` and ``batch_of`` in positions: the first divides the others."""
+    """The sizes ``segment``, ``memory_size`` and ``batch_of`` in positions: the first divides the others."""
 
     segment: int
     memory_size: int
@@ -37,7 +37,7 @@ class Evicted(NamedTuple):
     assignments: Tensor
 
     def last(self, keep: int) -> Evicted:
-        """The last ``keep`` slots."""
+        """Return the last ``keep`` memories."""
         if self.k.shape[2] <= keep:
             return self
         return Evicted(*(item[:, :, item.shape[2] - keep :] for item in self))
@@ -54,8 +54,11 @@ class Subsequence(NamedTuple):
 
 
 class Store:
-    """Of rows that go through a chunk alike: what is ``evicted``, and ``fresh`` keys and values [batch, heads, past +
-    time, head_dim]. ``seen``: tokens before the chunk."""
+    """The memories of rows whose sequences begin and end at the same tokens of a chunk.
+
+    ``evicted``: memories that left the window; ``fresh``: keys and values [batch, heads, past + time, head_dim] of the
+    window and the chunk; ``seen``: the number of tokens before the chunk.
+    """
 
     def __init__(
         self, rules: StoreSizes, search: Search, evicted: Evicted, seen: int, fresh: tuple[Tensor, Tensor], time: int
@@ -64,8 +67,8 @@ class Store:
         self.evicted = evicted.last(min(seen // rules.batch_of * rules.batch_of, rules.memory_size))
 
     def absorb(self, q: Tensor, scaled: Tensor, runs: list[Subsequence]) -> Tensor:
-        """What queries [batch, heads, time, head_dim] of the chunk find by ``q`` and attend to by ``scaled``; 0 outside
-        of the runs."""
+        """Return the attention of queries [batch, heads, time, head_dim] to their memories, 0 outside of the
+        runs: ``q`` searches, ``scaled`` attends."""
         outputs = []
         for run in runs:
             if not run.past:
@@ -104,12 +107,12 @@ class Store:
             self.evicted = Evicted(*insert(k, v, assignments, min(stop, size), self.evicted))
 
     def _slot(self, position: int, run: Subsequence) -> int:
-        """Where a position of the run stands among the fresh ones."""
+        """Return the slot of a position of the run among the fresh memories."""
         return self.past + run.begin + position - run.position
 
 
 def join(rows: list[Tensor]) -> Tensor:
-    """Rows [batch, heads, slots, width] of different numbers of right-aligned slots as one tensor."""
+    """Join rows [batch, heads, slots, width] with different numbers of right-aligned slots into one tensor."""
     if len(rows) == 1:
         return rows[0]
     most = max(row.shape[2] for row in rows)
@@ -117,7 +120,7 @@ def join(rows: list[Tensor]) -> Tensor:
 
 
 def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """``begin .. end`` in parts that end at multiples of ``size``."""
+    """Yield parts of ``begin .. end`` that end at multiples of ``size``."""
     while begin < end:
         stop = min(end, (begin // size + 1) * size)
         yield begin, stop

@@ -20,7 +20,8 @@ IMPLS = names_of(LstmImpl)
 
 
 class Weights(NamedTuple):
-    """``w`` [4 width, dim], ``u`` [4 width, width] and their biases [4 width], gates in the order i, f, g, o."""
+    """The weights: ``w`` [4 width, dim], ``u`` [4 width, width] and their biases [4
+    width], gates in the order i, f, g, o."""
 
     w: Tensor
     u: Tensor

@@ -16,7 +16,7 @@ from kinformer.runtime.compiling import uncompiled
 
 @uncompiled("PyTorch's own LSTM is one operation")
 def whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Every row is one sequence of full length that goes on from h and c."""
+    """Run rows that are one sequence of full length each, going on from h and c."""
     y, after, memory = torch._VF.lstm(  # type: ignore[attr-defined]
         x,
         (h[None].contiguous(), c[None].contiguous()),
@@ -35,7 +35,7 @@ def whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[T
 def ragged(
     x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor, reset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences begin at the tokens marked by ``reset`` (valid ones), and where a row goes on from h and c."""
+    """Run sequences that begin at the tokens marked by ``reset`` (valid ones), and where a row goes on from h and c."""
     batch, time, _ = x.shape
     tokens = valid.flatten().nonzero()[:, 0]
     if not len(tokens):
@@ -46,6 +46,7 @@ def ragged(
     run = begins.cumsum(0) - 1
     starts = begins.nonzero()[:, 0]
     offset = torch.arange(len(tokens), device=x.device) - starts[run]
+    # ``PackedSequence`` wants the longest sequence first: step t then holds the first steps[t] sequences.
     longest_first = torch.bincount(run).argsort(descending=True, stable=True)
     rank = longest_first.argsort()
     order = (offset * len(starts) + rank[run]).argsort()

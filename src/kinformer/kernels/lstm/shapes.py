@@ -1,4 +1,4 @@
-"""What an LSTM costs, where tensors are shapes without numbers: the same products, the same memory for the backward.
+"""The cost of an LSTM where tensors are shapes without numbers: the same products, the same memory for the backward.
 
     2 * 4 width (dim + width) FLOPs a token forward, twice that backward
 
@@ -24,7 +24,7 @@ _PAGES = 7 * 4096 // 2
 
 
 def stand_in(x: Tensor, h: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of the right shapes: all h_t [batch, time, width], h and c."""
+    """Return outputs of the right shapes: all h_t [batch, time, width], h and c."""
     w, u, w_bias, u_bias = weights
     before = h[:, None] + x[..., :1]
     y = _Work.apply(linear(x, w, w_bias), linear(before, u, u_bias), max(0, w.shape[1] - u.shape[1]))

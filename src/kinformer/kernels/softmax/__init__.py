@@ -1,1 +1,2 @@
-"""What all kernels of softmax attention share: the request, the result, their merging, and dropout by a seed."""
+"""The parts that all kernels of softmax attention share: the request, the result,
+their merging, and dropout by a seed."""

@@ -28,11 +28,12 @@ class AttentionDropout(NamedTuple):
 
     @classmethod
     def drawn(cls, p: float, training: bool) -> AttentionDropout | None:
-        """With a seed from PyTorch's global generator; None, and nothing drawn, where nothing is to be dropped."""
+        """Draw a seed from PyTorch's global generator; return None, without a draw, where nothing is to be dropped."""
         return cls(p, int(torch.randint(2**31, ()))) if training and p > 0 else None
 
     def retained_mask(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Bool of the ``shape`` [batch, heads, time, slots]: which probabilities are kept, all at once."""
+        """Return which probabilities are retained, all at once: a bool tensor of the
+        ``shape`` [batch, heads, time, slots]."""
         batch, heads, time, slots = shape
         indices = (torch.arange(count, device=device) for count in (batch * heads, time, slots))
         rows, columns = dropout_words(self.seed, *indices)
@@ -41,7 +42,7 @@ class AttentionDropout(NamedTuple):
 
 
 def _scrambled(x: Tensor) -> Tensor:
-    """A bijective hash of 32-bit words held in int64 (the ``lowbias32`` constants of C. Wellons)."""
+    """Return a bijective hash of 32-bit words held in int64 (the ``lowbias32`` constants of C. Wellons)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
@@ -52,7 +53,8 @@ def _signed(x: Tensor) -> Tensor:
 
 
 def dropout_words(seed: int, heads: Tensor, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 words [heads, queries] and [slots] whose sums, mixed by :func:`keep`, decide each probability's fate.
+    """Return int32 words [heads, queries] and [slots] whose sums, mixed by :func:`keep`, decide each probability's
+    fate.
 
     heads are numbers batch_row * q_heads + head, queries and slots numbers from 0 in the call.
     """
@@ -63,8 +65,9 @@ def dropout_words(seed: int, heads: Tensor, queries: Tensor, slots: Tensor) -> t
 
 
 def keep(words: Tensor, p: float, spare: Tensor) -> Tensor:
-    """Mix int32 ``words`` in place (``spare``: another such tensor) and say as bool which exceed a share ``p``."""
+    """Mix int32 ``words`` in place (``spare``: another such tensor) and return as bool which exceed a share ``p``."""
     for shift, odd in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         torch.bitwise_right_shift(words, shift, out=spare)
         words.bitwise_xor_(spare.bitwise_and_(_WORD >> shift)).mul_(odd)
+    # Uniform int32 words lie below p 2^32 - 2^31 with probability p.
     return words >= min(round(p * 2**32), _WORD) - 2**31

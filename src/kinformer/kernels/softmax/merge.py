@@ -12,7 +12,7 @@ from kinformer.kernels.softmax.request import Attended
 
 
 def merge(one: Attended, two: Attended) -> Attended:
-    """The softmax over the keys of both, which must be disjoint:
+    """Return the softmax over the keys of both, which must be disjoint:
 
     out = (e^lse1 out1 + e^lse2 out2) / (e^lse1 + e^lse2),   lse = log(e^lse1 + e^lse2)
 
@@ -21,9 +21,11 @@ def merge(one: Attended, two: Attended) -> Attended:
     assert one.lse is not None and two.lse is not None
     top = torch.maximum(one.lse, two.lse).detach()
     top = top.masked_fill(top == -torch.inf, 0)
+    # e^(lse - top) is at most 1; the maximum cancels in the quotient, so that it takes no gradient.
     first, second = (one.lse - top).exp(), (two.lse - top).exp()
     total = first + second
     blind = total == 0
+    # Neither side saw a key: both weights are 0, and 0 / 1 keeps output and gradient finite.
     safe = total.masked_fill(blind, 1)
     first, second = ((weight / safe)[..., None].to(one.out.dtype) for weight in (first, second))
     return Attended(one.out * first + two.out * second, (safe.log() + top).masked_fill(blind, -torch.inf))

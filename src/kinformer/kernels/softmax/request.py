@@ -1,4 +1,4 @@
-"""What a call of softmax attention asks for beside q, k and v (who sees whom, how much), and what it gets."""
+"""The request of a call of softmax attention beside q, k and v (who sees whom, how much), and its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kinformer.kernels.softmax.dropout import AttentionDropout
 
 
 class Visibility(NamedTuple):
-    """Who: which keys a query may see. All conditions that are given hold together.
+    """The keys that a query may see; all conditions that are set must hold together.
 
     ``pattern``: by positions. Query i stands at slot past + i of the keys, past = slots - time. None: queries and keys
         are two sets without an order, as in cross-attention, and every query sees every key.
@@ -37,13 +37,13 @@ class Visibility(NamedTuple):
     key_positions: Tensor | None = None
 
     def distance(self) -> Tensor:
-        """[batch, time, slots]: position of the query - position of the key, where both are given without a pattern."""
+        """Return the position of the query - that of the key, [batch, time, slots], where there is no pattern."""
         assert self.positions is not None and self.key_positions is not None
         return self.positions[:, :, None] - self.key_positions[:, None]
 
 
 class Scoring(NamedTuple):
-    """How much: the score of a query and a key, of which the softmax is taken, and what becomes of its probability.
+    """The score of a query and a key, of which the softmax is taken, and the dropout of its probability.
 
     ``scale``, ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a
     ``core.parts.Position``. ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs
@@ -59,14 +59,15 @@ class Scoring(NamedTuple):
 
     @classmethod
     def of(cls, score: Score, relative: Relative | None = None, dropout: AttentionDropout | None = None) -> Scoring:
-        """That of a mixer's parts; the query that a position shifts by is taken as the score takes queries."""
+        """Return the scoring of a mixer's parts; the query that a position shifts by is
+        transformed as the score transforms queries."""
         if relative is not None and relative.shift is not None:
             relative = relative._replace(shift=score.queries(relative.shift))
         return cls(score.scale, score.form, score.vector(), relative, dropout=dropout)
 
 
 class Attended(NamedTuple):
-    """``out`` [batch, heads, time, head_dim_v] and, where it was asked for, ``lse`` [batch, heads, time]: the
+    """The result: ``out`` [batch, heads, time, head_dim_v] and, on request, ``lse`` [batch, heads, time], the
     log-sum-exp of a query's scores, in float32 or better, -inf where it sees nothing, untouched by dropout."""
 
     out: Tensor
@@ -74,7 +75,7 @@ class Attended(NamedTuple):
 
 
 def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Room for what attention gives: what an operator with these first arguments declares of its results."""
+    """Return empty tensors of the shapes of attention's output and log-sum-exp, for an operator's declaration."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
@@ -92,7 +93,7 @@ class Projected(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Keys or values that each query found among memories of its row and head; they take no gradient.
+    """Keys or values that a search chose for each query among the memories of its row and head; they take no gradient.
 
     ``slots`` [batch, heads, time, topk] int64 counts the slots of the memories, -1 stands for none. Memories are ranges
     of ``tables`` [batch, heads, slots, width] that follow each other: of each, ``extents`` has the first slot and the
@@ -104,7 +105,7 @@ class Gathered(NamedTuple):
     extents: tuple[tuple[int, int], ...]
 
     def made(self, like: Tensor) -> Tensor:
-        """[batch, heads * time, topk, width] in the dtype of ``like``, 0 for none."""
+        """Return the chosen rows [batch, heads * time, topk, width] in the dtype of ``like``, 0 for none."""
         batch, heads, time, topk = self.slots.shape
         parts = (
             table[:, :, first : first + size] for table, (first, size) in zip(self.tables, self.extents, strict=True)
@@ -116,7 +117,8 @@ class Gathered(NamedTuple):
 
 
 def query_positions(visibility: Visibility, q: Tensor, slots: int) -> Tensor:
-    """[batch, time] int64, those of the slots where none are given."""
+    """Return the positions of the queries, [batch, time] int64: those of the
+    call, or of their slots where it has none."""
     if visibility.positions is not None:
         return visibility.positions
     batch, _, time, _ = q.shape

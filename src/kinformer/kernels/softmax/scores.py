@@ -1,4 +1,4 @@
-"""What a query and a key are made into before the softmax: the forms of a score, and what distances do to it.
+"""The forms of a score, from products of queries and keys, and the terms that distances add to it.
 
 dot        scale * q . k
 modulus    scale * |q k| of complex numbers [re, im], none conjugated
@@ -18,7 +18,8 @@ EPS = 1e-12
 
 
 def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
-    """``table`` [heads, n, ...] of distances from ``lowest`` on at ``distance`` [...]: [heads, ..., ...], 0 outside."""
+    """Return the entries of ``table`` [heads, n, ...] (distances from ``lowest`` on) at ``distance``
+    [...], as [heads, ..., ...], 0 outside."""
     if not table.shape[1]:
         return table.new_zeros(table.shape[0], *distance.shape, *table.shape[2:])
     index = distance - lowest
@@ -28,7 +29,8 @@ def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
 
 
 def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
-    """``scores`` [batch, heads, m, n] of q [batch, heads, m, head_dim] with what ``distance`` [batch, m, n] does."""
+    """Return ``scores`` [batch, heads, m, n] of q [batch, heads, m, head_dim] with
+    the terms of ``distance`` [batch, m, n]."""
     relative = scoring.relative
     assert relative is not None
     if relative.factor is not None:
@@ -42,7 +44,7 @@ def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tens
 
 
 def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
-    """q_i . table[d_ij] [batch, heads, m, n], one of the queries or of the keys at a time, whichever are fewer."""
+    """Return q_i . table[d_ij] [batch, heads, m, n], one query or one key at a time, whichever are fewer."""
     if distance.shape[1] <= distance.shape[2]:
         rows = (relative_at(table, part, lowest).transpose(0, 1) for part in distance.unbind(1))
         return torch.stack([(row @ part[..., None])[..., 0] for row, part in zip(rows, q.unbind(2), strict=True)], 2)
@@ -51,7 +53,7 @@ def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
 
 
 def mixed(weights: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
-    """sum_j weights_ij table[d_ij] [batch, heads, m, head_dim] of ``weights`` [batch, heads, m, n]."""
+    """Return sum_j weights_ij table[d_ij] [batch, heads, m, head_dim] of ``weights`` [batch, heads, m, n]."""
     if distance.shape[1] <= distance.shape[2]:
         rows = (relative_at(table, item, lowest).transpose(0, 1) for item in distance.unbind(1))
         return torch.stack(
@@ -64,13 +66,13 @@ def mixed(weights: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tens
 
 
 def complex_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q = [re, im] as the vectors whose products with [re, im] keys are the real and imaginary part of q k."""
+    """Return q = [re, im] as the vectors whose products with [re, im] keys are the real and imaginary part of q k."""
     real, imaginary = q.chunk(2, dim=-1)
     return torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)
 
 
 def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> Tensor:
-    """Scores [..., m, n] of q [..., m, head_dim] and k [..., n, head_dim] as their form says.
+    """Return scores [..., m, n] of q [..., m, head_dim] and k [..., n, head_dim] in the form of ``scoring``.
 
     ``vector`` is that of the form "additive", and broadcasts to [..., m, n, head_dim].
     """
