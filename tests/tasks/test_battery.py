@@ -27,7 +27,7 @@ CASES = {
     "algorithm": {
         "train": QUICK | {"digits": "1-2"},
         "evaluate": {"problems": 4},
-        "generate": {"prompt": "12=", "max_new_tokens": 2},
+        "generate": {"prompt": "12="},
     },
     "image": {
         "member": "image-transformer",

@@ -44,7 +44,7 @@ def test_from_the_command_line(cli, tmp_path):
     assert code == 0 and "squared hertz of 64 waves" in text
     code, told, _ = cli("train", "toy", "--out", out, "--resume", "--steps", "20", "--json")
     assert code == 0 and json.loads(told)["steps"] == 20
-    assert "regression options" in cli("train", "--help")[1]
+    assert "regression options" in cli("train", "--task", "regression", "--help")[1]
 
 
 def test_from_python(tmp_path):
