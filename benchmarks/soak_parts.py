@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = SMALL | {
     "hidden_dim": DIM, "chunk_size": 3, "num_buckets": 4, "rounds": 2, "num_clusters": 3, "local_heads": 1, "rank": 3,
     "memory_size": 12, "topk": 3, "compressed": 4, "max_length": 48, "num_keys": 6, "key_dim": 8,
     "max_span": 12, "ramp": 4, "multiple": 4, "rate": 2, "steps": 3, "num_heads": 2, "kernel": 3, "dropout": 0.0,
-    "iterations": 2, "redraw": 0, "sparse": False, "impl": "auto", "checkpoint": False, "cut": 0, "noise": False,
+    "iterations": 2, "redraw": 0, "impl": "auto", "cut": 0, "noise": False,
 }  # fmt: skip
 """Sizes that a sequence of some forty tokens crosses more than once, and what is not drawn, by the names of fields."""
 OF_KINDS: dict[str, dict[str, Any]] = {

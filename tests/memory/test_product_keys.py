@@ -14,9 +14,17 @@ from kinformer.blocks.product_keys import ProductKeys
 from kinformer.cli.main import main
 from kinformer.core.contract import Chunk
 from kinformer.evaluation.usage import record_usage
+from kinformer.family.build import configure
 from kinformer.mixers.linear import LinearAttention
 from kinformer.runtime.errors import KinformerError
-from kinformer.testing import MODEL_CHECKS, ContractError, ModelSubject, examine
+from kinformer.testing import (
+    ENCODER_MODEL_CHECKS,
+    MODEL_CHECKS,
+    ContractError,
+    EncoderModelSubject,
+    ModelSubject,
+    examine,
+)
 from kinformer.training.distributed import Group, check_shared
 from kinformer.training.optimiser import Optimiser
 from kinformer.training.settings import Settings
@@ -257,3 +265,9 @@ def test_the_sparse_gradient_is_no_larger_than_the_table():
     gradient = memory.values.weight.grad
     assert gradient.is_sparse and gradient._nnz() <= 9 < 100 * 4 * 5
     torch.testing.assert_close(gradient.to_dense(), dense.values.weight.grad)
+
+
+@pytest.mark.parametrize("check", ENCODER_MODEL_CHECKS)
+def test_encoders_with_sparse_values_keep_their_laws(check):
+    config = configure("bert", "tiny", 19, set={"layers.*.feed_forward": SMALL})
+    ENCODER_MODEL_CHECKS[check](EncoderModelSubject(config.build, 19, batch=2, time=15))

@@ -22,6 +22,14 @@ _MISSING = (RuntimeError, KinformerError)
 """What stands for a derivative that there is not."""
 
 
+def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
+    """The gradients of ``loss`` by ``points``, zeros where it does not depend on one; sparse ones are made dense."""
+    gradients = torch.autograd.grad(
+        loss, list(points), create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+
+
 def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Module, inputs: str, where: str) -> None:
     """The gradients of ``function`` at ``points`` (float64 leaves: the ``inputs``, then the weights of ``module``)."""
     try:
@@ -43,8 +51,7 @@ def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) 
 
     def gradient(at: Sequence[Tensor], further: bool = False) -> tuple[Tensor, ...]:
         loss = sum(((y * u).sum() for y, u in zip(function(*at), upstream, strict=True)), torch.zeros(()))
-        grads = torch.autograd.grad(loss, list(at), create_graph=further, allow_unused=True, materialize_grads=True)
-        return tuple(item.to_dense() if item.is_sparse else item for item in grads)
+        return tuple(dense_gradients(loss, at, create_graph=further))
 
     def curvature() -> tuple[Tensor, ...]:
         slopes = gradient(points, further=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.testing.derivatives import agree_derivatives, agree_gradients
+from kinformer.testing.derivatives import agree_derivatives, agree_gradients, dense_gradients
 from kinformer.testing.encoder_subject import Case, EncoderMixerSubject, EncoderSubject
 from kinformer.testing.errors import BITS, GRADIENTS, VALUES, agree, require
 
@@ -154,8 +154,7 @@ def _outcome(
     if valid is not None and outputs.shape[:2] == valid.shape:
         picked = outputs[valid]
     loss = (picked.flatten(0, -2) * torch.linspace(-1, 1, outputs.shape[-1], dtype=outputs.dtype)).square().sum()
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return outputs.detach(), dict(zip(leaves, gradients, strict=True))
+    return outputs.detach(), dict(zip(leaves, dense_gradients(loss, list(leaves.values())), strict=True))
 
 
 def _near(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:

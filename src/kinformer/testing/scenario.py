@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core import state as states
+from kinformer.testing.derivatives import dense_gradients
 from kinformer.testing.errors import GRADIENTS, VALUES, agree, agree_states, require
 from kinformer.testing.subject import Subject, named_leaves
 
@@ -100,9 +101,8 @@ def outcome(subject: Subject, module: Any, how: How, plan: Plan, start: Any) -> 
     outputs, state = how(subject, module, plan._replace(inputs=inputs), start)
     seen = outputs if plan.valid is None else outputs[plan.valid]
     loss = (seen * _weights(seen)).sum() + project(state)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    return ContractOutputs(outputs.detach(), states.detach(state), dict(zip(leaves, dense, strict=True)))
+    gradients = dense_gradients(loss, list(leaves.values()))
+    return ContractOutputs(outputs.detach(), states.detach(state), dict(zip(leaves, gradients, strict=True)))
 
 
 def _as_leaf(leaf: Tensor) -> Tensor:
