@@ -1,4 +1,4 @@
-"""How much of the state of kernel attention is left at every token: the part ``decay``."""
+"""The share of the state of kernel attention that is left at every token: the part ``decay``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kinformer.core.config import Config
 
 
 class Decay(nn.Module):
-    """``forward(x)``: logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
+    """A decay; ``forward(x)`` returns its logarithms, not above 0, for inputs x [batch, time, dim] of the mixer.
 
     [batch, heads, time], or [batch, heads, time, features] where every feature has its own; in float32 at least.
     ``coupled``: a token enters with what it leaves of the state taken from one, (1 - a) k. ``by_channel``: every
@@ -26,5 +26,5 @@ class DecayConfig(Config):
     slot = "decay"
 
     def build(self, dim: int, num_heads: int, features: int) -> Decay:
-        """For inputs of width ``dim``, and so many ``features`` in each head."""
+        """Build the decay for inputs of width ``dim``, and so many ``features`` in each head."""
         raise NotImplementedError

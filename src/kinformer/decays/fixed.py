@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Fixed(Decay):
-    """Heads h = 0, 1, ...: half of the state is left after 0.69 * 2^(first + h) tokens."""
+    """The decays of heads h = 0, 1, ...: half of the state is left after 0.69 * 2^(first + h) tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
@@ -33,5 +33,6 @@ class Fixed(Decay):
 
     def forward(self, x: Tensor) -> Tensor:
         exponents = torch.arange(self.num_heads, device=x.device, dtype=torch.float64) + self.first
+        # log(1 - 2^-(first + h)), exact also where the decay is next to 1
         logs = torch.log1p(-torch.exp2(-exponents)).to(state_dtype(x.dtype))
         return logs[None, :, None].expand(x.shape[0], -1, x.shape[1])

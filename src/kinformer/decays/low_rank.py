@@ -17,7 +17,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class LowRank(Decay):
-    """[batch, heads, time, features]."""
+    """The decay per channel, logarithms of shape [batch, heads, time, features]."""
 
     by_channel = True
 
@@ -44,4 +44,5 @@ class LowRank(Decay):
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.up(self.down(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        # log sigmoid(g)^(1 / temperature)
         return functional.logsigmoid(gate.to(state_dtype(gate.dtype))) / self.temperature

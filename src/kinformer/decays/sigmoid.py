@@ -12,7 +12,7 @@ from kinformer.decays.decay import Decay, DecayConfig
 
 
 class Sigmoid(Decay):
-    """``coupled``, as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T."""
+    """The decay per head; ``coupled``, as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):

@@ -20,7 +20,7 @@ _LOW, _HIGH, _LARGEST = 1e-3, 0.1, 16.0
 
 
 class Softplus(Decay):
-    """log A is ``log_rate`` [heads], b is ``step`` [heads]."""
+    """The decay per head: log A is ``log_rate`` [heads], b is ``step`` [heads]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
@@ -34,6 +34,7 @@ class Softplus(Decay):
         self.gate = nn.Linear(dim, num_heads, bias=False)
         self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1e-4, _LARGEST).log_())
         step = torch.empty(num_heads).uniform_(math.log(_LOW), math.log(_HIGH)).exp_()
+        # The inverse of softplus: b = s + log(1 - e^-s)
         self.step = nn.Parameter(step + torch.log(-torch.expm1(-step)))
 
     def forward(self, x: Tensor) -> Tensor:

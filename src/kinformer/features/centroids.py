@@ -16,7 +16,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Centroids(OnlineLearner):
-    """x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads, time, clusters].
+    """The centroids of clusters: x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads,
+    time, clusters].
 
     The centroids mu of each head begin as random directions. After a training step each moves towards the direction m
     of the sum of the vectors that were nearest to it, mu <- decay mu + (1 - decay) m, and stays where there were none.
@@ -33,7 +34,7 @@ class Centroids(OnlineLearner):
 
     @staticmethod
     def check(num_clusters: int, window: int, decay: float) -> None:
-        """Refuse numbers that no clusters have."""
+        """Refuse settings with which no clusters can be formed."""
         for name, value, least in (("num_clusters", num_clusters, 1), ("window", window, 2)):
             if value < least:
                 raise KinformerError(f"{name} must be {least} or more, but is {value}.")
@@ -41,7 +42,8 @@ class Centroids(OnlineLearner):
             raise KinformerError(f"centroid_decay must be from 0 to below 1, but is {decay}.")
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """``valid`` [batch, time] bool: those that are learned from, in training with gradients."""
+        """Return the similarities; ``valid`` [batch, time] bool marks the vectors to
+        learn from, in training with gradients."""
         with torch.no_grad(), no_autocast(x.device):
             wide = state_dtype(x.dtype)
             similar = x.to(wide) @ self.means.to(wide).mT
@@ -50,7 +52,7 @@ class Centroids(OnlineLearner):
         return similar
 
     def nearest(self, similar: Tensor) -> Tensor:
-        """The centroid [batch, heads, time, head_dim] of largest of ``similar``."""
+        """Return the centroid [batch, heads, time, head_dim] of the largest of ``similar``."""
         index = similar.argmax(-1)
         heads = torch.arange(index.shape[1], device=index.device)[:, None]
         return self.means[heads, index]
@@ -67,5 +69,6 @@ class Centroids(OnlineLearner):
         sums = self._sums if self._sums is not None else torch.zeros_like(self.means)
         sums, self._sums = total(sums), None
         length = sums.norm(dim=-1, keepdim=True)
+        # mu <- decay mu + (1 - decay) m, m the direction of the sum
         moved = self.decay * self.means + (1 - self.decay) * (sums / length.clamp_min(1e-12)).to(self.means.dtype)
         self.means.copy_(torch.where(length > 0, moved, self.means))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def directions(shape: tuple[int, ...], orthogonal: bool, seed: int | None = None) -> Tensor:
-    """[..., count, head_dim], by PyTorch's global generator unless a ``seed`` is given.
+    """Draw [..., count, head_dim], by PyTorch's global generator unless there is a ``seed``.
 
     ``orthogonal`` rows are so in groups of head_dim, each as long as an independent Gaussian vector (Choromanski et al.
     2021, section 2.3; Yu et al. 2016), which keeps every row's distribution.
@@ -23,5 +23,6 @@ def directions(shape: tuple[int, ...], orthogonal: bool, seed: int | None = None
         return gaussian
     *outer, count, width = shape
     q, r = torch.linalg.qr(normal(*outer, -(-count // width), width, width))
+    # QR fixes the signs by its algorithm; with a positive diagonal of R, Q is uniform over rotations.
     q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
     return q.mT.flatten(-3, -2)[..., :count, :] * gaussian.norm(dim=-1, keepdim=True)

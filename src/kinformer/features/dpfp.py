@@ -18,7 +18,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Dpfp(FeatureMap):
-    """[..., head_dim] -> [..., 2 * head_dim * nu]."""
+    """The feature map [..., head_dim] -> [..., 2 * head_dim * nu]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):

@@ -11,7 +11,7 @@ from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 
 
 class Elu(FeatureMap):
-    """[..., head_dim] -> [..., head_dim]."""
+    """The feature map [..., head_dim] -> [..., head_dim]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):

@@ -29,7 +29,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Favor(FeatureMap, Resampled):
-    """[batch, heads, time, head_dim] -> [.., m]; 2 m of the form trigonometric.
+    """The feature map [batch, heads, time, head_dim] -> [.., m]; 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down unless given, as the authors advise. ``orthogonal``: rows of W
     are orthogonal in groups of head_dim. ``redraw``: W is drawn anew every so many training steps (0: never), which
@@ -81,11 +81,12 @@ class Favor(FeatureMap, Resampled):
         if not self.scaled:
             return features, None
         x = k.to(state_dtype(k.dtype))
+        # |x'|^2 / 2 with x' = x / head_dim^(1/4)
         square = x.square().sum(-1) / (2 * width_of(k) ** 0.5)
         return features, square if largest is None else largest - square
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features, and of positive ones the exponent [..., time] that was taken from all of a token."""
+        """Return the features and, for positive ones, the exponent [..., time] subtracted from all of a token."""
         wide = state_dtype(x.dtype)
         with no_autocast(x.device):
             u = (x.to(wide) * width_of(x) ** -0.25) @ self.weight.to(wide).mT
@@ -94,5 +95,6 @@ class Favor(FeatureMap, Resampled):
         if self.form == "trigonometric":
             return (torch.cat([u.sin(), u.cos()], dim=-1) * self.count**-0.5).to(x.dtype), None
         largest = u.amax(dim=-1, keepdim=True)
+        # exp(w . x' - max): at most 1; a query's maximum cancels in the quotient, a key's is returned as a logarithm.
         features = ((u - largest).exp() + self.eps) * self.count**-0.5
         return features.to(x.dtype), largest.squeeze(-1)

@@ -11,7 +11,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Hashes(nn.Module):
-    """x [batch, heads, time, head_dim] -> buckets [batch, heads, rounds, time] int64 below ``num_buckets``.
+    """The hashes of vectors: x [batch, heads, time, head_dim] -> buckets [batch, heads, rounds, time] int64 below
+    ``num_buckets``.
 
         bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
 
@@ -27,7 +28,7 @@ class Hashes(nn.Module):
 
     @staticmethod
     def check(num_buckets: int, rounds: int, chunk_size: int) -> None:
-        """Refuse numbers that no rotation gives, and chunks of buckets without tokens."""
+        """Refuse bucket numbers that no rotation can give, and chunks of buckets without tokens."""
         if num_buckets < 1 or (num_buckets > 1 and num_buckets % 2):
             raise KinformerError(
                 f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
@@ -49,12 +50,14 @@ class Hashes(nn.Module):
         with no_autocast(x.device):
             turned = x.to(wide) @ self.rotations.to(wide).flatten(2)
         turned = turned.unflatten(-1, (rounds, half))
+        # argmax [x R; -x R] is the column of largest |x R|, in the second half where its sign is negative.
         largest = turned.abs().max(-1).indices
         negative = turned.gather(-1, largest.unsqueeze(-1)).squeeze(-1) < 0
         return (largest + half * negative).transpose(2, 3)
 
 
 def normalised(q: Tensor) -> Tensor:
-    """Keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares (the authors' code)."""
+    """Return the keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in
+    the mean of squares (the authors' code)."""
     wide = q.to(state_dtype(q.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)

@@ -10,7 +10,7 @@ from kinformer.core.feature_map import FeatureMap, FeatureMapConfig
 
 
 class Identity(FeatureMap):
-    """[..., head_dim] -> [..., head_dim]."""
+    """The feature map [..., head_dim] -> [..., head_dim]."""
 
     signed = negative = True
 

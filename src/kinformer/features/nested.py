@@ -1,4 +1,4 @@
-"""What feature maps that norm the features of another one share."""
+"""The base of feature maps that norm the features of another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kinformer.core.feature_map import FeatureMap
 
 
 class Nested(FeatureMap):
-    """``normed`` features of ``inner``, no longer than 1. A factor that features of ``inner`` lack falls out."""
+    """A feature map of ``normed`` features of ``inner``, no longer than 1. A factor that
+    features of ``inner`` lack falls out."""
 
     bounded = True
 

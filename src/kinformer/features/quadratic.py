@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Quadratic(FeatureMap):
-    """[..., d] -> [..., d (d + 1) / 2 + d + 1]; the last feature is the constant c."""
+    """The feature map [..., d] -> [..., d (d + 1) / 2 + d + 1]; the last feature is the constant c."""
 
     negative = True
 

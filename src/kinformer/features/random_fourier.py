@@ -23,7 +23,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class RandomFourier(FeatureMap, Resampled):
-    """[batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
+    """The feature map [batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
 
     ``features``: D, head_dim unless given. ``learned``: sigma, one number a head and dimension, which begins at 1, is
     trained. ``redraw``: W is drawn anew every so many training steps (0: never), which begins carried states anew; the

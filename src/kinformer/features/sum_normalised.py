@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class SumNormalised(Nested):
-    """[..., head_dim] -> [..., size of the inner features].
+    """The feature map [..., head_dim] -> [..., size of the inner features].
 
     ``eps`` guards tokens whose features all vanish (the authors' code had none at first, then 1e-5).
     """

@@ -15,7 +15,7 @@ from kinformer.features.nested import Nested
 
 
 class Unit(Nested):
-    """[..., head_dim] -> [..., size of the inner features]."""
+    """The feature map [..., head_dim] -> [..., size of the inner features]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):

@@ -1,4 +1,4 @@
-"""Actions from hidden states (Chen et al. 2021, Decision Transformer): what a model does next, read at a state."""
+"""Actions from hidden states (Chen et al. 2021, Decision Transformer), predicted at the position of a state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 
 
 class DiscreteActions(nn.Module):
-    """hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
+    """The head of actions that are numbered: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -39,8 +39,8 @@ class DiscreteActions(nn.Module):
 
 
 class ContinuousActions(nn.Module):
-    """hidden_states [batch, time, dim] -> actions [batch, time, action_dim] in the box from ``low`` to ``high``:
-    their middle + half their distance * tanh(output).
+    """The head of real actions: hidden_states [batch, time, dim] -> actions [batch, time, action_dim] in the box from
+    ``low`` to ``high``, their middle + half their distance * tanh(output).
 
     ``gaussian``: [batch, time, 2 * action_dim], the mean, which is as above, and the logarithm of the standard
     deviation, from -5 to 2 (Zheng et al. 2022, Online Decision Transformer, section 4.1).

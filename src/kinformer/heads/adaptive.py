@@ -25,7 +25,7 @@ STD, PROJECTION_STD = 0.02, 0.01
 
 
 class AdaptiveSoftmax(nn.Module):
-    """hidden_states [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
+    """The head hidden_states [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
 
     ``tied``: tables, and the projections of all clusters but the first, are those of the token embedding: an
     ``adaptive`` one with the same clusters, or (``divisor = 1``) one table of the model's width.
@@ -56,7 +56,7 @@ class AdaptiveSoftmax(nn.Module):
                 )
 
         def plain(self, dim: int) -> bool:
-            """Are all clusters of the model's width, so that nothing is projected?"""
+            """Return whether all clusters are of the model's width, so that nothing is projected."""
             return self.divisor == 1 and self.width in (None, dim)
 
         def clusters(self, dim: int, vocab_size: int) -> Clusters:
@@ -91,7 +91,7 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([first[..., : self.clusters.sizes[0]], *tails], dim=-1)
 
     def _weights(self, embedding: Tensor | Tables) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Of every cluster the table [size, width] and the projection [dim, width]."""
+        """Yield the table [size, width] and the projection [dim, width] of every cluster."""
         local: list[Tensor | None] = list(self.projections)
         if len(self.tables):
             return list(self.tables), local or [None] * len(self.tables)
@@ -101,7 +101,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def _fit(embedding: Tables, clusters: Clusters, dim: int) -> bool:
-    """Has the ``embedding`` these clusters, each of the model's width or projected to it?"""
+    """Return whether the ``embedding`` has these clusters, each of the model's width or projected to it."""
     shapes = [tuple(table.shape) for table in embedding.tables]
     widths = [None if projection is None else tuple(projection.shape) for projection in embedding.projections]
     return shapes == list(zip(clusters.sizes, clusters.widths, strict=True)) and all(

@@ -1,4 +1,4 @@
-"""Classes of whole texts or of tokens from an encoder's hidden states (Devlin et al. 2018, section 4)."""
+"""Classes of full sequences or of tokens from an encoder's hidden states (Devlin et al. 2018, section 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class ClassificationHead(PoolingHead):
-    """hidden_states [batch, time, dim] -> logits [batch, classes]: output(dropout(activation(dense(pooled)))).
+    """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(dropout(activation(dense(pooled)))).
 
     ``pooling`` as of :class:`PoolingHead`.
     """
@@ -49,7 +49,8 @@ class ClassificationHead(PoolingHead):
 
 
 class LinearClassificationHead(PoolingHead):
-    """hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et al. 2020).
+    """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et
+    al. 2020).
 
     ``pooling`` as of :class:`PoolingHead`; the first token is the class token of images.
     """
@@ -76,7 +77,7 @@ class LinearClassificationHead(PoolingHead):
 
 
 class TokenClassificationHead(nn.Module):
-    """hidden_states [batch, time, dim] -> logits [batch, time, classes]."""
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -12,7 +12,7 @@ from kinformer.heads.classification import check_classes
 
 
 class CTCHead(nn.Module):
-    """hidden_states [batch, time, dim] -> logits [batch, time, classes]; class 0 is the blank, which says nothing."""
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes]; class 0 is the blank, no symbol."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

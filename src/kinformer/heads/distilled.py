@@ -14,8 +14,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class DistilledHead(nn.Module):
-    """hidden_states [batch, time, dim] -> in training [batch, 2, classes], of the class token and of the distillation
-    token; else their mean [batch, classes]."""
+    """The head hidden_states [batch, time, dim] -> in training [batch, 2, classes], of the class token and of the
+    distillation token; else their mean [batch, classes]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -3,7 +3,7 @@
     p(y) = w p_kNN(y) + (1 - w) p_LM(y)        p_kNN(y) = sum over the k nearest entries i with token y of
                                                          softmax_i(-||q - k_i||^2 / temperature)
 
-The softmax runs over the entries that were found only; ``temperature`` is 1 in the paper. The sum is taken as
+The softmax runs over the k nearest entries only; ``temperature`` is 1 in the paper. The sum is taken as
 logsumexp(log p_kNN + log w, log p_LM + log(1 - w)), and a token that no neighbour has gets log p_kNN = -10000.
 """
 
@@ -21,10 +21,10 @@ ABSENT = -10000.0
 
 
 class KnnMixture(nn.Module):
-    """(logits [n, vocab], queries [n, key width]) -> log-probabilities [n, vocab], float32 at least.
+    """The mixture (logits [n, vocab], queries [n, key width]) -> log-probabilities [n, vocab], float32 at least.
 
-    ``searcher`` is asked, never changed, and owns no weight. Without it, with ``weight`` 0, and for a query that finds
-    nothing, the logits come back as they are.
+    ``searcher`` is only read, and owns no weight. Without it, with ``weight`` 0, and for a query without neighbours,
+    the logits come back as they are.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class KnnMixture(nn.Module):
 
 
 def knn_log_probs(neighbours: Neighbours, vocab_size: int, temperature: float = 1.0) -> Tensor:
-    """log p_kNN [n, vocab] float32."""
+    """Return log p_kNN [n, vocab] float32."""
     shares = (-neighbours.distances / temperature).softmax(dim=-1)
     sums = shares.new_zeros(len(shares), vocab_size).scatter_add_(1, neighbours.tokens, shares)
     return torch.where(sums > 0, sums.log(), ABSENT)
 
 
 def mix(model: Tensor, store: Tensor, weight: float) -> Tensor:
-    """log(weight exp(store) + (1 - weight) exp(model)) of log-probabilities of one shape."""
+    """Return log(weight exp(store) + (1 - weight) exp(model)) of log-probabilities of one shape."""
     if weight in (0, 1):
         return store if weight else model
     return torch.logaddexp(store + log(weight), model + log1p(-weight))

@@ -14,7 +14,7 @@ from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 
 class LanguageModelHead(OutputProduct):
-    """hidden_states [batch, time, dim] -> logits [batch, time, vocab].
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, vocab].
 
     ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
     """

@@ -26,8 +26,9 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Mixture(NamedTuple):
-    """``weights`` [..., mixtures] as logits; ``means`` and ``log_scales`` [..., channels, mixtures]; ``coefficients``
-    [..., pairs, mixtures], within -1 and 1, of the pairs (green, red), (blue, red), (blue, green)."""
+    """The parameters of a mixture: ``weights`` [..., mixtures] as logits; ``means`` and ``log_scales``
+    [..., channels, mixtures]; ``coefficients`` [..., pairs, mixtures], within -1 and 1, of the pairs
+    (green, red), (blue, red), (blue, green)."""
 
     weights: Tensor
     means: Tensor
@@ -36,7 +37,8 @@ class Mixture(NamedTuple):
 
 
 class LogisticMixture(Likelihood):
-    """hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures of three channels.
+    """The head hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures of three
+    channels.
 
     ``floor``: the least logarithm of a scale.
     """
@@ -79,7 +81,7 @@ class LogisticMixture(Likelihood):
         return self.output(hidden_states)
 
     def mixture(self, logits: Tensor) -> Mixture:
-        """What ``logits`` [..., parameters] stand for."""
+        """Return the mixture that ``logits`` [..., parameters] stand for."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         parts = logits.unflatten(-1, (-1, self.config.mixtures))
         weights, means, log_scales, coefficients = parts.split([1, self.channels, self.channels, self.pairs], dim=-2)
@@ -98,8 +100,8 @@ class LogisticMixture(Likelihood):
         return -(log_softmax(mixture.weights, dim=-1) + bins.sum(-2)).logsumexp(-1)
 
     def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-        """A component by the first number, then each channel from its logistic, whose scale the temperature
-        multiplies; at 0 the mean of the heaviest component."""
+        """Draw a component by the first number, then each channel from its logistic, whose scale the temperature
+        multiplies; at 0 return the mean of the heaviest component."""
         mixture, uniform = self.mixture(logits), uniform.to(logits.device)
         if temperature == 0:
             chosen = mixture.weights.argmax(-1, keepdim=True)
@@ -121,7 +123,8 @@ class LogisticMixture(Likelihood):
         return values if self.channels > 1 else values[..., 0]
 
     def _mean(self, mixture: Mixture, channel: int, x: Tensor) -> Tensor:
-        """The means [..., mixtures] of ``channel`` where the channels before it have the intensities in ``x``."""
+        """Return the means [..., mixtures] of ``channel`` where the channels
+        before it have the intensities in ``x``."""
         mean, first = mixture.means[..., channel, :], channel * (channel - 1) // 2
         for before in range(channel):
             mean = mean + mixture.coefficients[..., first + before, :] * x[..., before, :]

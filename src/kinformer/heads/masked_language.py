@@ -13,7 +13,8 @@ from kinformer.core.model_config import HeadConfig, check_table, vocab_size_of
 
 
 class MaskedLanguageHead(nn.Module):
-    """hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b)) E^T + c; ``tied``: E is the embedding."""
+    """The head hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b))
+    E^T + c; ``tied``: E is the embedding."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -15,7 +15,7 @@ EPS = 1e-12
 
 
 class ModulusHead(nn.Module):
-    """hidden_states [batch, time, dim] = [real; imaginary] -> inner(|real + i imaginary| / divisor).
+    """The head hidden_states [batch, time, dim] = [real; imaginary] -> inner(|real + i imaginary| / divisor).
 
     ``EPS`` under the root keeps the gradient finite at 0.
     """
@@ -32,7 +32,7 @@ class ModulusHead(nn.Module):
 
         @property
         def per_position(self) -> bool:  # type: ignore[override]
-            """That of the head inside."""
+            """Return whether the inner head is per position."""
             return self.inner.per_position
 
         def check(self, dim: int, input: Input) -> None:

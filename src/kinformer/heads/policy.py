@@ -1,4 +1,4 @@
-"""A policy and the value of where it leads, from one hidden state (Mnih et al. 2016, section 4)."""
+"""A policy and the value of a state, from one hidden state (Mnih et al. 2016, section 4)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class PolicyAndValue(nn.Module):
-    """hidden_states [batch, time, dim] -> [batch, time, n + 1]: what the head ``policy`` says of actions, and last the
-    discounted return that is expected."""
+    """The head hidden_states [batch, time, dim] -> [batch, time, n + 1]: the outputs of the head ``policy``,
+    and last the expected discounted return."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -32,7 +32,7 @@ class PoolingHead(nn.Module):
         self.gate = GatedWeights(dim, dropout) if pooling == "gated" else None
 
     def pooled(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """hidden_states [batch, time, dim] -> [batch, dim], of those that are ``valid`` [batch, time]."""
+        """Return [batch, dim] of hidden_states [batch, time, dim], from those that are ``valid`` [batch, time]."""
         if self.gate is not None:
             return (self.gate(hidden_states, valid)[:, None] @ select_valid(hidden_states, valid))[:, 0]
         if self.pooling == "first":
@@ -48,7 +48,8 @@ class PoolingHead(nn.Module):
 
 
 class GatedWeights(nn.Module):
-    """hidden_states [batch, time, dim] -> weights [batch, time], whose sum is 1; none has what is not ``valid``."""
+    """The gate hidden_states [batch, time, dim] -> weights [batch, time], which
+    sum to 1 and are 0 where not ``valid``."""
 
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ class GatedWeights(nn.Module):
 
 
 class PooledHead(PoolingHead):
-    """hidden_states [batch, time, dim] -> the vector [batch, dim] itself, for a model that another one reads."""
+    """The head hidden_states [batch, time, dim] -> the vector [batch, dim]
+    itself, for a model that another one uses."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -23,7 +23,8 @@ from kinformer.heads.language import LanguageModelHead
 
 
 class SpalmHead(nn.Module):
-    """(hidden_states [batch, time, dim], input, neighbours= [batch, time, k] int64) -> logits [batch, time, vocab].
+    """The head (hidden_states [batch, time, dim], input, neighbours= [batch, time, k] int64) -> logits [batch, time,
+    vocab].
 
     ``neighbours`` are the tokens that followed, -1 where there is none. A token with no neighbour at all, and every one
     where ``neighbours`` is None (no store), gets the tied language-model head's logits of h exactly. ``elementwise``
@@ -57,7 +58,7 @@ class SpalmHead(nn.Module):
         return self.inner(hidden_states, input)
 
     def fuse(self, hidden: Tensor, embedding: Tensor, neighbours: Tensor) -> Tensor:
-        """z [batch, time, dim]."""
+        """Return z [batch, time, dim], the gated sum of memory and hidden state."""
         valid_names = neighbours >= 0
         some = valid_names.any(dim=-1, keepdim=True)
         following = rows_of(neighbours.clamp_min(0), embedding)

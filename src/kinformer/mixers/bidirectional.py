@@ -1,4 +1,4 @@
-"""Softmax attention over a whole text (Devlin et al. 2018; Beltagy et al. 2020; Zaheer et al. 2020).
+"""Softmax attention over a full sequence (Devlin et al. 2018; Beltagy et al. 2020; Zaheer et al. 2020).
 
     y_i = softmax_j(scale * q_i . k_j) v_j,   j in pattern(i), and the global tokens; all j where i is global
 
@@ -96,6 +96,7 @@ class BidirectionalAttention(EncoderMixer):
         globals_too = self.projection.global_projection() is not None
         needs = Needs.of_parts(self.pattern, self.score, self.position, config.dropout, lse=globals_too)
         check_impl(config.impl, needs, "bidirectional")
+        # A fixed pattern is the same for every length, so one plan serves all rows.
         self.fixed = self.pattern.sized(1) == self.pattern
         self.num_heads, self.head_dim = config.num_heads, head_dim
         self.dropout, self.impl = config.dropout, config.impl
@@ -131,7 +132,7 @@ class BidirectionalAttention(EncoderMixer):
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _groups(self, text: SequenceContext, time: int) -> dict[Pattern, list[int]]:
-        """The patterns of texts of different lengths, and their rows."""
+        """Return the patterns of sequences of different lengths, and the rows of each."""
         if self.fixed or text.long_valid is None:
             return {self.pattern if self.fixed else _sized(self.pattern, time): []}
         groups: dict[Pattern, list[int]] = {}
@@ -140,7 +141,7 @@ class BidirectionalAttention(EncoderMixer):
         return groups
 
     def _by_pattern(self, qkv: Sequence[Tensor], text: SequenceContext, groups: dict[Pattern, list[int]]) -> Attended:
-        """What the long input's tokens see of it by the pattern."""
+        """Return attention of the long input's tokens to one another, by the pattern."""
         lse = bool(text.num_global) or text.global_positions is not None
         padding = None if text.long_valid is None else ~text.long_valid
         if len(groups) == 1:
@@ -179,7 +180,8 @@ class BidirectionalAttention(EncoderMixer):
         return attention(q, k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
-        """What the long input's tokens see of its global ones at ``positions`` [batch, n] beyond the pattern."""
+        """Return attention of the long input's tokens to its global ones at ``positions`` [batch, n],
+        but for pairs that the pattern allows."""
         q, k, v = qkv
         unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen
@@ -197,7 +199,7 @@ class BidirectionalAttention(EncoderMixer):
     def _between(
         self, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Tensor, Tensor], visibility: Visibility, lse: bool
     ) -> Attended:
-        """Attention of queries and keys at ``positions`` [batch, n] of the long input, few of either."""
+        """Return attention of queries and keys at ``positions`` [batch, n] of the long input, few of either."""
         length = max(position.shape[1] for position in positions)
         relative = self.position.relative(1 - length, length - 1)
         if relative is not None:
@@ -207,7 +209,8 @@ class BidirectionalAttention(EncoderMixer):
     def _with_rows(
         self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: SequenceContext, positions: Tensor
     ) -> Tensor:
-        """The heads' outputs ``y``, with what the long input's global tokens see of every key in their rows."""
+        """Return the heads' outputs ``y`` with the rows of the long input's global
+        tokens replaced: these see every key."""
         assert text.global_positions is not None
         q, k, v = qkv
         slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
@@ -232,12 +235,14 @@ class BidirectionalAttention(EncoderMixer):
         else:
             rows = self._rows(queries, keys, values, global_positions_, padding, text.num_global)
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
+        # Empty global slots write to one spare row at the end, which is cut off.
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]
 
     def _rows(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, padding: Tensor | None, num_global: int
     ) -> Tensor:
-        """What queries at ``positions`` of the long input see of it and, at no distance, of the global input."""
+        """Return attention of queries at ``positions`` of the long input to it
+        and, at no distance, to the global input."""
         of_global, of_long = (
             Visibility(key_padding_mask=None if padding is None else padding[:, part])
             for part in (slice(0, num_global), slice(num_global, None))
@@ -252,21 +257,21 @@ class BidirectionalAttention(EncoderMixer):
 
 @uncompiled("the pattern of a length is made by the host, between two graphs")
 def _sized(pattern: Pattern, length: int) -> Pattern:
-    """``pattern.sized(length)``, made between two graphs where they are captured."""
+    """Return ``pattern.sized(length)``, computed between two graphs where they are captured."""
     return pattern.sized(length)
 
 
 def _index(slots: Tensor, x: Tensor) -> Tensor:
-    """``slots`` within ``x`` [batch, time, ...]; those that stand for nothing are anywhere in it."""
+    """Return ``slots`` as an index into ``x`` [batch, time, ...]; empty slots point anywhere in it."""
     return slots.clamp(0, x.shape[1] - 1)
 
 
 def _picked(x: Tensor, slots: Tensor) -> Tensor:
-    """x [batch, heads, time, head_dim] at ``slots`` [batch, n]."""
+    """Return x [batch, heads, time, head_dim] at ``slots`` [batch, n]."""
     index = slots.clamp(0, x.shape[2] - 1)[:, None, :, None]
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _seen(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
-    """[batch, heads or 1, queries, keys]"""
+    """Return which pairs the pattern allows, [batch, heads or 1, queries, keys]."""
     return torch.stack([pattern.at(head).allowed(q, k) for head in range(pattern.num_heads or 1)], 1)

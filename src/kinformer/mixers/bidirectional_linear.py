@@ -1,4 +1,4 @@
-"""Linear attention over a whole text (Katharopoulos et al. 2020; Shen et al. 2021; Choromanski et al. 2021).
+"""Linear attention over a full sequence (Katharopoulos et al. 2020; Shen et al. 2021; Choromanski et al. 2021).
 
     y_i = phi(q_i)^T S / (phi(q_i) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all valid j
 
@@ -61,6 +61,8 @@ class BidirectionalLinear(EncoderMixer):
                 lacking = torch.where(valid, lacking, lacking.new_full((), torch.finfo(lacking.dtype).min))
             k = k * (lacking - lacking.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
         if valid is not None:
+            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
             k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
+        # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
         y = (q @ (k.mT @ v)) / (q @ k.sum(2).unsqueeze(-1) + self.eps)
         return select_valid(self.out(merge_heads(y)), text.valid)

@@ -1,4 +1,4 @@
-"""Reformer's attention as published, over a whole text (Kitaev et al. 2020; ``kernels.bucketed.sorted``).
+"""Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.sorted``).
 
     y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
 

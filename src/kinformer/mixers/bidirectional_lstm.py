@@ -1,4 +1,4 @@
-"""Long short-term memory over a whole text, in both directions (Graves and Schmidhuber 2005).
+"""Long short-term memory over a full sequence, in both directions (Graves and Schmidhuber 2005).
 
     y_t = [h_t ; h'_t],   (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1)),   (h'_t, c'_t) = LSTM'(x_t, h'_(t+1), c'_(t+1))
 
@@ -48,13 +48,14 @@ class BidirectionalLSTM(EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         x, valid = select_valid(x, text.valid), text.valid
+        # In float32: errors of a recurrence in half precision add up over the tokens.
         with no_autocast(x.device):
             ahead = self._run(x, valid, "")
             behind = _reversed(self._run(_reversed(x, valid), valid, "_reverse"), valid)
         return select_valid(torch.cat([ahead, behind], -1).to(x.dtype), valid)
 
     def _run(self, x: Tensor, valid: Tensor | None, direction: str) -> Tensor:
-        """The hidden states [batch, time, dim / 2] of one direction."""
+        """Return the hidden states [batch, time, dim / 2] of one direction."""
         dtype, width = state_dtype(x.dtype), self.rnn.hidden_size
         names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
         weights = Weights(*(getattr(self.rnn, name + direction).to(dtype) for name in names))
@@ -63,7 +64,7 @@ class BidirectionalLSTM(EncoderMixer):
 
 
 def _reversed(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x [batch, time, dim] with the valid tokens, a prefix of each row, in the other order."""
+    """Return x [batch, time, dim] with the valid tokens, a prefix of each row, in reversed order."""
     if valid is None:
         return x.flip(1)
     time = torch.arange(x.shape[1], device=x.device)

@@ -1,4 +1,5 @@
-"""Attention within clusters of equal size over a whole text, as the Routing Transformer is published (Roy et al. 2021).
+"""Attention within clusters of equal size over a full sequence, as the Routing Transformer is published (Roy et al.
+2021).
 
 Each of ``num_clusters`` takes the ``window`` queries and the ``window`` keys that are most similar to its centroid; see
 ``kernels.bucketed.balanced``. The mixer ``routing`` of a decoder is another one: here the whole text decides which
@@ -72,6 +73,6 @@ class BidirectionalRouting(EncoderMixer):
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _similar(self, unit: Tensor, valid: Tensor | None) -> Tensor:
-        """Padding is the least similar to every centroid."""
+        """Return similarities to the centroids; padding is the least similar to all of them."""
         similar = self.centroids(unit, valid)
         return similar if valid is None else similar.masked_fill(~valid[:, None, :, None], -torch.inf)

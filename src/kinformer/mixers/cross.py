@@ -21,7 +21,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class CrossState(NamedTuple):
-    """``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool of the source.
+    """The projected source: ``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool.
 
     A chunk of n times as many rows looks at it too: n neighbours share a row's source, as hypotheses of a beam do.
     """
@@ -73,8 +73,8 @@ class CrossAttention(ReadsSource, CausalMixer):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> CrossState:
-        """The state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which ``source_valid``
-        [batch, length] bool is real (None: all)."""
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
+        ``source_valid`` [batch, length] bool is real (None: all)."""
         if source is None:
             raise KinformerError(
                 "cross-attention has nothing to look at; begin with initial_state(batch, source=[batch, length, "
@@ -95,6 +95,7 @@ class CrossAttention(ReadsSource, CausalMixer):
 
     def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
         x = select_valid(chunk.x, chunk.valid)
+        # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
         visibility = Visibility(key_padding_mask=~state.valid[:, 0])
         k, v, scoring = state.k.to(q.dtype), state.v.to(q.dtype), Scoring(self.head_dim**-0.5)

@@ -107,7 +107,7 @@ class EtcAttention(EncoderMixer):
         return select_valid(torch.cat([short, long], 1), text.valid)
 
     def _long(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
-        """What the long input's tokens see: l2l and l2g, merged into one softmax."""
+        """Return attention of the long input's tokens: l2l and l2g, merged into one softmax."""
         q = pieces.q_long
         bias = self.relations.by_sentence(self.relations.scores(q), mine)
         visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.num_global])
@@ -123,7 +123,7 @@ class EtcAttention(EncoderMixer):
         return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
 
     def _global(self, pieces: Pieces, text: SequenceContext, mine: Tensor | None) -> Tensor:
-        """What the global input's tokens see: g2g and g2l in one softmax over [global; long]."""
+        """Return attention of the global input's tokens: g2g and g2l in one softmax over [global; long]."""
         q, relations = pieces.q_global, self.global_relations
         (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
         scores = relations.scores(q)
@@ -140,7 +140,7 @@ class EtcAttention(EncoderMixer):
         return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), g2l], -1)).out
 
     def _global_ids(self, count: int, device: torch.device) -> Tensor:
-        """What the global input's tokens are to each other, [count, count]."""
+        """Return the relation ids among the global input's tokens, [count, count]."""
         index = torch.arange(count, device=device)
         distance = index[:, None] - index
         if self.config.global_order:
@@ -164,7 +164,8 @@ class EtcAttention(EncoderMixer):
 
 
 def _mine(text: SequenceContext) -> Tensor | None:
-    """[batch, time, num_global] bool: whether the global token stands for the sentence of the long input's token."""
+    """Return whether the global token stands for the sentence of the long input's
+    token, [batch, time, num_global] bool."""
     if text.sentences is None:
         return None
     stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]

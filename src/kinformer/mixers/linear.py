@@ -44,7 +44,7 @@ from kinformer.runtime.errors import KinformerError, choose
 
 
 class KernelState(NamedTuple):
-    """What is left of all tokens seen; a leaf without a use has no elements.
+    """The state of kernel attention; a leaf that the config does not use has no elements.
 
     s: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch, heads,
     convolution - 1, channels], projected tokens; maximum: [batch, heads] int64 (see ``kernels.linear.running``);
@@ -180,7 +180,7 @@ class LinearAttention(CausalMixer):
 
     @property
     def _columns(self) -> int:
-        """Of s: with a floor, the normaliser's sum is a column of its own."""
+        """Return the columns of s: with a floor, the normaliser's sum is one more."""
         return self.value_dim + (self.config.floor > 0)
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
@@ -209,13 +209,14 @@ class LinearAttention(CausalMixer):
             k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
             log_decay = running.log_decay if log_decay is None else _joined(log_decay, running.log_decay)
         if chunk.valid is not None:
+            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
             k = torch.where(chunk.valid[:, None, :, None], k, k.new_zeros(()))
             beta = None if beta is None else torch.where(chunk.valid[:, None], beta, beta.new_zeros(()))
         y, s, z = self._update((q, k, v, beta), state, log_decay, reset)
         return self._output(y, x, chunk.valid), KernelState(s, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v [batch, heads, time, width] and, for the delta rule, beta [batch, heads, time]."""
+        """Return q, k, v [batch, heads, time, width] and, for the delta rule, beta [batch, heads, time]."""
         heads, projected = self.config.num_heads, self.qkv(x)
         if self.config.rule == "delta":
             q, k, v, beta = projected.unflatten(-1, (heads, -1)).transpose(1, 2).split([*self.widths, 1], dim=-1)
@@ -225,8 +226,9 @@ class LinearAttention(CausalMixer):
         return q, k, v, None
 
     def _decayed(self, k: Tensor, log_decay: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys as they enter, and the logarithms of the decay, none at padding."""
+        """Return the keys as they enter the state, and the logarithms of the decay, 0 at padding."""
         if self.decay is not None and self.decay.coupled:
+            # 1 - a = -expm1(log a), exact where a is near 1
             enters = -torch.expm1(log_decay)
             k = k * (enters if enters.dim() == 4 else enters.unsqueeze(-1)).to(k.dtype)
         if valid is not None:
@@ -249,6 +251,7 @@ class LinearAttention(CausalMixer):
             y, (s, z) = linear_attention(q, k, v, LinearState(state.s, state.z), eps=self.config.eps, **options)
             return y, s, z
         if self.config.floor:
+            # A column of ones sums the keys: the normaliser z is the last column of S.
             v = functional.pad(v, (0, 1), value=1.0)
         sums = state.s.new_zeros(state.s.shape[:3])
         y, (s, _) = linear_attention(q, k, v, LinearState(state.s, sums), eps=None, **options)
@@ -266,12 +269,13 @@ class LinearAttention(CausalMixer):
 
 
 def _joined(log_decay: Tensor, more: Tensor) -> Tensor:
-    """The logarithms of both decays together, of which the first may be one of channels."""
+    """Add the logarithms of both decays, of which the first may be one per channel."""
     return log_decay + (more if log_decay.dim() == 3 else more.unsqueeze(-1))
 
 
 def _head_norm(name: str, width: int) -> nn.Module | None:
-    """Over a head's values: "layer" without weights (RetNet's group norm), "rms" with one weight for all heads."""
+    """Return the norm over a head's values: "layer" without weights (RetNet's group
+    norm), "rms" with one weight for all heads."""
     if name == "layer":
         return nn.LayerNorm(width, elementwise_affine=False)
     return _RMSNorm(width) if name == "rms" else None

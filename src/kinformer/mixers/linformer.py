@@ -1,4 +1,4 @@
-"""Linformer: attention over k summaries of a text's keys and values (Wang et al. 2020, equation 7).
+"""Linformer: attention over k summaries of a sequence's keys and values (Wang et al. 2020, equation 7).
 
     y_i = softmax_r(q_i . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E X) W_K + b_K,   V' = (F X) W_V + b_V
 
@@ -30,7 +30,7 @@ Sharing = Literal["none", "heads", "keys_values"]
 
 
 class LengthProjection(nn.Module):
-    """The weights of E and F (one for both where they are shared): ``forward()`` gives them.
+    """The weights of E and F (one for both where they are shared), returned by ``forward()``.
 
     ``learned``: [1 or 2, heads or 1, rank, max_length]; ``convolution``: [1 or 2, heads or 1, head_dim, width *
     head_dim], where a window's tokens stand side by side. ``shared``: layers of equal sizes use one, which the model
@@ -123,7 +123,7 @@ class Linformer(EncoderMixer):
         return select_valid(self.out(merge_heads(y)), text.valid)
 
     def _summaries(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, heads, summaries, head_dim]."""
+        """Return keys and values of the summaries, [batch, heads, summaries, head_dim]."""
         method, weight = self.config.method, None if self.length is None else self.length()
         if weight is None:
             windows = _windows(x, self.width).sum(-1)
@@ -131,6 +131,7 @@ class Linformer(EncoderMixer):
             mean = windows / lengths.clamp_min(1).unsqueeze(-1)
             return self._heads(self.key(mean)), self._heads(self.value(mean))
         if method == "learned" and weight.shape[1] == 1:
+            # (E X) W_K instead of E (X W_K): the product with W_K is then of rank rows, not of time.
             short = (weight[:, 0, :, : x.shape[1]].flatten(0, 1) @ x).unflatten(1, (len(weight), -1))
             return self._heads(self.key(short[:, 0])), self._heads(self.value(short[:, -1]))
         k, v = (
@@ -140,7 +141,7 @@ class Linformer(EncoderMixer):
         return k, v
 
     def _compressed(self, projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Keys or values of each head's own compression, or convolved: [batch, heads, summaries, head_dim]."""
+        """Return keys or values by each head's compression or by convolution, [batch, heads, summaries, head_dim]."""
         if self.config.method == "learned":
             summary = torch.einsum("hrn,bhnd->bhrd", weight[..., : projected.shape[1]], self._heads(projected))
         else:
@@ -153,7 +154,7 @@ class Linformer(EncoderMixer):
 
 
 def _windows(x: Tensor, width: int) -> Tensor:
-    """x [batch, time, ...] as [batch, windows, ..., width], zero beyond the end."""
+    """Return x [batch, time, ...] as [batch, windows, ..., width], zero beyond the end."""
     short = -x.shape[1] % width
     padded = functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, short))
     return padded.unfold(1, width, width)

@@ -82,5 +82,6 @@ class LSHAttention(CausalMixer):
         keys, values, membership, state = absorb(self.sizes, chunk, state, k, v, self.hashes(q))
         output = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
         assert output.lse is not None
+        # A token that sees nothing else sees itself: softmax over one key gives its value.
         y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
         return select_valid(self.out(merge_heads(y)), chunk.valid), state

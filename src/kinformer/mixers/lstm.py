@@ -60,6 +60,7 @@ class LSTM(CausalMixer):
     def forward(self, chunk: Chunk, state: LSTMState) -> tuple[Tensor, LSTMState]:
         rnn, accumulator = self.rnn, state_dtype(chunk.x.dtype)
         parts = (rnn.weight_ih_l0, rnn.weight_hh_l0, rnn.bias_ih_l0, rnn.bias_hh_l0)
+        # In float32: errors of a recurrence in half precision add up over the tokens.
         with no_autocast(chunk.x.device):
             weights = Weights(*(part.to(accumulator) for part in parts))  # type: ignore[arg-type]
             x, h, c = (item.to(accumulator) for item in (select_valid(chunk.x, chunk.valid), *state))

@@ -1,4 +1,4 @@
-"""Memorizing attention (Wu et al. 2022): a window, and a look-up among very many memories of the same sequence.
+"""Memorizing attention (Wu et al. 2022): a window, and a search among very many memories of the same sequence.
 
     y = (1 - g) local + g external,   g = sigmoid(gate) per head,   then an output projection
     local     softmax(|scale| q . k) v over the last ``window`` tokens
@@ -49,8 +49,8 @@ _BLOCKS = 16
 
 
 class MemorizingState(NamedTuple):
-    """``k``, ``v`` [batch, heads, memories, head_dim], right-aligned and without a graph: what was evicted, up to the
-    last multiple of the mixer's ``batch_of``; ``recent`` holds what came since, and the window, with its graph.
+    """The state: ``k``, ``v`` [batch, heads, memories, head_dim] of evicted tokens, right-aligned and without a graph,
+    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their graph.
     ``assignments`` [batch, heads, memories, 2 or 0] int64: for the inverted file, the list and position of each."""
 
     recent: KeysValues | ReservedKeysValues
@@ -195,7 +195,7 @@ class Memorizing(CausalMixer):
         return select_valid(self._mix(y, external), chunk.valid), after
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised queries and keys, and values [batch, heads, time, head_dim]."""
+        """Return normalised queries and keys, and values [batch, heads, time, head_dim]."""
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         q, k = (tensor * (tensor.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
@@ -211,8 +211,10 @@ class Memorizing(CausalMixer):
         return attention(self._scaled(q), k, v, visibility, scoring, impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
-        """``external`` None: there is no memory, and no share for it."""
+        """Join both parts by the gate and project them; ``external`` None: there
+        are no memories, and no share for them."""
         gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
+        # (1 - g) local + g external; 0 * gate gives engines a gradient of every parameter.
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
         return self.out(merge_heads(y))
 
@@ -220,7 +222,7 @@ class Memorizing(CausalMixer):
     def _external(
         self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, before: Tensor, state: MemorizingState
     ) -> tuple[Tensor | None, Evicted]:
-        """The external part [batch, heads, time, head_dim], and what is evicted after the chunk.
+        """Return the external part [batch, heads, time, head_dim], and the evicted memories after the chunk.
 
         k, v: of the recent past and of the chunk; ``before`` [batch] counts the tokens that each row's sequence had.
         """
@@ -243,7 +245,7 @@ class Memorizing(CausalMixer):
         return join(outputs), Evicted(*(join(list(item)) for item in zip(*after, strict=True)))
 
     def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Subsequence]]]:
-        """Rows that go through the chunk alike (all of them, or one by one), and the sequences in it."""
+        """Yield rows with the same subsequences of the chunk (all of them, or one by one), and these subsequences."""
         batch, time = chunk.x.shape[:2]
         reset = real_resets(chunk)
         if chunk.valid is None and reset is None and len(set(seen)) == 1:
@@ -261,7 +263,7 @@ class Memorizing(CausalMixer):
 
 
 def _check_position(config: PositionConfig, position: Position) -> None:
-    """Refuse a position that changes queries, keys or values, which the look-up has in common with the window."""
+    """Refuse a position that changes queries, keys or values, which the search has in common with the window."""
     hooks = ("rotate", "rotate_keys", "values")
     changes = any(getattr(type(position), hook) is not getattr(Position, hook) for hook in hooks)
     if (relative := position.relative(0, 1)) is not None:
@@ -274,7 +276,7 @@ def _check_position(config: PositionConfig, position: Position) -> None:
 
 
 def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Keys and values after the last ``keep`` recent ones."""
+    """Return keys and values after the last ``keep`` recent ones."""
     past = recent.k.shape[2]
     start = past - keep if past > keep else 0  # a branch, since Inductor has no kernels for sizes that hold a maximum
     if start == past:

@@ -42,8 +42,8 @@ from kinformer.runtime.errors import KinformerError, choose
 
 
 class RoutingState(NamedTuple):
-    """``k``, ``v`` [batch, local_heads, past, head_dim] of the window, right-aligned; ``routed`` of the other heads;
-    ``aux`` [batch], the commitment's cost."""
+    """The state: ``k``, ``v`` [batch, local_heads, past, head_dim] of the window, right-aligned; ``routed`` of the
+    other heads; ``aux`` [batch], the commitment's cost."""
 
     k: Tensor
     v: Tensor
@@ -130,6 +130,7 @@ class RoutingAttention(CausalMixer):
         scale, impl = self.head_dim**-0.5, self.config.impl
         output = bucketed_attention(q, keys, values, membership, scale=scale, impl=impl)
         assert output.lse is not None
+        # A token that sees nothing else sees itself: softmax over one key gives its value.
         y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
         k, v = state.k, state.v
         if self.local:
@@ -142,7 +143,7 @@ class RoutingAttention(CausalMixer):
     def _window(
         self, chunk: Chunk, state: RoutingState, qkv: Sequence[Tensor], seen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the local heads give, and the keys and values that a later token sees.
+        """Return the outputs of the local heads, and the keys and values that a later token sees.
 
         qkv: each [batch, local_heads, time, head_dim]. seen: [batch], after the chunk.
         """
@@ -156,7 +157,7 @@ class RoutingAttention(CausalMixer):
         return y, k, v
 
     def _commitment(self, key: Tensor, similar: Tensor, valid: Tensor | None) -> Tensor:
-        """[batch]: the sum over tokens of commitment * the mean square of key - centroid."""
+        """Return the sum over tokens of commitment * the mean square of key - centroid, [batch]."""
         wide = state_dtype(key.dtype)
         cost = (key.to(wide) - self.centroids.nearest(similar).to(wide)).square().mean((1, 3))
         return self.config.commitment * select_valid(cost, valid).sum(1)

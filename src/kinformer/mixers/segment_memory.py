@@ -62,9 +62,10 @@ from kinformer.scores.scaled_dot import ScaledDot
 
 
 class SegmentState(NamedTuple):
-    """``hidden_states`` [batch, 1, past, dim]: the last ``memory + segment - 1`` inputs (``memory - 1`` with
-    ``same_length``), right-aligned; those of segments that are over have no graph. ``k``, ``v`` [batch, kv_heads, past,
-    head_dim] are what became of them without gradients, with gradients they have no slots. ``seen`` [batch] int64."""
+    """The state: ``hidden_states`` [batch, 1, past, dim] are the last ``memory + segment - 1`` inputs
+    (``memory - 1`` with ``same_length``), right-aligned; those of segments that are over have no graph.
+    ``k``, ``v`` [batch, kv_heads, past, head_dim] are their projections without gradients; with gradients
+    they have no slots. ``seen`` [batch] int64."""
 
     hidden_states: Tensor
     k: Tensor
@@ -75,13 +76,15 @@ class SegmentState(NamedTuple):
     derived = {"k": "hidden_states", "v": "hidden_states"}  # type: ignore[misc]
 
     def reserve(self, length: int) -> SegmentState | ReservedSlots:
-        """A single-owner state with room for ``length`` more tokens; one that was made with gradients stays a value."""
+        """Return a single-owner state with room for ``length`` more tokens; a
+        state made with gradients stays a value."""
         return ReservedSlots.of(self, length) if self.k.shape[2] == self.hidden_states.shape[2] else self
 
 
 class _Extent(NamedTuple):
-    """Of a chunk, on the host. ``alone``: all queries of a row are of one segment. ``live``: how many past tokens the
-    segment of a first query has at most; ``later``: how many of the chunk's tokens, from its first, may be memory."""
+    """The extent of a chunk, on the host. ``alone``: all queries of a row are of one segment. ``live``:
+    how many past tokens the segment of a first query has at most; ``later``: how many of the chunk's
+    tokens, from its first, may be memory."""
 
     alone: bool
     live: int
@@ -89,7 +92,7 @@ class _Extent(NamedTuple):
 
 
 class SegmentMemory(RecomputesKV, CausalMixer):
-    """Softmax attention over a token's own segment and the ``memory`` tokens before that; with ``same_length`` over the
+    """Softmax attention over a token's segment and the ``memory`` tokens before that; with ``same_length`` over the
     last ``memory`` tokens, its own counted.
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads. Segments, memory and
@@ -198,7 +201,8 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return self.out(merge_heads(self._attend(q, k, v, self.pattern, positions).out)), state
 
     def _past(self, state: SegmentState, like: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """Keys and values of the past without gradients: those that were kept, and those of the other slots."""
+        """Return keys and values of the past without gradients: those of the
+        state, or projections of its hidden states."""
         lacking = state.hidden_states.shape[2] - state.k.shape[2]
         if not lacking:
             return state.k.to(like.dtype), state.v.to(like.dtype)
@@ -212,7 +216,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         positions: Tensor,
         norm: nn.Module,
     ) -> Tensor:
-        """Attention with gradients. Where a row's queries are of one segment, every key is either live or memory; else
+        """Attend with gradients. Where a row's queries are of one segment, every key is either live or memory; else
         some are both, and attention to the own segments and to their memories are two calls, merged."""
         q, k, v = own
         past, time = state.hidden_states.shape[2], chunk.x.shape[1]
@@ -231,6 +235,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         present_segment = self._attend(q, k, v, self.own, positions, lse=self.memory > 0)
         if not self.memory:
             return present_segment.out
+        # sg(h_j) for seg(j) < seg(i), with projections that learn: detach inputs, not keys.
         memory = torch.cat([recent, chunk.x[:, None, : extent.later].to(recent.dtype)], dim=2).detach()
         older_positions = torch.cat([_before(state.seen, recent.shape[2]), positions[:, : extent.later]], dim=1)
         k, v = self._keys_values(memory, older_positions, norm)
@@ -249,7 +254,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return _Extent(later <= 0, live, max(later, 0))
 
     def _keys_values(self, hidden_states: Tensor, positions: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """Of ``hidden_states`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
+        """Return keys and values of ``hidden_states`` [batch, 1, slots, dim] at ``positions`` [batch, slots]."""
         k, v = self.projection.keys_values(norm(hidden_states[:, 0]))
         return self.position.rotate_keys(k, positions), self.position.values(v)
 
@@ -262,7 +267,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _settled(self, hidden_states: Tensor, seen: Tensor) -> Tensor:
-        """The slots of a state: those of segments that are over are cut from the graph."""
+        """Return the slots of a state, those of segments that are over cut from the graph."""
         if not hidden_states.requires_grad:
             return hidden_states
         counts = host_ints(seen, hidden_states.shape[2])
@@ -271,13 +276,13 @@ class SegmentMemory(RecomputesKV, CausalMixer):
 
 
 def _before(seen: Tensor, slots: int) -> Tensor:
-    """Positions [batch, slots] of the last tokens before ``seen`` [batch]."""
+    """Return the positions [batch, slots] of the last tokens before ``seen`` [batch]."""
     return seen[:, None] + torch.arange(-slots, 0, device=seen.device)
 
 
 def _cut(slots: Tensor, live: Tensor, most: int) -> Tensor:
-    """``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone, of which no row has
-    more than ``most``."""
+    """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone,
+    of which no row has more than ``most``."""
     old, new = slots[:, :, : slots.shape[2] - most].detach(), slots[:, :, slots.shape[2] - most :]
     age = torch.arange(most, 0, -1, device=live.device)
     mine = (age <= live[:, None])[:, None, :, None]

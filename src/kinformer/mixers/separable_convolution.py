@@ -52,5 +52,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         rows, columns = gridded(x, text, "separable_convolution")
+        # relu(W_1 x)^2 as an image [batch, channels, rows, columns]
         x = self.up(x).relu().square().unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
         return self.down(self.depthwise(x).permute(0, 2, 3, 1).flatten(1, 2))

@@ -26,7 +26,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class SeparableTransition(FeedForwardConfig):
-    """Kernels are odd numbers of tokens; ``hidden_dim``: of what stands between the two convolutions."""
+    """The config: kernels are odd numbers of tokens; ``hidden_dim`` is the width between the two convolutions."""
 
     kind = "separable_convolution"
     hidden_dim: int | None = None
@@ -46,7 +46,8 @@ class SeparableTransition(FeedForwardConfig):
 
 
 class _Weights(nn.Module):
-    """``first`` and ``second`` are the convolutions of every channel, ``up`` and ``down`` the products behind them."""
+    """The weights: ``first`` and ``second`` are the convolutions of every channel, ``up``
+    and ``down`` the products after them."""
 
     def __init__(self, config: SeparableTransition, dim: int) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class _Weights(nn.Module):
 
 
 class TwoSidedConvolution(_Weights, EncoderMixer):
-    """x [batch, time, dim] of a text -> y of the same shape."""
+    """The two-sided form for encoders: x [batch, time, dim] of a sequence -> y of the same shape."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         refuse_global("a separable convolution is of neighbours, and a global input has none", False, global_input)
@@ -69,20 +70,20 @@ class TwoSidedConvolution(_Weights, EncoderMixer):
 
 
 def _centred(convolution: CausalConvolution, x: Tensor) -> Tensor:
-    """The convolution of x [batch, time, channels] between as many zeros before it as behind."""
+    """Return the convolution of x [batch, time, channels] with as many zeros before it as behind."""
     side = convolution.context // 2
     return shifted_sum(pad(x, (0, 0, side, side))[:, None], convolution.weight, None)[:, 0]
 
 
 class ConvolutionState(NamedTuple):
-    """The last tokens that entered either convolution, zero before a sequence: [batch, 1, kernel - 1, channels]."""
+    """The last inputs of either convolution, zero before a sequence: [batch, 1, kernel - 1, channels]."""
 
     first: Tensor
     second: Tensor
 
 
 class CausalTransition(_Weights, CausalMixer):
-    """x [batch, time, dim] -> y [batch, time, dim], from a token and those before it."""
+    """The causal form: x [batch, time, dim] -> y [batch, time, dim], from a token and those before it."""
 
     growth = "constant"
 

@@ -36,7 +36,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class SingleHeadState(NamedTuple):
-    """``memory`` [batch, 1, past, dim], right-aligned, ``seen`` [batch] int64."""
+    """The state: ``memory`` [batch, 1, past, dim], right-aligned, and ``seen`` [batch] int64."""
 
     memory: Tensor
     seen: Tensor
@@ -44,7 +44,7 @@ class SingleHeadState(NamedTuple):
     slots = ("memory",)  # type: ignore[misc]
 
     def reserve(self, length: int) -> ReservedSlots:
-        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
+        """Return a single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
         return ReservedSlots.of(self, length)
 
 
@@ -120,14 +120,16 @@ class SingleHead(CausalMixer):
         return select_valid(y, chunk.valid), SingleHeadState(memory, seen)  # type: ignore[call-arg]
 
     def _norms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries are made of, and what is remembered [batch, 1, time, dim]."""
+        """Return the input of the queries, and the new memory [batch, 1, time, dim]."""
         return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.query.weight))
 
     def _attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
+        # (q * g_q) . (m * g_k) = (q * g_q * g_k) . m: the key's gate moves to the query, so m is stored once.
         q = self.query_norm(self.query(h)) * (self.q_gate.sigmoid() * self.k_gate.sigmoid())
         q, scoring = q[:, None].to(slots.dtype), Scoring(self.dim**-0.5)
         visibility = Visibility(self.pattern, positions, whole)
         mixed = attention(q, slots, slots, visibility, scoring, impl=self.impl).out[:, 0]
         content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
+        # v = m * sigmoid(f) * tanh(c) is linear in m, so the gate moves out of the sum over keys.
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)

@@ -99,7 +99,7 @@ class SinkhornAttention(EncoderMixer):
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None
     ) -> Tensor:
-        """Every block sees what was sorted to it, and itself."""
+        """Attend from every block to the block sorted to it and to itself."""
         hidden = None
         if present is not None:  # the first block lacks the slots that no block has
             hidden = ~torch.cat([present[:, :1].expand_as(present), present], 2).flatten(0, 1)
@@ -110,7 +110,7 @@ class SinkhornAttention(EncoderMixer):
     def _cut(
         self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None
     ) -> Tensor:
-        """All see the first sorted blocks, as many as there are."""
+        """Attend from all tokens to the first sorted blocks, as many as there are."""
         hidden = None
         if present is not None:
             filled = present[:, : sorted_k.shape[2], :1] & present[:, :1]
@@ -123,7 +123,7 @@ class SinkhornAttention(EncoderMixer):
 
 
 class SortingNetwork(nn.Module):
-    """Sums of blocks [batch, blocks, dim] -> S [batch, heads, blocks, blocks], in float32 or better.
+    """The network from sums of blocks [batch, blocks, dim] to S [batch, heads, blocks, blocks], in float32 or better.
 
     ``filled`` [batch, blocks] bool or None: which blocks hold a token; the others are no part of the sorting.
     """
@@ -139,24 +139,27 @@ class SortingNetwork(nn.Module):
         logits = logits[..., : sums.shape[1]].transpose(1, 2).to(state_dtype(logits.dtype))
         if self.config.noise and self.training:
             drawn = torch.empty_like(logits).exponential_().clamp_min(torch.finfo(logits.dtype).tiny)
+            # -log of an exponential variable is Gumbel noise.
             logits = logits - drawn.log()
         pairs = None if filled is None else (filled[:, :, None] & filled[:, None])[:, None]
         return sinkhorn(logits / self.config.temperature, self.config.iterations, pairs)
 
 
 def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
-    """Sinkhorn's balancing of exp(logits) [..., n, n] in the log domain (Sinkhorn 1964; Mena et al. 2018): rows, then
-    columns are divided by their sums, ``iterations`` times. ``pairs`` bool: which entries there are; others are 0."""
+    """Balance exp(logits) [..., n, n] in the log domain (Sinkhorn 1964; Mena et al. 2018): rows, then columns are
+    divided by their sums, ``iterations`` times. ``pairs`` bool: which entries there are; others are 0."""
+    # A quarter of the lowest number: subtracting a logsumexp from it must not overflow to -inf, whose gradient is NaN.
     lowest = logits.new_full((), torch.finfo(logits.dtype).min / 4)
     for _ in range(iterations):
         for axis in (-1, -2):
             logits = logits if pairs is None else torch.where(pairs, logits, lowest)
+            # log S <- log S - log sum exp(log S), over rows and then over columns
             logits = logits - logits.logsumexp(axis, keepdim=True)
     return logits.exp() if pairs is None else torch.where(pairs, logits, lowest).exp()
 
 
 def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, heads, blocks, block, head_dim] summed over blocks by ``weights``."""
+    """Return keys and values [batch, heads, blocks, block, head_dim] summed over blocks by ``weights``."""
     if present is not None:
         some = weights @ present[:, None].to(weights.dtype)
         scaled = weights.sum(-1, keepdim=True) / some.clamp_min(torch.finfo(weights.dtype).tiny)

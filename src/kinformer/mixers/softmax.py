@@ -55,8 +55,8 @@ from kinformer.scores.scaled_dot import ScaledDot
 
 
 class ContextState(NamedTuple):
-    """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] is what
-    the projection made of the last tokens, right-aligned."""
+    """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] are the
+    projections of the last tokens, right-aligned."""
 
     attention: KeysValues | ReservedKeysValues
     recent: Tensor
@@ -68,7 +68,7 @@ Slots = KeysValues | ReservedKeysValues | ContextState
 
 
 class SpanState(NamedTuple):
-    """The state ``attention`` where each token has spans of its own, and ``aux`` [batch], what they cost."""
+    """The state ``attention`` of tokens with spans of their own, and ``aux`` [batch], the cost of the spans."""
 
     attention: Slots
     aux: Tensor
@@ -126,7 +126,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
 
     @property
     def pattern(self) -> Pattern:
-        """Who sees whom; with a span, as its weights are now."""
+        """Return the pattern; with a span, as its weights are now."""
         return self.whole_pattern if self.span is None else self.span.pattern
 
     def _needs(self) -> Needs:
@@ -172,7 +172,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
     def _step(
         self, chunk: Chunk, state: Slots, output_mask: Tensor | None, z: Tensor | None = None
     ) -> tuple[Tensor, Slots]:
-        """``z`` [batch, heads, time]: the spans of the tokens, where each has its own."""
+        """Absorb a chunk; ``z`` [batch, heads, time] are the spans of the tokens, where each has its own."""
         attention, recent = state if isinstance(state, ContextState) else (state, None)  # type: ignore[misc]
         if isinstance(attention, KeysValues):
             y, attention, recent = self._absorb(chunk, attention, recent, output_mask, z)
@@ -213,9 +213,10 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
     def _project(
         self, chunk: Chunk, positions: Tensor, seen: Tensor, recent: Tensor | None, output_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """q (None where nothing is asked), k and v of the chunk as they meet, and what of it a projection with a
-        context needs later."""
+        """Return q (None where the output mask is empty), k and v of the chunk, turned by position, and the projections
+        that later tokens need where the projection has a context."""
         x = select_valid(chunk.x, chunk.valid)
+        # No output is needed: the keys and values are absorbed without queries.
         if recent is None and output_mask is not None and is_empty_mask(output_mask):
             k, v = self.projection.keys_values(x)
             return None, self.position.rotate_keys(k, positions), self.position.values(v), None
@@ -237,7 +238,7 @@ class SoftmaxAttention(PartialOutput, CausalMixer):
         output_mask: Tensor | None,
         z: Tensor | None,
     ) -> Tensor:
-        """``whole``: every slot belongs to the sequence of every query of its row."""
+        """Attend and project; ``whole``: every slot belongs to the sequence of every query of its row."""
         q, k, v = qkv
         if q is None or (output_mask is not None and not output_mask.numel()):
             return v.new_zeros(*positions.shape, self.dim)

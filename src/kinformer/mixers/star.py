@@ -81,7 +81,8 @@ class StarAttention(EncoderMixer):
         return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
 
     def star(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens [batch, time, dim], zero where not ``valid``, and the relay [batch, 1, dim], after all updates."""
+        """Return tokens [batch, time, dim], zero where not ``valid``, and the
+        relay [batch, 1, dim], after all updates."""
         e = h = select_valid(x, valid)
         count: int | Tensor = x.shape[1]
         if valid is not None:
@@ -109,7 +110,7 @@ class Update(nn.Module):
         self.ends, self.impl, self.scale = config.ends, config.impl, head_dim**-0.5
 
     def nodes(self, h: Tensor, e: Tensor, s: Tensor, shifts: tuple[Shift, Shift, Shift]) -> Tensor:
-        """h [batch, time, dim] after the tokens looked at their neighbours, their inputs and the relay.
+        """Return h [batch, time, dim] after the tokens attended to their neighbours, their inputs and the relay.
 
         With five keys a query, products one by one are faster than tiles, of which a twentieth would be used.
         """
@@ -124,7 +125,7 @@ class Update(nn.Module):
         return leaky_relu(self.ring.out(y.flatten(2)))
 
     def moved(self, s: Tensor, h: Tensor, valid: Tensor | None) -> Tensor:
-        """The relay s [batch, 1, dim] after it looked at itself and at all tokens."""
+        """Return the relay s [batch, 1, dim] after it attended to itself and to all tokens."""
         assert self.relay is not None
         k, v = (keys_value.transpose(1, 2) for keys_value in self.relay.keys_values(torch.cat([s, h], 1)))
         hidden = None if valid is None else pad(~valid, (1, 0), value=False)
@@ -150,7 +151,8 @@ class Products(nn.Module):
 
 
 def _beside(ends: str, valid: Tensor | None) -> tuple[Shift, Shift, Shift]:
-    """Functions of projected tokens [batch, time, heads, head_dim]: as they are seen, and what stands before and after.
+    """Return three functions of projected tokens [batch, time, heads, head_dim]: the tokens as they are seen, their
+    left and their right neighbours.
 
     Where ``ends`` are zeros, so is padding, which stands after the last token.
     """

@@ -43,8 +43,8 @@ BLOCK = 32
 
 
 class TensorizedState(NamedTuple):
-    """``k``, ``v`` [batch, 1, past, rank], right-aligned; ``total`` [batch, dim, rank or twice that], M so far, in
-    float32 or better; ``seen`` [batch] int64."""
+    """The state: ``k``, ``v`` [batch, 1, past, rank], right-aligned; ``total`` [batch, dim, rank or twice that], M so
+    far, in float32 or better; ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -112,6 +112,7 @@ class TensorizedAttention(CausalMixer):
         where = torch.cat([state.seen[:, None] + torch.arange(-past, 0, device=seen.device), positions], 1)
         keys = k if self.position is None else torch.cat([k, self._position_keys(where, chunk).to(k.dtype)], -1)
         core = self.core.mean(0).to(q.dtype)
+        # ((q + u) * g, (q + w) * g), to meet (k, p)
         queries = torch.cat([(q + bias.to(q.dtype)) * core for bias in self.query_bias], -1)
         number = None if reset is None else pad(reset.cumsum(1), (past, 0))
         alike = not past and reset is None and time <= self.config.max_length
@@ -127,14 +128,15 @@ class TensorizedAttention(CausalMixer):
         return select_valid(torch.cat(outputs, 1), chunk.valid), after
 
     def _alike(self, first: int, last: int) -> Tensor:
-        """W of tokens ``first`` to ``last`` with those up to ``last``, and of those before ``first`` with them:
+        """Return W of tokens ``first`` to ``last`` with those up to ``last``, and of those before ``first`` with them,
         [1, dim, tokens, last + first], where all rows begin here."""
         weight = self.pairs[None]
         before, after = weight[:, :, first:last, :last], weight[:, :, :first, first:last].mT
         return torch.cat([before, after], -1)
 
     def _of_rows(self, where: Tensor, first: int) -> Tensor:
-        """The same [batch, dim, tokens, last + first] of slots whose positions ``where`` differ by row."""
+        """Return W as in :meth:`_alike`, but [batch, dim, tokens, last + first], for slots at
+        positions ``where`` that differ by row."""
         rows, columns = where[:, first:, None], where.clamp_min(0)[:, None]
         try:
             before, after = self.pairs[:, rows, columns], self.pairs[:, columns[..., :first], rows]
@@ -146,7 +148,7 @@ class TensorizedAttention(CausalMixer):
         return torch.cat([before, after], -1).transpose(0, 1)
 
     def _position_keys(self, where: Tensor, chunk: Chunk) -> Tensor:
-        """p [batch, slots, rank] of slots at positions ``where``, zero where there is no token."""
+        """Return p [batch, slots, rank] of slots at positions ``where``, zero where there is no token."""
         assert self.position is not None
         end, time = self.config.max_length, chunk.x.shape[1]
         distance = torch.arange(end - 1, -1, -1, device=where.device)
@@ -158,7 +160,7 @@ class TensorizedAttention(CausalMixer):
 
 
 class Block(NamedTuple):
-    """Some tokens and the slots up to the last of them, of which they are those from ``first`` on.
+    """A block of tokens, from slot ``first`` on, and all slots up to the last of them.
 
     ``queries`` [batch, tokens, width], ``keys`` [batch, slots, width], ``v`` [batch, slots, rank]; width is rank, or
     twice that where keys of content and of positions stand side by side. ``number`` [batch, all slots] or None: which
@@ -172,7 +174,8 @@ class Block(NamedTuple):
     number: Tensor | None
 
     def outputs(self, weight: Tensor, total: Tensor) -> Tensor:
-        """y [batch, tokens, dim]; ``total`` is M of the slots before."""
+        """Return y [batch, tokens, dim]; ``total`` is M of the slots before."""
+        # M ((q_i + u) * g), the pairs of earlier slots
         y = torch.einsum("btr,bdr->btd", self.queries, total.to(self.queries.dtype))
         if self.number is not None:
             y = torch.where((self._present == self._before)[..., None], y, y.new_zeros(()))
@@ -182,8 +185,8 @@ class Block(NamedTuple):
         return y + torch.einsum("btp,bdp->btd", tensor, weight.flatten(2))
 
     def _tensor(self) -> Tensor:
-        """[batch, tokens, tokens, slots + first]: T of queries, keys of the block, all values; and then of queries,
-        values of the block, earlier keys; zero where either is hidden from the query."""
+        """Return T [batch, tokens, tokens, slots + first] of queries, keys of the block and all values; then of
+        queries, values of the block and earlier keys; zero where either is hidden from the query."""
         first, rank = self.first, self.v.shape[-1]
         queries, keys, v = self.queries[:, :, None], self.keys[:, None, first:], self.v[:, None, first:]
         by_key = (queries * keys).unflatten(-1, (-1, rank)).sum(-2) @ self.v.mT[:, None]
@@ -197,7 +200,7 @@ class Block(NamedTuple):
         return torch.where(shown, tensor, tensor.new_zeros(()))
 
     def sums(self, weight: Tensor, total: Tensor) -> Tensor:
-        """M of all slots of the last one's sequence."""
+        """Return M of all slots of the last token's sequence."""
         keys, v, first = self.keys, self.v, self.first
         if self.number is not None:
             last = self._present[:, -1:]
@@ -213,12 +216,13 @@ class Block(NamedTuple):
 
     @property
     def _present(self) -> Tensor:
-        """The sequence of each token, [batch, tokens]."""
+        """Return the sequence number of each token, [batch, tokens]."""
         assert self.number is not None
         return self.number[:, self.first : self.v.shape[1]]
 
     @property
     def _before(self) -> Tensor:
-        """The sequence of the slot before the block, [batch, 1]; the first of a chunk begins after the past's."""
+        """Return the sequence number of the slot before the block, [batch, 1];
+        the first of a chunk continues the past."""
         assert self.number is not None
         return self.number[:, self.first - 1 : self.first] if self.first else torch.zeros_like(self.number[:, :1])

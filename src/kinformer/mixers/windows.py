@@ -91,16 +91,19 @@ class WindowAttention(GridOnly, EncoderMixer):
         return y[:, : grid[0], : grid[1]].flatten(1, 2)
 
     def sizes(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Patches on a side of a window, and how far windows are shifted, in an image of ``grid`` patches."""
+        """Return the patches on a side of a window, and how far windows are
+        shifted, in an image of ``grid`` patches."""
         if min(grid) <= self.config.window:
             return min(grid), 0
         return self.config.window, self.config.window // 2 if self.config.shift else 0
 
     def _attended(self, x: Tensor, mask: Tensor | None, side: int) -> Tensor:
-        """Of windows x [batch * windows, side^2, dim], of which ``mask`` [windows, 1, side^2, side^2] are seen."""
+        """Attend within windows x [batch * windows, side^2, dim], to the pairs that
+        ``mask`` [windows, 1, side^2, side^2] allows."""
         heads = self.config.num_heads
         q, k, v = (part(x).unflatten(-1, (heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
         if self.config.cosine:
+            # cos(q, k) / tau with 1 / tau = exp(heat) <= 100
             q = functional.normalize(q, dim=-1) * self.heat.clamp_max(log(HOTTEST)).exp().to(q.dtype)
             k = functional.normalize(k, dim=-1).to(q.dtype)
         if mask is not None:
@@ -110,7 +113,7 @@ class WindowAttention(GridOnly, EncoderMixer):
         return merge_heads(attention(q, k, v, Visibility(attn_mask=mask), scoring, impl=self.config.impl).out)
 
     def bias(self, side: int) -> Tensor:
-        """[heads, side^2, side^2]: what is added to the scores of a window's pairs."""
+        """Return the biases of the scores of a window's pairs, [heads, side^2, side^2]."""
         window, device = self.config.window, self.query.weight.device
         places = torch.cartesian_prod(torch.arange(side, device=device), torch.arange(side, device=device))
         distance = places.view(-1, 1, 2) - places.view(1, -1, 2) + window - 1
@@ -118,30 +121,32 @@ class WindowAttention(GridOnly, EncoderMixer):
         return self._table()[index].movedim(2, 0)
 
     def _table(self) -> Tensor:
-        """[(2 window - 1)^2, heads], by distances from the most negative on, columns first."""
+        """Return the biases [(2 window - 1)^2, heads] by distance, from the most negative on, columns first."""
         if self.biases is None:
             return self.table
         window, weight = self.config.window, self.query.weight
         ends = torch.arange(1 - window, window, device=weight.device, dtype=torch.float64) * FARTHEST
         ends = ends / max(1, window - 1)
+        # Log-spaced distances (Swin V2, equation 4): sign(d) log2(1 + |8 d / (w - 1)|) / log2 8
         spaced = ends.sign() * (ends.abs() + 1).log2() / log2(FARTHEST)
         return SPREAD * self.biases(torch.cartesian_prod(spaced, spaced).to(weight.dtype)).sigmoid()
 
 
 def cut(x: Tensor, side: int) -> Tensor:
-    """x [batch, rows, columns, dim] -> windows [batch * windows, side^2, dim], row by row."""
+    """Cut x [batch, rows, columns, dim] into windows [batch * windows, side^2, dim], row by row."""
     x = x.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
     return x.reshape(-1, side * side, x.shape[-1])
 
 
 def joined(windows: Tensor, side: int, grid: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`cut`: [batch, rows, columns, dim]."""
+    """Join windows into an image, the inverse of :func:`cut`: [batch, rows, columns, dim]."""
     x = windows.view(-1, grid[0] // side, grid[1] // side, side, side, windows.shape[-1])
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) -> Tensor | None:
-    """[windows, 1, side^2, side^2] bool, True where two patches of a shifted window are neighbours; None unshifted."""
+    """Return which pairs of patches of a shifted window are neighbours, [windows, 1,
+    side^2, side^2] bool; None if unshifted."""
     if not shift:
         return None
     places = [torch.arange(n, device=device) for n in grid]

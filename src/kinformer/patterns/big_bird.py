@@ -22,7 +22,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class BigBird(Unsized):
-    """The pattern of texts of any length, which the last, maybe shorter block ends; ``head`` None means all heads.
+    """The pattern of sequences of any length, which end in a block that may be shorter; ``head`` None means all heads.
 
     A text of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
     """
@@ -39,7 +39,7 @@ class BigBird(Unsized):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
+        """The config: ``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
 
         ``edges``: the first and the last block are global (the internal construction); without them something else
         must be, as a global input (the extended one). ``seed`` gives the random blocks that the authors' code gives
@@ -85,7 +85,7 @@ class BigBird(Unsized):
         return _sized(self, -(-length // self.block))
 
     def of_blocks(self, blocks: int) -> Pattern:
-        """The pattern of a text of so many blocks."""
+        """Return the pattern of a sequence of so many blocks."""
         if blocks <= 5 + 2 * self.random:
             return Full(ahead=None)
         heads = range(self.heads) if self.head is None else (self.head,)
@@ -106,7 +106,8 @@ def _sized(pattern: BigBird, blocks: int) -> Pattern:
 
 @dataclass(frozen=True)
 class NearAndDrawn(ChosenBlocks):
-    """Of a text of ``blocks`` blocks, block i sees i - 1, i, i + 1 and those of ``drawn[i]`` (-1 is none)."""
+    """The part of near and random blocks: of ``blocks`` blocks, block i sees i - 1, i, i + 1
+    and those of ``drawn[i]`` (-1 is none)."""
 
     block: int
     blocks: int
@@ -141,7 +142,7 @@ class NearAndDrawn(ChosenBlocks):
 
 @dataclass(frozen=True)
 class FirstAndLast(Pattern):
-    """Of a text of ``blocks`` blocks the first and the last see all and are seen by all."""
+    """The part of the global blocks: of ``blocks`` blocks the first and the last see all and are seen by all."""
 
     block: int
     blocks: int

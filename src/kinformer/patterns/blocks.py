@@ -14,7 +14,8 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Blocks(Pattern):
-    """-front <= q // block - k // block <= back; with ``back = front = 0`` the tokens of the same block."""
+    """The pairs with -front <= q // block - k // block <= back; with ``back =
+    front = 0`` the tokens of the same block."""
 
     block: int
     back: int = 0
@@ -22,7 +23,8 @@ class Blocks(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """Two-sided within a block: a decoder takes it in an ``intersection`` with ``causal``."""
+        """The config; the pattern is two-sided within a block, so a decoder takes
+        it in an ``intersection`` with ``causal``."""
 
         kind = "blocks"
         block: int = 128

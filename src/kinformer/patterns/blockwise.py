@@ -15,14 +15,16 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Blockwise(ChosenBlocks):
-    """Query block i sees key block ``permutation[i]`` and no other; it repeats every n blocks."""
+    """The pairs of a block permutation: query block i sees key block
+    ``permutation[i]`` alone; it repeats every n blocks."""
 
     block: int
     permutation: tuple[int, ...]
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """``permutations``: one per head (a single one holds for all heads); the paper's are shifts, as (1, 2, 0).
+        """The config: ``permutations`` are one per head (a single one holds for all heads); the paper's are shifts, as
+        (1, 2, 0).
 
         ``block``: None cuts each text into as many blocks as a permutation has, of equal length but for the last ones.
         Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
@@ -66,7 +68,7 @@ class Blockwise(ChosenBlocks):
 
 @dataclass(frozen=True)
 class Parts(Unsized):
-    """:class:`Blockwise` with blocks that make up a whole text, each of ceil(length / n) tokens."""
+    """The pattern :class:`Blockwise` with blocks that make up a full sequence, ceil(length / n) tokens in each."""
 
     permutation: tuple[int, ...]
 

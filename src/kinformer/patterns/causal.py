@@ -1,4 +1,4 @@
-"""Every token sees itself and all earlier tokens."""
+"""The causal pattern: every token sees itself and all earlier tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kinformer.core.pattern import Band
 
 
 class Causal(Band):
-    """0 <= q - k."""
+    """The pairs with 0 <= q - k, without another bound."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):

@@ -10,7 +10,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Columns(Comb):
-    """q - k = 0, stride, 2 * stride, ...: with the positions written in rows of ``stride``, the column above."""
+    """The pairs with q - k = 0, stride, 2 * stride, ...: with the positions in rows of ``stride``, the column above."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):

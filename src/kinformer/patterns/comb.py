@@ -1,4 +1,4 @@
-"""Pairs by their distance alone, with teeth: the shape from which dilated windows and columns are made."""
+"""Pairs by their distance alone, at regular gaps: the shape from which dilated windows and columns are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
 
 @dataclass(frozen=True)
 class Comb(Pattern):
-    """-ahead <= q - k <= behind and q - k is a multiple of ``stride``; a bound of None bounds nothing."""
+    """The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``; a bound of None bounds nothing."""
 
     behind: int | None = None  # type: ignore[misc]
     ahead: int | None = 0  # type: ignore[misc]
@@ -26,7 +26,8 @@ class Comb(Pattern):
         return seen if self.ahead is None else seen & (distance >= -self.ahead)
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Exact: a box has the distances nearest + n * step, of which every ``period``-th is a tooth, or none is."""
+        """Return the exact cover: a box has the distances nearest + n * step; every
+        ``period``-th of them is allowed, or none is."""
         step = boxes.step
         nearest, farthest = boxes.q_low - boxes.k_high, boxes.q_high - boxes.k_low
         low = nearest if self.ahead is None else np.maximum(nearest, -self.ahead)

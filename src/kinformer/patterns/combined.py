@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Union(PatternConfig):
-    """Pairs that at least one of ``patterns`` allows."""
+    """The pairs that at least one of ``patterns`` allows."""
 
     kind = "union"
     patterns: tuple[PatternConfig, ...]
@@ -28,7 +28,7 @@ class Union(PatternConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Intersection(PatternConfig):
-    """Pairs that all of ``patterns`` allow."""
+    """The pairs that all of ``patterns`` allow."""
 
     kind = "intersection"
     patterns: tuple[PatternConfig, ...]
@@ -42,7 +42,7 @@ class Intersection(PatternConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Complement(PatternConfig):
-    """Pairs that ``pattern`` does not allow; a decoder takes it in an ``intersection`` with ``causal``."""
+    """The pairs that ``pattern`` does not allow; a decoder takes it in an ``intersection`` with ``causal``."""
 
     kind = "complement"
     pattern: PatternConfig

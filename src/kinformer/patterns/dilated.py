@@ -12,11 +12,12 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Dilated(Comb):
-    """q - k = d * dilation for -ahead <= d < window: the token itself and every ``dilation``-th before it."""
+    """The pairs with q - k = d * dilation for -ahead <= d < window: the token and every ``dilation``-th before it."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """``window`` and ``ahead`` count keys; ``dilations`` has one dilation per head, instead of ``dilation``."""
+        """The config: ``window`` and ``ahead`` count keys; ``dilations`` has one
+        dilation per head, instead of ``dilation``."""
 
         kind = "dilated"
         window: int = 256

@@ -15,7 +15,8 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """q and k lie between the same two of ``starts``, the first positions of all documents but the one from 0."""
+    """The pairs whose q and k lie between the same two of ``starts``, the first
+    positions of all documents but that at 0."""
 
     starts: tuple[int, ...]
 
@@ -23,7 +24,7 @@ class Documents(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """For boundaries that are the same in every row (a chunk's ``reset`` marks those that are not).
+        """The config, for boundaries that are the same in every row (a chunk's ``reset`` marks those that are not).
 
         Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
         """

@@ -17,7 +17,8 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(PatternConfig):
-    """The earlier tokens of the own segment, and ``summary`` tokens of each, together or either part alone.
+    """The earlier tokens of the query's segment, and ``summary`` tokens of every segment, together or either part
+    alone.
 
     ``segment`` and ``summary`` are the paper's l and c. With ``slices`` the heads look at different summaries: head h
     of ``num_heads`` at slice h mod ``slices``, counted from the segment's end. A query of part "columns" that has no

@@ -1,4 +1,4 @@
-"""Every token sees every token: for encoders and cross-attention; a decoder refuses it."""
+"""The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kinformer.core.pattern import Band
 
 
 class Full(Band):
-    """No bound on either side."""
+    """All pairs, with no bound on either side."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):

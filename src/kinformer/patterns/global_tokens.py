@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """q < count or k < count: the first ``count`` tokens are seen by all and see all."""
+    """The pairs with q < count or k < count: the first ``count`` tokens are seen by all and see all."""
 
     count: int
 
@@ -22,7 +22,7 @@ class GlobalTokens(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """Two-sided: a decoder takes it in an ``intersection`` with ``causal``."""
+        """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
         kind = "global_tokens"
         count: int = 1

@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Image1D(PatternConfig):
-    """The earlier tokens of the own block and the whole block before it: between block + 1 and 2 * block keys.
+    """The earlier tokens of the query's block and the whole block before it: between block + 1 and 2 * block keys.
 
     It asks nothing of the positions but their order, so it serves text as well.
     """

@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class _Rectangle(NamedTuple):
-    """Cells of rows top .. bottom and columns left .. right, ends included."""
+    """The cells of rows top .. bottom and columns left .. right, ends included."""
 
     top: Ints
     bottom: Ints
@@ -38,8 +38,8 @@ class _Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Image2D(Pattern):
-    """Positions run through blocks of block_height x block_width cells: within a block in raster order, and the blocks
-    themselves in raster order, one image after the other. A cell sees
+    """The local pattern of images. Positions run through blocks of block_height x block_width cells: within a block in
+    raster order, and the blocks themselves in raster order, one image after the other. A cell sees
 
         the ``flange_height`` rows above its block, ``flange_width`` columns farther than the block on both sides,
         the ``flange_width`` columns on the left of its block, in the block's own rows,
@@ -79,12 +79,12 @@ class Image2D(Pattern):
 
     @property
     def raster(self) -> Raster:
-        """The order of the cells."""
+        """Return the raster order of the cells."""
         return Raster(self.height, self.width, self.block_height, self.block_width)
 
     @property
     def behind(self) -> int:  # type: ignore[override]
-        """From the last cell of a block to the first cell that the block sees, in the block where that is longest."""
+        """Return the greatest distance from a block's last cell to the first cell that it sees."""
         top = np.arange(0, self.height, self.block_height)[:, None]
         left = np.arange(0, self.width, self.block_width)
         first = self.raster.number((top - self.flange_height).clip(0), (left - self.flange_width).clip(0))
@@ -105,7 +105,7 @@ class Image2D(Pattern):
         return by_query_block(boxes, self.raster.area, self._cover_of_block)
 
     def _cover_of_block(self, boxes: Boxes) -> Cover:
-        """The keys are taken as the cells of the rectangle around them."""
+        """Return the cover where the keys are taken as the cells of the rectangle around them."""
         size = self.height * self.width
         image = boxes.q_low // size * size
         low, high = np.maximum(boxes.k_low, image), np.minimum(boxes.k_high, boxes.q_high)
@@ -122,7 +122,7 @@ class Image2D(Pattern):
         return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
 
     def _around(self, low: Ints, high: Ints) -> _Rectangle:
-        """The smallest rectangle of whole lines, blocks or rows of blocks that holds the cells low .. high."""
+        """Return the smallest rectangle of whole lines, blocks or rows of blocks that holds the cells low .. high."""
         (top, left), (last_top, last_left) = self.raster.corner(low), self.raster.corner(high)
         (y, x), (last_y, last_x) = self.raster.cell(low), self.raster.cell(high)
         one_row = top == last_top

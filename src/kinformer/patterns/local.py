@@ -1,4 +1,4 @@
-"""Local window: every token sees itself, the ``window - 1`` tokens before it and, where asked for, some after it."""
+"""The local window: every token sees itself, the ``window - 1`` tokens before it and, with ``ahead``, some after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Local(Band):
-    """-ahead <= q - k < window; with ``ahead = 0`` a decoder keeps window - 1 past tokens."""
+    """The pairs with -ahead <= q - k < window; with ``ahead = 0`` a decoder stores window - 1 past tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):

@@ -1,4 +1,4 @@
-"""A pattern of its own for every head."""
+"""A different pattern for every head, behind the interface of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class PerHead(Pattern):
-    """Head h sees by ``patterns[h]``; which pairs are allowed can only be asked of ``at(h)``."""
+    """The pattern in which head h sees by ``patterns[h]``; ``at(h)`` alone says which pairs are allowed."""
 
     patterns: tuple[Pattern, ...]
 
@@ -73,7 +73,7 @@ class PerHead(Pattern):
 
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """One pattern for each head, or for all heads where there is only one."""
+    """Return one pattern for each head, or for all heads where there is only one."""
     return PerHead(tuple(patterns)) if len(patterns) > 1 else patterns[0]
 
 

@@ -1,4 +1,4 @@
-"""Patterns that are known block of queries by block of queries: their covers, and those that choose key blocks."""
+"""Patterns that are defined block of queries by block of queries: their covers, and those that choose key blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> Cover:
-    """The cover of ``boxes`` from ``rule``'s covers of their parts, each of which has queries of one block only."""
+    """Return the cover of ``boxes`` from ``rule``'s covers of their parts, each
+    of which has queries of one block only."""
     q_low, q_high, k_low, k_high, step = boxes
     if step <= block:
         count = q_high // block - q_low // block + 1
@@ -40,12 +41,12 @@ def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> 
 
 
 class ChosenBlocks(Pattern):
-    """Positions in blocks of ``block``; the queries of a block all see the same few whole blocks of keys."""
+    """A pattern over blocks of ``block`` positions, in which the queries of a block see the same few blocks of keys."""
 
     block: int
 
     def choices(self, blocks: Numbers) -> Sequence[Numbers]:
-        """The key blocks that each of the query ``blocks`` sees, one array per choice; -1 chooses nothing."""
+        """Return the key blocks that each of the query ``blocks`` sees, one array per choice; -1 chooses nothing."""
         raise NotImplementedError
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class RandomBlocks(ChosenBlocks):
-    """Block b sees ``count`` distinct earlier blocks (all of them if there are no more), every choice equally likely.
+    """The pattern in which block b sees ``count`` distinct earlier blocks (all if there are no more), each equally
+    likely.
 
     With ``total`` it sees ``count`` of the other blocks out of 0 .. total - 1, earlier or later. What is drawn depends
     on ``seed``, ``head`` and b alone, so that it is the same at every length.
@@ -30,7 +31,7 @@ class RandomBlocks(ChosenBlocks):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """``num_heads``: a draw of its own for each of so many heads; None: all heads see the same."""
+        """The config; ``num_heads``: a draw of its own for each of so many heads; None: all heads see the same."""
 
         kind = "random_blocks"
         block: int = 64
@@ -63,7 +64,8 @@ class RandomBlocks(ChosenBlocks):
         return 0 if self.total is None else self.total * self.block - 1
 
     def choices(self, blocks: Numbers) -> Sequence[Numbers]:
-        """Floyd's way to draw ``count`` distinct ones of a pool: the i-th of 0 .. last, or ``last`` if drawn before."""
+        """Draw ``count`` distinct blocks of a pool by Floyd's method: the i-th of 0
+        .. last, or ``last`` if drawn before."""
         pool = blocks if self.total is None else blocks * 0 + (self.total - 1)
         drawn: list[Numbers] = []
         for number in range(self.count):
@@ -79,7 +81,7 @@ class RandomBlocks(ChosenBlocks):
         return [(one + (one >= blocks) + 1) * (blocks < self.total) - 1 for one in drawn]
 
     def _noise(self, blocks: Numbers, number: int) -> Numbers:
-        """32 well mixed bits from the seed, the head, the block and the number of the draw."""
+        """Return 32 well mixed bits from the seed, the head, the block and the number of the draw."""
         key = (self.seed * 0x9E3779B1 + self.head * 0x85EBCA6B + number * 0xC2B2AE35) & _LOW
         bits = (blocks * 0x27D4EB2F + key) & _LOW
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Which random blocks Big Bird's queries see (Zaheer et al. 2020): the tables that the authors' code draws.
+"""The random blocks that Big Bird's queries see (Zaheer et al. 2020): the tables that the authors' code draws.
 
 A table is [heads, blocks, random] int32: the key blocks of every query block, -1 where there are too few to draw from.
 Draws are NumPy's (Mersenne Twister), so that a seed gives what it gives in the authors' code. The first and the last
@@ -20,7 +20,7 @@ from the blocks of the shortest."""
 
 
 def table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
-    """The table for a text of ``blocks`` blocks of ``block`` tokens each; ``seed`` is a layer's number."""
+    """Return the table for a sequence of ``blocks`` blocks of ``block`` tokens; ``seed`` is a layer's number."""
     if blocks * block in PAPER_LENGTHS:
         shortest, longest = PAPER_LENGTHS[0], PAPER_LENGTHS[-1]
         last = shortest // block - 1 if shortest > 2 * block else longest // block - 1
@@ -31,7 +31,8 @@ def table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
 
 @lru_cache(maxsize=64)
 def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Table:
-    """Row i draws from the blocks 1 .. ``last`` but for i - 1, i and i + 1, one head after the other.
+    """Return the plan whose row i draws from the blocks 1 .. ``last`` but for i - 1, i and i + 1, one head after the
+    other.
 
     As in the authors' code the last two rows but one leave nothing out.
     """
@@ -52,7 +53,8 @@ def paper_plan(blocks: int, last: int, random: int, seed: int, heads: int) -> Ta
 
 @lru_cache(maxsize=64)
 def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
-    """Row i draws from the blocks 1 .. 2 * random + 3 but for i - 1, i and i + 1, head by head in every row.
+    """Return the plan whose row i draws from the blocks 1 .. 2 * random + 3 but for i - 1, i and i + 1, head by head in
+    every row.
 
     Nor does row 1 draw block 2 * random + 3, nor row 2 * random + 3 block 1.
     """

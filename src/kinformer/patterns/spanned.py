@@ -8,7 +8,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 def spanned(pattern: Pattern, windows: tuple[int, ...]) -> Pattern:
-    """The pairs of ``pattern`` in which head h looks 1 ... windows[h] positions back."""
+    """Return the pairs of ``pattern`` in which head h looks 1 ... windows[h] positions back."""
     heads = [_within(pattern.at(head), window) for head, window in enumerate(windows)]
     return heads[0] if all(one == heads[0] for one in heads) else PerHead(tuple(heads))
 

@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(PatternConfig):
-    """The last ``stride`` tokens (itself included) and every ``stride``-th earlier token, together or either alone.
+    """The last ``stride`` tokens (the query included) and every ``stride``-th earlier one, together or either alone.
 
     As in the published code; the paper's formula has one more token in the window.
     """

@@ -14,7 +14,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True)
 class Summaries(Pattern):
-    """low <= k mod segment < high, for every query."""
+    """The pairs with low <= k mod segment < high, for every query."""
 
     segment: int
     low: int
@@ -24,7 +24,8 @@ class Summaries(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """``summary`` keys of every ``segment``: the last ones, or with ``skip`` those that end so many slices before.
+        """The config: ``summary`` keys of every ``segment``, the last ones, or with ``skip`` those that end so many
+        slices before.
 
         All queries see them: a decoder takes it in an ``intersection`` with ``causal``.
         """
@@ -59,7 +60,7 @@ class Summaries(Pattern):
         return np.where(every, ALL, np.where(count > 0, SOME, NONE)).astype(np.int8)
 
     def _below(self, end: Ints) -> Ints:
-        """How many summary keys lie before ``end``."""
+        """Return how many summary keys lie before ``end``."""
         return end // self.segment * (self.high - self.low) + (end % self.segment - self.low).clip(
             0, self.high - self.low
         )

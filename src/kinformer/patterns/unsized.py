@@ -1,4 +1,4 @@
-"""Patterns of whole texts that are known only where a text's end is."""
+"""Patterns of full sequences that depend on where the sequence ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Unsized(Pattern):
-    """``sized(length)`` says who sees whom in a text so long; encoders ask so, decoders never do.
+    """A pattern whose ``sized(length)`` says who sees whom in a sequence so long; only encoders use it.
 
     ``name`` is the pattern's kind and ``option`` what fixes it without a text.
     """

@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Window(PatternConfig):
-    """q - k = d * dilation for |d| <= window: ``window`` keys on either side, and the token itself.
+    """The pairs with q - k = d * dilation for |d| <= window: ``window`` keys on either side, and the token itself.
 
     ``dilations`` has one dilation per head, instead of ``dilation``.
     """

@@ -36,7 +36,7 @@ class Alibi(Position):
         self.register_buffer("exponents", torch.tensor(exponents))  # kept in files: a meta model is filled by them
 
     def slopes(self) -> Tensor:
-        """m_h of every head, [heads] float64."""
+        """Return m_h of every head, [heads] float64."""
         return 2.0 ** (self.exponents.to(torch.float64) * (-4 / self.power))
 
     def relative(self, lowest: int, highest: int) -> Relative:

@@ -19,7 +19,7 @@ from kinformer.core.parts import Position, PositionConfig, Relative
 
 
 class DistanceAware(Position):
-    """Learned per head: ``rate`` (the paper's w) and ``steepness`` (its v).
+    """The position by real distances, learned per head: ``rate`` (the paper's w) and ``steepness`` (its v).
 
     The paper does not say how they begin: here w is spread over the heads from -spread to spread, and v is 0.
     """
@@ -41,4 +41,5 @@ class DistanceAware(Position):
         dtype = state_dtype(self.rate.dtype)
         distance = torch.arange(lowest, highest + 1, device=self.rate.device).abs()
         x, v = self.rate.to(dtype)[:, None] * distance, self.steepness.to(dtype)[:, None]
+        # f = (1 + e^v) / (1 + e^(v - x)) = sigmoid(x - v) / sigmoid(-v), by logarithms so that e^v cannot overflow
         return Relative(lowest, factor=(logsigmoid(x - v) - logsigmoid(-v)).exp())

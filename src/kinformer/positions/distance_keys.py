@@ -18,7 +18,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class DistanceTable(nn.Module):
-    """``keys`` [max_distance, head_dim], row d - 1 for the distance d; ``shared``: one table for all layers."""
+    """The table ``keys`` [max_distance, head_dim], row d - 1 for the distance d;
+    ``shared``: one table for all layers."""
 
     def __init__(self, config: DistanceKeys.Config, head_dim: int) -> None:
         super().__init__()

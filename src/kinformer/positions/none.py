@@ -8,7 +8,7 @@ from kinformer.core.parts import Position, PositionConfig
 
 
 class NoPosition(Position):
-    """Every hook does nothing."""
+    """No position: every hook leaves its tensors as they are."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):

@@ -71,6 +71,7 @@ class Rope(Position):
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         rate = frequencies(self.config, self.width, positions.device)
+        # At position 10^6 a float32 angle is 0.06 rad off; only sines and cosines are rounded.
         angles = (positions[..., None].to(torch.float64) * rate)[:, None]
         cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in (angles.cos(), angles.sin()))
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
@@ -86,7 +87,8 @@ class Rope(Position):
 
 
 def frequencies(config: Rope.Config, width: int, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each pair of ``width`` features, [width / 2] float64, scaled as ``config`` says."""
+    """Return radians per position of each pair of ``width`` features, [width /
+    2] float64, scaled as ``config`` says."""
     base = config.base
     if config.scaling == "ntk":
         base *= config.factor ** (width / (width - 2))
@@ -102,12 +104,13 @@ def frequencies(config: Rope.Config, width: int, device: torch.device | None = N
 
 
 def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
-    """The pairs between which YaRN goes over from f_i to f_i / factor; never empty."""
+    """Return the pairs between which YaRN goes over from f_i to f_i / factor; the interval is never empty."""
     original = config.original_length
     assert original is not None
 
     def pair(turns: float) -> float:
-        """Which pair turns so many times within the original length."""
+        """Return the pair that makes so many turns within the original length."""
+        # original * base^(-2i / width) = 2 pi turns, solved for i
         return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(config.base))
 
     low = max(math.floor(pair(config.beta_fast)), 0)
@@ -116,7 +119,7 @@ def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
 
 
 def _check(config: Rope.Config, dim: int, width: int) -> None:
-    """What only the whole config and the width of a head can tell."""
+    """Refuse settings that conflict with each other or with the width of a head."""
     if width < 2 or width % 2:
         share = "" if config.fraction == 1 else f", of which fraction = {config.fraction:g} leaves {width}"
         raise KinformerError(f"rope needs an even head_dim, but head_dim is {dim}{share}.")

@@ -18,7 +18,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Shaw(Position):
-    """Tables [2k + 1, head_dim] shared by the heads, row r + k for r = key position - query position."""
+    """The tables [2k + 1, head_dim] shared by the heads, row r + k for r = key position - query position."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
@@ -48,6 +48,7 @@ class Shaw(Position):
         if lowest >= far:
             return None
         distance = torch.arange(lowest, min(highest, far - 1) + 1, device=self.key_table.device)
+        # Here distance = query - key, so r = -distance; the row of the farthest keys, 0, is subtracted from all.
         row = far - distance.clamp(-far, far)
         tables = (self.key_table, self.value_table)
         keys, values = (None if table is None else (table[row] - table[0])[None] for table in tables)

@@ -20,7 +20,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Sinusoidal(Position):
-    """Sines and cosines, interleaved as in the paper unless set otherwise."""
+    """Sines and cosines of the position, interleaved as in the paper unless set otherwise."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):

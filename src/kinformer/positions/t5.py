@@ -56,11 +56,12 @@ class T5(Position):
         # All of them, however short the past: a table that grew with it could not be recorded.
         distance = torch.arange(lowest, far, device=self.table.device)
         last = self.config.num_buckets // (1 + self.config.bidirectional) - 1
+        # Softmax ignores a constant of the row: subtracting the farthest bias leaves 0 beyond ``far``.
         return Relative(lowest, bias=(self.table[buckets(self.config, distance)] - self.table[last]).mT)
 
 
 def buckets(config: T5.Config, distance: Tensor) -> Tensor:
-    """The bucket of every distance (query position - key position), int64."""
+    """Return the bucket of every distance (query position - key position), int64."""
     count = config.num_buckets // 2 if config.bidirectional else config.num_buckets
     ahead = count * (distance < 0) if config.bidirectional else 0
     distance = distance.abs() if config.bidirectional else distance.clamp_min(0)

@@ -23,7 +23,8 @@ SLOWEST = 10000.0
 
 
 class Timing(Position):
-    """``table`` [depth, dim], one row per use of a layer, where steps are learned."""
+    """The signals of position and step; ``table`` [depth, dim] has one row per
+    use of a layer, where steps are learned."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
@@ -54,7 +55,7 @@ class Timing(Position):
         return self.table[layer] * self.dim**0.5
 
     def _signal(self, numbers: Tensor) -> Tensor:
-        """[..., dim] of ``numbers`` [...] int64."""
+        """Return the signal [..., dim] of ``numbers`` [...] int64."""
         index = torch.arange(self.dim // 2, device=numbers.device, dtype=torch.float64)
         angles = numbers[..., None].to(torch.float64) * SLOWEST ** (-index / (self.dim // 2 - 1))
         return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())

@@ -20,13 +20,13 @@ from kinformer.core.parts import Relative
 
 
 def ids_of(max_distance: int) -> int:
-    """How many ids there are."""
+    """Return the number of relation ids for a clipping distance."""
     return 2 * max_distance + 4
 
 
 class TypedRelations(nn.Module):
-    """``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads] (their c); rows beyond the ids are
-    spare."""
+    """The tables ``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads]
+    (their c); rows beyond the ids are spare."""
 
     def __init__(self, max_distance: int, num_heads: int, head_dim: int, rows: int | None = None) -> None:
         super().__init__()
@@ -38,22 +38,23 @@ class TypedRelations(nn.Module):
         self.other, self.mine, self.unordered = range(ids - 3, ids)
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """The id of every distance (query position - key position), int64."""
+        """Return the id of every distance (query position - key position), int64."""
         most = self.max_distance
         return torch.where(distance <= 0, (-distance).clamp_max(most), most + distance.clamp_max(most))
 
     def relative(self, farthest: int) -> Relative:
-        """What the distances up to ``farthest`` to the left and to the right do."""
+        """Return the keys and biases of the distances up to ``farthest`` to the left and to the right."""
         ids = self.of_distance(torch.arange(-farthest, farthest + 1, device=self.bias.device))
         return Relative(-farthest, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
 
     def scores(self, q: Tensor) -> Tensor:
-        """What each id adds to the score of each query: [batch, heads, n, head_dim] -> [batch, heads, n, ids]."""
+        """Return the term of each id in the score of each query: [batch, heads,
+        n, head_dim] -> [batch, heads, n, ids]."""
         products = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
         return products + (self.bias * self.scale).mT[:, None]
 
     def by_sentence(self, scores: Tensor, mine: Tensor | None) -> Tensor:
-        """Of :meth:`scores` those for keys of the other input: [batch, heads, n, keys].
+        """Return the entries of :meth:`scores` for keys of the other input, [batch, heads, n, keys].
 
         ``mine`` bool [batch, n, keys]: whether query and key belong together; None if there are no sentences.
         """

@@ -21,7 +21,8 @@ from kinformer.runtime.host import arguments_trusted
 
 
 class Biases(nn.Module):
-    """``content`` (the paper's u) and ``position`` (its v), [heads, head_dim]; ``shared``: one pair for all layers."""
+    """The biases of queries: ``content`` (the paper's u) and ``position`` (its v), [heads,
+    head_dim]; ``shared``: one pair for all layers."""
 
     def __init__(self, config: TransformerXL.Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -31,7 +32,8 @@ class Biases(nn.Module):
 
 
 class TransformerXL(Position):
-    """W_R is each layer's own; u and v are those of all layers, as in the authors' PyTorch code, or each layer's own.
+    """The relative positions of Transformer-XL. W_R is learned per layer; u and v are shared by all layers, as in the
+    authors' PyTorch code, or learned per layer.
 
     Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
@@ -71,12 +73,13 @@ class TransformerXL(Position):
             highest = min(highest, self.config.clamp - 1)
         if highest < lowest:
             return None
+        # q + v = (q + u) + (v - u): the queries are already q + u, and distances meet them shifted by v - u.
         shift = (self.biases.position - self.biases.content)[:, None]
         return Relative(lowest, keys=self._rows(lowest, highest), shift=shift)
 
     def _rows(self, lowest: int, highest: int) -> Tensor:
-        """:meth:`_project`; without gradients, rows that were made by the present weights are used again (on a CPU: to
-        look at the weights elsewhere would wait for the device)."""
+        """Return the rows of :meth:`_project`, from a cache without gradients while the weights stay the same. Only on
+        a CPU, as comparing weights elsewhere would wait for the device."""
         if torch.compiler.is_compiling():
             return self._project(lowest, highest)
         weight = self.projection.weight
@@ -95,9 +98,9 @@ class TransformerXL(Position):
         return rows.keys[:, lowest : highest + 1]
 
     def _project(self, lowest: int, highest: int) -> Tensor:
-        """Keys [heads, n, head_dim] of the distances ``lowest .. highest``.
+        """Return the keys [heads, n, head_dim] of the distances ``lowest .. highest``.
 
-        With a clamp they are given relative to the farthest: a constant per query, which softmax does not see.
+        With a clamp they are relative to the farthest: a constant per query, which softmax does not see.
         """
         weight, (heads, head_dim) = self.projection.weight, self.shape
         distance = torch.arange(lowest, highest + 1, device=weight.device)
@@ -111,15 +114,15 @@ class TransformerXL(Position):
 
 
 def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
-    """[n, dim] float64: sin(distance / base^(2i / dim)) for all i, then the cosines."""
+    """Return sin(distance / base^(2i / dim)) for all i, then the cosines, [n, dim] float64."""
     index = torch.arange(0, dim, 2, device=distance.device, dtype=torch.float64)
     angles = distance[:, None] * base ** (-index / dim)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class _Rows(NamedTuple):
-    """Projected rows of the distances 0, 1, ..., and the weight that they were made by; holding it keeps its address
-    from being given to another."""
+    """The projected rows of the distances 0, 1, ..., and the weight that made them; holding it keeps its
+    address from going to another tensor."""
 
     keys: Tensor
     weight: Tensor
@@ -128,11 +131,11 @@ class _Rows(NamedTuple):
 
 
 def _name(weight: Tensor) -> tuple[object, ...]:
-    """What tells a weight from others and, without a look at it, from itself before it was written to."""
+    """Return an identity of the weight that changes with every write that PyTorch counts."""
     return weight.data_ptr(), weight._version, weight.dtype, autocast_dtype(weight.device)
 
 
 def _sum_of_bits(weight: Tensor) -> int:
-    """What changes where values are written through ``.data``, too, which no version counts."""
+    """Return a number that also changes when values are written through ``.data``, which no version counts."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return int(weight.detach().view(integers).sum(dtype=torch.int64))

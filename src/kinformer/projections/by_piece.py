@@ -17,7 +17,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Pieces(NamedTuple):
-    """Queries [batch, heads, n, head_dim] of the long and of the global input, keys and values of each piece."""
+    """The queries [batch, heads, n, head_dim] of the long and of the global input, keys and values of each piece."""
 
     q_long: Tensor
     q_global: Tensor
@@ -44,7 +44,7 @@ class ByPiece(MultiHead):
         self.g2l = nn.Linear(dim, 2 * num_heads * head_dim, bias=bias) if separate else None
 
     def pieces(self, x: Tensor, num_global: int) -> Pieces:
-        """Of x [batch, num_global + time, dim]."""
+        """Project x [batch, num_global + time, dim] into the pieces."""
         if self.of_global is None:
             q, k, v = self(x)
             short, long = ((k[:, :, part], v[:, :, part]) for part in (slice(num_global), slice(num_global, None)))

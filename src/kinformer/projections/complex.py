@@ -18,7 +18,8 @@ PARTS = 2
 
 
 class Complex(Projection):
-    """x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], dim / 2 and head_dim / 2 complex numbers."""
+    """The projection x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim],
+    dim / 2 and head_dim / 2 complex numbers."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
@@ -53,7 +54,8 @@ class Complex(Projection):
 
 
 class ComplexOutput(nn.Module):
-    """Merged heads, each [real; imaginary], -> [batch, time, dim], [real; imaginary] as a whole."""
+    """The output projection: merged heads, each [real; imaginary], -> [batch,
+    time, dim], [real; imaginary] as a whole."""
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, bias: bool, shared: bool) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class ComplexOutput(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """That of the real part."""
+        """Return the weight of the real part."""
         return self.parts[0].weight  # type: ignore[return-value]
 
     def forward(self, y: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class ComplexOutput(nn.Module):
 
 
 def _apply_parts(modules: nn.ModuleList, x: Tensor) -> Tensor:
-    """[..., parts, width] -> [..., parts, out] by one module for all parts, or one for each."""
+    """Return [..., parts, out] of x [..., parts, width], by one module for all parts, or one for each."""
     if len(modules) == 1:
         return modules[0](x)
     return torch.stack([module(part) for module, part in zip(modules, x.unbind(-2), strict=True)], dim=-2)

@@ -23,7 +23,8 @@ SELF = 0.5
 
 
 class Convolved(Projection):
-    """``weight`` [width, heads, head_dim], the heads of q, k and v one after the other; there is no bias.
+    """The projection with ``weight`` [width, heads, head_dim], the heads of q, k and v one after the other; there is no
+    bias.
 
     ``weight[0]`` is that of the token itself.
     """

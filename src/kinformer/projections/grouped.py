@@ -12,7 +12,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Grouped(Projection):
-    """q [batch, num_heads, time, head_dim]; k, v [batch, num_kv_heads, time, head_dim]."""
+    """The projection to q [batch, num_heads, time, head_dim] and k, v [batch, num_kv_heads, time, head_dim]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):

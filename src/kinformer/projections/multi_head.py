@@ -11,7 +11,7 @@ from kinformer.core.parts import Projection, ProjectionConfig
 
 
 class MultiHead(Projection):
-    """x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product."""
+    """The projection x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):

@@ -1,4 +1,4 @@
-"""Global tokens attend by projections of their own (Beltagy et al. 2020, Longformer, section 3.1)."""
+"""Separate projections for global tokens (Beltagy et al. 2020, Longformer, section 3.1)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kinformer.projections.multi_head import MultiHead
 
 
 class MultiHeadGlobal(MultiHead):
-    """All tokens see, and are seen by all but global tokens, through one projection; a global token sees through
-    ``of_global``, in its query and in the keys and values of all tokens."""
+    """Two projections: all tokens see, and are seen by all but global tokens, through the first; a global token sees
+    through ``of_global``, in its query and in the keys and values of all tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):

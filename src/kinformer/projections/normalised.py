@@ -59,5 +59,5 @@ class Normalised(Projection):
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """In the dtype of ``x``, which under autocast is not the weight's."""
+    """Return ``norm(x)`` in the dtype of ``x``, which under autocast is not the weight's."""
     return rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)

@@ -1,4 +1,4 @@
-"""A causal convolution over time with weights of its own for every head and channel."""
+"""A causal convolution over time with separate weights for every head and channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def shifted_sum(tokens: Tensor, weight: Tensor, inside: Callable[[int], Tensor] | None) -> Tensor:
-    """y_t = sum_b weight[b] x_(t - b), b = 0 ... width - 1.
+    """Return y_t = sum_b weight[b] x_(t - b), b = 0 ... width - 1.
 
     tokens: x [batch, heads, width - 1 + time, channels], led by what came before; weight: [width, heads, channels].
     inside: whether the token ``b`` back is one of the same sequence, [batch, time] bool; None: all are.

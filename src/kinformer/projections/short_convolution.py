@@ -25,7 +25,7 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, num_heads, channels).uniform_(-(width**-0.5), width**-0.5))
 
     def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The convolved chunk, and what later tokens need of it.
+        """Return the convolved chunk, and the tokens that later ones need.
 
         recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
@@ -47,7 +47,7 @@ class CausalConvolution(nn.Module):
 
 
 class ShortConvolution(CausalConvolution):
-    """The same with SiLU behind it."""
+    """The convolution :class:`CausalConvolution` followed by SiLU."""
 
     def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         mixed, recent = super().forward(x, recent, valid, reset)

@@ -14,7 +14,8 @@ from kinformer.core.parts import Score, ScoreConfig
 
 
 class Additive(Score):
-    """``weight`` [heads, head_dim] is v, which begins as N(0, 1 / head_dim). Costs head_dim tanh per pair."""
+    """The score with ``weight`` [heads, head_dim], v, which begins as N(0, 1 /
+    head_dim). It costs head_dim tanh per pair."""
 
     form = "additive"
 

@@ -11,7 +11,8 @@ from kinformer.core.parts import Score, ScoreConfig
 
 
 class Bilinear(Score):
-    """``weight`` [heads, head_dim, head_dim] begins as the identity / sqrt(head_dim), where it is the scaled dot."""
+    """The score with ``weight`` [heads, head_dim, head_dim], which begins as the
+    identity / sqrt(head_dim), the scaled dot."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
@@ -25,4 +26,5 @@ class Bilinear(Score):
         self.weight = nn.Parameter((torch.eye(head_dim) * head_dim**-0.5).repeat(num_heads, 1, 1))
 
     def queries(self, q: Tensor) -> Tensor:
+        # q^T W k = (W^T q) . k, so that only queries change.
         return q @ self.weight

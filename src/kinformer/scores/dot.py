@@ -8,7 +8,7 @@ from kinformer.core.parts import Score, ScoreConfig
 
 
 class Dot(Score):
-    """No factor."""
+    """The score q . k without a factor."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):

@@ -24,7 +24,7 @@ from kinformer.scores.soft_span import SoftSpan, log_mask, window
 
 
 class DynamicSpan(TokenSpan):
-    """``weight`` [heads, dim] and ``bias`` [heads] are v and b."""
+    """The span of each token; ``weight`` [heads, dim] and ``bias`` [heads] are v and b."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftSpan.Config):

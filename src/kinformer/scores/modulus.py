@@ -17,7 +17,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Modulus(Score):
-    """|sum_c q_c k_c| over the d complex features, times d ** -0.5."""
+    """The score |sum_c q_c k_c| over the d complex features, times d ** -0.5."""
 
     form = "modulus"
 

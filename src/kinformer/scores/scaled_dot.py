@@ -8,7 +8,7 @@ from kinformer.core.parts import Score, ScoreConfig
 
 
 class ScaledDot(Score):
-    """The factor is head_dim ** -0.5."""
+    """The score q . k times head_dim ** -0.5."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):

@@ -25,7 +25,7 @@ from kinformer.runtime.sharding import gathered
 
 
 class SoftSpan(Span, Regularized):
-    """``span`` [heads]: the learnt share of ``max_span`` of every head, from 0 to 1."""
+    """The span of each head; ``span`` [heads] is its learnt share of ``max_span``, from 0 to 1."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SpanConfig):
@@ -87,11 +87,11 @@ class SoftSpan(Span, Regularized):
         return {"mean_span": sum(spans) / len(spans)}
 
     def _tokens(self, span: Tensor) -> Tensor:
-        """Spans in tokens. The bounds stand here, too, for weights that no trainer has brought back."""
+        """Return spans in tokens. The bounds hold here, too, for weights that no trainer has clamped."""
         return span.to(state_dtype(span.dtype)).clamp(0, 1) * self.config.max_span
 
     def _follow(self) -> None:
-        """Look at the weights if they have changed; where that cannot be, the windows stay as they are."""
+        """Update the windows if the weights have changed; where the host cannot read them, the windows stay."""
         if not readable(self.span):
             return
         stamp = stamp_of(self.span)
@@ -107,13 +107,14 @@ class SoftSpan(Span, Regularized):
 
 
 def log_mask(z: Tensor, x: Tensor, ramp: int) -> Tensor:
-    """log m(x) of spans z, -inf where the mask is 0."""
+    """Return log m(x) of spans z, -inf where the mask is 0."""
     mask = ((ramp + z - x) / ramp).clamp(0, 1)
     hidden = mask <= 0
+    # log 0 = -inf has an infinite slope, which times 0 is NaN: the 0 is filled before the logarithm, and after it.
     return mask.masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)
 
 
 def window(config: SoftSpan.Config, z: float) -> int:
-    """How many tokens back a head of the span z sees, rounded up as the authors do."""
+    """Return how many tokens back a head of the span z sees, rounded up as the authors do."""
     size = min(config.max_span, math.ceil(z) + config.ramp)
     return config.max_span - (config.max_span - size) // config.multiple * config.multiple

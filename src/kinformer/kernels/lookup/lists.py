@@ -48,8 +48,6 @@ def insert(k: Tensor, v: Tensor, assignments: Tensor, keep: int, filed: Sequence
 
     They come in the order of their positions, after those that are ``filed`` already, of which there are ``keep`` at
     most.
-
-    They come in order of their positions. What of each is ``filed`` already comes before them, ``keep`` at most.
     """
     new = (k, v, assignments)
     old = tuple(filed) or tuple(item[:, :, :0] for item in new)

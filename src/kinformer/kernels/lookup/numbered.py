@@ -43,8 +43,6 @@ class _Numbered:
     """Numbered scores of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added.
 
     With ``never`` as its row number, a memory has no positive score.
-
-    ``never``: with it for a row's number, none of its scores is positive.
     """
 
     whole: torch.dtype

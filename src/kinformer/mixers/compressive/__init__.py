@@ -51,7 +51,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class _Call(NamedTuple):
-    """What all pieces of a chunk have in common: what distances do, where attention by slot is added up, the norm."""
+    """The values that all parts of a chunk share: tables by distance, the sums of attention by slot, and the norm."""
 
     relative: Relative | None
     watch: Tensor | None
@@ -140,7 +140,7 @@ class Compressive(RecomputesKV, CausalMixer):
         return slots * numbers_of * dtype.itemsize + past * wide * self.compression.counts + wide + 8
 
     def _compressed_after(self, seen: int) -> int:
-        """How many compressed vectors a sequence of ``seen`` tokens has."""
+        """Return how many compressed vectors a sequence of ``seen`` tokens has."""
         fallen = max(0, seen // self.segment * self.segment - self.memory)
         return min(self.config.compressed, fallen // self.compression.rate)
 
@@ -151,8 +151,8 @@ class Compressive(RecomputesKV, CausalMixer):
 
     @torch.no_grad()
     def attention_by_slot(self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE) -> Tensor:
-        """[compressed + memory + segment] float32 or better: the mean probability, over rows, heads and queries of the
-        chunk, with which each slot was looked at, oldest first, the own segment by position; sums to 1."""
+        """Return the mean probability, over rows, heads and queries of the chunk, of each slot: [compressed + memory +
+        segment] in float32 or better, oldest first, the current segment by position; it sums to 1."""
         watch = state.aux.new_zeros(self.config.compressed + self.memory + self.segment)
         self._absorb(chunk, state, norm, watch)
         return watch / watch.sum()
@@ -167,7 +167,8 @@ class Compressive(RecomputesKV, CausalMixer):
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
     def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """``x`` [rows, time, dim] of sequences at one position, piece by piece: until a segment or a sequence ends."""
+        """Absorb ``x`` [rows, time, dim] of sequences at one position, part by
+        part, up to the end of a segment or sequence."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
         while at < x.shape[1]:
@@ -186,7 +187,8 @@ class Compressive(RecomputesKV, CausalMixer):
         return torch.cat(outputs, dim=1) if outputs else x, state
 
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """``x`` of one segment of sequences that have ``seen`` tokens before it; a query sees all that is before it."""
+        """Absorb ``x``, within one segment of sequences that have ``seen`` tokens
+        before it; a query sees all before it."""
         begun, time = seen % self.segment, x.shape[1]
         remembered, edge = min(seen - begun, self.memory), state.hidden_states.shape[2] - begun
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
@@ -216,8 +218,8 @@ class Compressive(RecomputesKV, CausalMixer):
         return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        """Outputs, and [batch, slots] the probability, mean over heads, with which the queries together looked at each
-        slot, where it is asked for (else 0). The last of the slots k, v are the queries' own."""
+        """Return outputs and, where they are needed (else 0), the probabilities [batch, slots] of the slots, summed
+        over the queries, mean over heads. The last of the slots k, v are those of the queries themselves."""
         batch, slots, time = k.shape[0], k.shape[2], q.shape[2]
         slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
         q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
@@ -232,7 +234,8 @@ class Compressive(RecomputesKV, CausalMixer):
         return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
     def _turned(self, state: CompressiveState, seen: int, norm: nn.Module) -> CompressiveState:
-        """The state once a segment is over, after ``seen`` tokens: what falls out of the memory is compressed."""
+        """Return the state once a segment is over, after ``seen`` tokens: memories
+        beyond the last ``memory`` are compressed."""
         state = state._replace(hidden_states=state.hidden_states.detach())
         lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
         falling = lookback - min(seen, self.memory)
@@ -242,6 +245,7 @@ class Compressive(RecomputesKV, CausalMixer):
         old, usage = state.hidden_states[:, 0, start : start + falling], None
         if self.compression.counts:
             wanted = torch.arange(lookback, lookback - falling, -1, device=old.device)
+            # The mean over the queries that could see a slot: older slots were seen by more of them.
             usage = state.usage[:, 0, start : start + falling, 0] / wanted
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
@@ -255,7 +259,8 @@ class Compressive(RecomputesKV, CausalMixer):
         return state._replace(compressed=torch.cat([state.compressed, new_states], dim=2))
 
     def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """[batch], a segment's worth: ``tokens`` of the segment that is over, ``old`` and ``new`` before and after."""
+        """Return the cost [batch] for one segment: ``tokens`` of the segment that is
+        over, ``old`` memories and ``new`` ones."""
         if self.expansion is not None:
             lost = content_loss(old, self.expansion(new))
         else:
@@ -263,7 +268,7 @@ class Compressive(RecomputesKV, CausalMixer):
         return self.config.loss_weight * self.segment * lost
 
     def _projected(self, state: CompressiveState, like: Tensor, norm: nn.Module) -> CompressiveState:
-        """The state with the projections that it lacks after a step with gradients."""
+        """Return the state with the projections that it lacks after a step with gradients."""
         if state.k.shape[2] < state.hidden_states.shape[2]:
             k, v = self._keys_values(state.hidden_states, norm)
             state = state._replace(k=k, v=v)
@@ -277,7 +282,7 @@ class Compressive(RecomputesKV, CausalMixer):
         return k, self.position.values(v)
 
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
-        """The slots that sequences of ``seen`` tokens have; rows beside them may have more."""
+        """Return the state with the slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.most_past), self._compressed_after(seen)
         leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
         leaves |= {

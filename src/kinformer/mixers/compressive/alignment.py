@@ -1,4 +1,4 @@
-"""Rows of a chunk that stand at one position of their sequences, for mixers whose rare events happen at positions."""
+"""Groups of a chunk's rows that stand at one position of their sequences, for mixers with rare events at positions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kinformer.runtime.host import host_ints
 
 
 class RowGroup(NamedTuple):
-    """``chosen`` (None: all rows), their ``time`` in tokens, how many their sequences have ``seen`` before, and where
-    in the chunk new sequences ``begin``."""
+    """A group of rows: ``chosen`` (None: all rows), their ``time`` in tokens, how many tokens their sequences have
+    ``seen`` before, and where in the chunk new sequences ``begin``."""
 
     chosen: list[int] | None
     time: int
@@ -25,7 +25,7 @@ class RowGroup(NamedTuple):
 
 
 def last_slots(slots: Tensor, count: int) -> Tensor:
-    """The last ``count`` of ``slots`` [batch, heads, slots, ...], or as many as there are."""
+    """Return the last ``count`` of ``slots`` [batch, heads, slots, ...], or as many as there are."""
     start = max(0, slots.shape[2] - count)
     return slots[:, :, start:].clone() if start > count else slots[:, :, start:]  # a view keeps what it leaves out
 
@@ -34,7 +34,7 @@ _Run = Callable[[Tensor, Any, RowGroup], tuple[Tensor, Any]]
 
 
 def by_position(chunk: Chunk, state: Any, past: int, run: _Run) -> tuple[Tensor, Any]:
-    """Outputs and state of a chunk, from ``run(x [rows, time, dim], state, rows)`` for each group of rows.
+    """Return outputs and state of a chunk, from ``run(x [rows, time, dim], state, rows)`` for each group of rows.
 
     ``state`` has the leaf ``seen`` [batch], and ``past`` slots where tensors are shapes alone.
     """
@@ -54,7 +54,7 @@ def by_position(chunk: Chunk, state: Any, past: int, run: _Run) -> tuple[Tensor,
 
 
 def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
-    """RowGroup that have seen as many tokens, get as many and are reset at the same positions."""
+    """Yield the groups of rows with equally many tokens before and in the chunk, and resets at the same tokens."""
     batch, time = chunk.x.shape[:2]
     before = host_ints(seen, past)
     assert before is not None

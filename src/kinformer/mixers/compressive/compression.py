@@ -1,4 +1,4 @@
-"""Compression of old memories: every ``rate`` of them become one (Rae et al. 2019, Compressive Transformers).
+"""Compressions of old memories: every ``rate`` of them become one (Rae et al. 2019, Compressive Transformers).
 
 A function takes the memories that fall out of a queue together, oldest first, and gives as many as ``rate`` goes into
 them. Those with weights are trained by reconstruction alone: see ``mixers.compressive``.
@@ -31,7 +31,7 @@ class Compression(nn.Module):
 
     @property
     def learns(self) -> bool:
-        """Has it any weights?"""
+        """Return whether the compression has weights."""
         return any(True for _ in self.parameters())
 
     def forward(self, old: Tensor, usage: Tensor | None) -> Tensor:
@@ -52,7 +52,7 @@ class CompressionConfig(Config):
 
 
 class Pool(Compression):
-    """Each feature's largest or mean value of ``rate`` neighbours."""
+    """The largest or mean value of each feature over ``rate`` neighbours."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(CompressionConfig):
@@ -122,7 +122,7 @@ class DilatedConvolution(Convolution):
 
 
 class MostUsed(Compression):
-    """The one in ``rate`` that queries looked at most; of equals the older goes. Their order stays."""
+    """The one in ``rate`` memories with the most attention; of equals the older goes. The order stays."""
 
     counts = True
 
@@ -141,7 +141,7 @@ class MostUsed(Compression):
 
 
 class Expansion(nn.Linear):
-    """The way back, learned beside a compression: [batch, n, dim] -> [batch, n * rate, dim]."""
+    """The inverse that is learned beside a compression: [batch, n, dim] -> [batch, n * rate, dim]."""
 
     def __init__(self, rate: int, dim: int) -> None:
         super().__init__(dim, rate * dim)

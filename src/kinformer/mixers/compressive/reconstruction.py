@@ -1,4 +1,5 @@
-"""What a compression of memories loses, as a cost that teaches it and nothing else (Rae et al. 2019, section 3.1)."""
+"""The reconstruction cost of a compression of memories, which trains it and
+nothing else (Rae et al. 2019, section 3.1)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from kinformer.kernels.attention import Scoring, Visibility, attention
 
 
 def content_loss(old: Tensor, rebuilt: Tensor) -> Tensor:
-    """[batch]: the mean square of old - rebuilt [batch, n, dim]."""
+    """Return the mean square of old - rebuilt [batch, n, dim], as [batch]."""
     return (rebuilt - old).to(state_dtype(old.dtype)).square().mean(dim=(1, 2))
 
 
 def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:
-    """[batch]: the mean square of what ``tokens`` [batch, time, dim] read out of ``old`` [batch, n, dim] less what they
-    read out of ``compressed`` [batch, n / rate, dim], by content alone.
+    """Return the mean square [batch] of the difference between attention of ``tokens`` [batch, time, dim] to ``old``
+    [batch, n, dim] and to ``compressed`` [batch, n / rate, dim], by content alone.
 
     ``projection`` makes q, k, v of each, a norm before it included. Its weights are constants here, and so are
     ``tokens`` and ``old``.
@@ -33,11 +34,11 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
 
 
 def no_loss(*parts: nn.Module | None) -> Tensor | float:
-    """0, with a graph to the ``parts`` where no segment ended: engines expect a gradient of every parameter."""
+    """Return 0, with a graph to the ``parts`` where no segment ended: engines expect a gradient of every parameter."""
     weights = (weight for part in parts if part is not None for weight in part.parameters())
     return sum((0.0 * weight.sum() for weight in weights), 0.0)
 
 
 def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Every query sees every key."""
+    """Return attention of every query to every key."""
     return attention(q, k, v, Visibility(), Scoring(scale), impl="chunked").out
