@@ -25,10 +25,12 @@ YARDSTICK = "rope"
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one row of so many tokens: FLOPs of a forward per token, bytes that training keeps, bytes of the state."""
+    """Of one row of so many tokens: FLOPs of a forward per token at inference and in ``training``, bytes that training
+    keeps, bytes of the state."""
 
     length: int
     flops: float
+    training: float
     activations: int
     state: int
 
@@ -64,7 +66,13 @@ def facts(name: str) -> Facts:
         except KinformerError:  # a length that its input does not have
             continue
         rows.append(
-            Costs(length, found.flops_forward / length, found.memory["train"]["activations"], found.state_bytes)
+            Costs(
+                length,
+                found.flops_inference / length,
+                found.flops_forward / length,
+                found.memory["train"]["activations"],
+                found.state_bytes,
+            )
         )
     lengths = _within(STATE_LENGTHS, limit) if config.protocol.__name__ != "WholeModel" else ()
     states = tuple((length, state_bytes(model, length)) for length in lengths)
@@ -102,7 +110,7 @@ def state_chart(name: str) -> str:
 
 
 def flops_chart(name: str) -> str:
-    """What a token costs, by length, beside plain attention, as SVG."""
+    """What a token costs at inference, by length, beside plain attention, as SVG."""
     own = [(cost.length, cost.flops) for cost in facts(name).costs]
     if len(own) < 2:
         return ""
@@ -110,7 +118,8 @@ def flops_chart(name: str) -> str:
     if name != YARDSTICK:
         plain = [(cost.length, cost.flops) for cost in facts(YARDSTICK).costs]
         series.append(_series(f"{YARDSTICK} (plain attention)", 1, plain))
-    chart = Chart(f"flops-{name}", "FLOPs of a forward per token", "tokens", "FLOPs per token", series, log="xy")
+    title = "FLOPs of a forward at inference per token"
+    chart = Chart(f"flops-{name}", title, "tokens", "FLOPs per token", series, log="xy")
     return svg(chart)
 
 

@@ -149,17 +149,19 @@ def _sheet(member: Member) -> Iterator[str]:
             (
                 f"{cost.length:,}",
                 flops(cost.flops),
+                flops(cost.training),
                 size(cost.activations),
                 size(cost.state) if member.causal else "none",
             )
             for cost in known.costs
         ]
-        yield table(("tokens", "FLOPs of a forward per token", "kept for the backward", "state"), costs, (0, 1, 2, 3))
+        header = ("tokens", "FLOPs per token at inference", "in a training forward", "kept for the backward", "state")
+        yield table(header, costs, (0, 1, 2, 3, 4))
     charts = [
         f"<figure><figcaption>{caption}</figcaption>{chart}</figure>"
         for caption, chart in (
             ("Bytes of the state of one row, by tokens absorbed", state_chart(member.name)),
-            ("FLOPs of a forward per token, by length", flops_chart(member.name)),
+            ("FLOPs of a forward at inference per token, by length", flops_chart(member.name)),
         )
         if chart
     ]
@@ -229,8 +231,8 @@ def gallery() -> str:
         "`kinformer list --by axis` gives the same as a tree.",
         html(f'<div class="gallery">{cards}</div>'),
         "## As a table",
-        "FLOPs are those of a forward per token at the longest length of its page (4,096 tokens unless positions or "
-        "inputs end before), recipe `small`.",
+        "FLOPs are those of a forward at inference per token at the longest length of its page (4,096 tokens unless "
+        "positions or inputs end before), recipe `small`.",
         table(("member", "title", "year", "changes", "state growth", "cost growth", "FLOPs per token"), rows, (2, 6)),
         contents(*MEMBERS),
     )

@@ -46,7 +46,15 @@ def test_estimate(cli):
     costs = kinformer.estimate("gpt", length=1024, batch_size=1)
     facts = json.loads(cli("estimate", "gpt", "--length", 1024, "--json")[1])
     assert vars(costs).keys() == facts.keys()
-    for name in ("parameters", "flops_forward", "flops_step", "train_bytes", "inference_bytes", "state_bytes"):
+    for name in (
+        "parameters",
+        "flops_forward",
+        "flops_inference",
+        "flops_step",
+        "train_bytes",
+        "inference_bytes",
+        "state_bytes",
+    ):
         assert getattr(costs, name) == facts[name] > 0
     assert kinformer.estimate("gpt", length=1024, batch_size=2).flops_forward == 2 * costs.flops_forward
 

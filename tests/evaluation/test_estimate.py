@@ -131,6 +131,53 @@ def test_flops_are_those_of_the_counter(config, batch, length):
         logits.sum().backward()
     assert 0 < result.flops_forward == forward
     assert result.flops_step == counter.get_total_flops()
+    assert 0 < result.flops_inference == pytest.approx(inference_flops(config, batch, length), rel=0.05)
+
+
+def inference_flops(config, batch, length):
+    """Of one forward of the whole model without gradients."""
+    with torch.device("meta"):
+        model = config.build().eval()
+        values = model.input.example(batch, length)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        outputs(model, values)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "compressive", "gpt", "bert"])
+def test_training_computes_more_where_a_memory_is_projected_again(name):
+    result = estimate(configure(name, "tiny"), length=100)
+    assert (result.flops_forward > 1.1 * result.flops_inference) == (name in ("transformer-xl", "compressive"))
+    assert name in ("transformer-xl", "compressive") or result.flops_forward == result.flops_inference
+
+
+@pytest.mark.parametrize("classifiers", ["tied", "separate"])
+def test_inference_reads_the_exits_between_the_layers(classifiers):
+    """Softmax response reads the logits of both exits before the last; the learnt rule of the recipe reads none."""
+    dim, vocab, tokens = 32, 256, 2 * 100
+    response = configure(
+        "depth-adaptive",
+        "tiny",
+        set={"stack.rule": '{"kind": "softmax_response", "thresholds": [2]}', "stack.classifiers": classifiers},
+    )
+    result = estimate(response, length=100, batch=2)
+    assert result.flops_inference == inference_flops(response, 2, 100)
+    assert result.flops_inference - result.flops_forward == 2 * 2 * tokens * dim * vocab
+    assert 3 * 2 * tokens * dim * vocab == sum(
+        row.flops_inference for row in result.parts if row.part in ("head", "exit_heads")
+    )
+    learnt = estimate(configure("depth-adaptive", "tiny"), length=100, batch=2)
+    assert learnt.flops_inference - learnt.flops_forward == 2 * 2 * tokens * dim
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "compressive"])
+def test_inference_on_real_tokens_costs_what_the_estimate_says(name):
+    """The meta device, which has no data, against a processor."""
+    config = configure(name, "tiny")
+    model = config.build().eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(256, (2, 100)))
+    assert estimate(config, length=100, batch=2).flops_inference == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
 def test_counter_sees_the_products_inside_the_softmax_kernel():
@@ -247,7 +294,7 @@ def test_parts_of_unlike_layers():
     assert result.flops_forward == sum(part.flops_forward for part in result.parts)
     first = configure("gpt", "tiny", set={"layers": 4, "layers.*.mixer": "linear"})
     linear = {part.part: part for part in estimate(first, length=64, batch=2).parts}["layers.0-3.mixer"]
-    for amount in ("parameters", "flops_forward", "flops_backward", "activation_bytes"):
+    for amount in ("parameters", "flops_inference", "flops_forward", "flops_backward", "activation_bytes"):
         assert 2 * getattr(rows["layers.1,3.mixer"], amount) == getattr(linear, amount)
 
 
@@ -281,7 +328,8 @@ def test_command_prints_json(capsys):
     assert data["state_bytes"] == 8 * (12 * (2 * 1024 * 768 * 4 + 8) + 8)
     assert data["train_bytes"] > 16 * data["parameters"]
     assert data["inference_bytes"] == 4 * data["parameters"] + data["state_bytes"]
-    assert sum(part["flops_forward"] for part in data["parts"]) == data["flops_forward"]
+    for key in ("flops_forward", "flops_inference"):
+        assert sum(part[key] for part in data["parts"]) == data[key]
 
 
 def test_an_encoder_has_the_same_keys_and_no_state(capsys):
@@ -310,6 +358,7 @@ def test_command_prints_tables(capsys):
     assert run(Options(member="linear-transformer", recipe="tiny", set=("layers=3",))) == 0
     text = capsys.readouterr().out
     assert "layers.0-2.feed_forward_residual" in text
+    assert "FLOPs inference" in text and "FLOPs forward" in text
     assert "rules of thumb" in text
 
 

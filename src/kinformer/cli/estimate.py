@@ -54,6 +54,7 @@ def _print_parts(result: MemberEstimate) -> None:
         (
             row.part,
             f"{row.parameters:,}",
+            flops(row.flops_inference),
             flops(row.flops_forward),
             flops(row.flops_forward + row.flops_backward),
             size(row.activation_bytes),
@@ -61,8 +62,11 @@ def _print_parts(result: MemberEstimate) -> None:
         for row in result.parts
     ]
     activations = size(result.memory["train"]["activations"])
-    rows.append(("total", f"{result.parameters:,}", flops(result.flops_forward), flops(result.flops_step), activations))
-    print_table(("part", "parameters", "FLOPs forward", "FLOPs step", "activations"), rows, numeric=(1, 2, 3, 4))
+    inference, forward, step = map(flops, (result.flops_inference, result.flops_forward, result.flops_step))
+    rows.append(("total", f"{result.parameters:,}", inference, forward, step, activations))
+    header = ("part", "parameters", "FLOPs inference", "FLOPs forward", "FLOPs step", "activations")
+    print_table(header, rows, numeric=(1, 2, 3, 4, 5))
+    print("FLOPs: of a forward at inference, of the forward of a training step, and of the training step.")
 
 
 def _memory(result: MemberEstimate) -> str:

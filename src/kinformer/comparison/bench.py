@@ -163,7 +163,7 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
         return (weights + batch * state_bytes(model, length)) / seconds / floor.bandwidth
     with suppress(Exception):
         cost = estimate(model.config, length=length, batch=batch)
-        return (cost.flops_step if work == "step" else cost.flops_forward) / seconds / floor.flops
+        return (cost.flops_step if work == "step" else cost.flops_inference) / seconds / floor.flops
     return None
 
 

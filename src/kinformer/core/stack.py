@@ -79,6 +79,11 @@ class StackConfig(Config):
     def check(self, position: nn.Module) -> None:
         """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
 
+    @property
+    def reads_exits(self) -> bool:
+        """Whether a step without gradients computes what exits predict between its layers."""
+        return False
+
     def exit_heads(self, layers: int) -> int:
         """How many exits have a head of their own, beside the model's, which is the last one's."""
         return 0

@@ -3,7 +3,8 @@
 Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are
 continued from short ones (``length``), and like layers are multiplied. A training step is one forward, the
 cross-entropy of every token and one backward; activations are what autograd saves for it. What a process holds beyond
-that is told by ``peak``.
+that is told by ``peak``. At inference a forward may compute less: segment memories hold projections, nothing is
+computed for learning alone. It may compute more, too: exits decide.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ from kinformer.core.pattern import Pattern
 from kinformer.core.stack import units_of
 from kinformer.estimation.checkpoint import held_bytes, measure_held
 from kinformer.estimation.length import at_length, through
-from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_state
+from kinformer.estimation.parts import Costs, distinct, in_pieces, layer_keys, measure, measure_inference, measure_state
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.training.optimiser import sparse_tables
 
 Precision = Literal["fp32", "bf16-mixed"]
+COUNTED = {
+    "flops_inference": "inference",
+    "flops_forward": "forward",
+    "flops_backward": "backward",
+    "activation_bytes": "saved",
+}
+"""Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
 OPTIMIZERS = ("adamw", "muon", "adafactor", "adagrad", "sgd")
 
 
@@ -36,6 +44,7 @@ class PartCost:
     part: str
     count: int
     parameters: int
+    flops_inference: int
     flops_forward: int
     flops_backward: int
     activation_bytes: int
@@ -43,10 +52,15 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest."""
+    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
+
+    flops_forward: of the forward of a training step, ``flops_step``. flops_inference: of one forward without gradients,
+    where tokens may leave early or halt as if none did.
+    """
 
     parameters: int
     flops_forward: int
+    flops_inference: int
     flops_step: int
     train_bytes: int
     inference_bytes: int
@@ -75,7 +89,7 @@ def estimate(
         model = config.build()
     _check(model, length, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    costs = _costs(config, model, batch, length, precision)
+    costs = _costs(config, model, batch, length, precision) | _inference_costs(config, model, batch, length)
     rows = _table(config, model, costs)
     if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
@@ -96,6 +110,7 @@ def estimate(
     return Estimate(
         parameters=parameters,
         flops_forward=forward,
+        flops_inference=sum(row.flops_inference for row in rows),
         flops_step=forward + sum(row.flops_backward for row in rows),
         train_bytes=sum(memory["train"].values()),
         inference_bytes=sum(inference.values()),
@@ -179,6 +194,23 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
     return costs
 
 
+def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
+    """The ``inference`` costs of the model of distinct layers. Exits stand between layers, so where they are read the
+    whole model is run, and the first layer of each kind stands for its like."""
+    single = config if config.stack.reads_exits else distinct(config)
+    costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
+    keys = layer_keys(single)
+    firsts = {str(keys.index(key)): str(number) for number, key in enumerate(dict.fromkeys(keys))}
+    chosen: Costs = {}
+    for (kind, part), amount in costs.items():
+        path = part.split(".")
+        if path[0] != "layers":
+            chosen[kind, part] = amount
+        elif path[1] in firsts:
+            chosen[kind, ".".join(["layers", firsts[path[1]], *path[2:]])] = amount
+    return chosen
+
+
 def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of the state, like layers multiplied."""
     layers, single = Counter(config.uses), distinct(config)
@@ -206,18 +238,9 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
             _, number, *rest = name.split(".")
             group = groups[int(number)]
             label, count = ".".join(["layers", _span(group), *rest]), uses[keys[group[0]]]
-        forward, backward, saved = (count * costs.get((kind, name), 0) for kind in ("forward", "backward", "saved"))
-        rows.append(
-            PartCost(
-                part=label,
-                count=count,
-                parameters=parameters[name],
-                flops_forward=forward,
-                flops_backward=backward,
-                activation_bytes=saved,
-            )
-        )
-    return [row for row in rows if row.parameters or row.flops_forward or row.flops_backward or row.activation_bytes]
+        amounts = {field: count * costs.get((kind, name), 0) for field, kind in COUNTED.items()}
+        rows.append(PartCost(part=label, count=count, parameters=parameters[name], **amounts))
+    return [row for row in rows if row.parameters or any(getattr(row, field) for field in COUNTED)]
 
 
 def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
@@ -235,7 +258,7 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
 def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
     """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
     held -= sum(row.activation_bytes for row in rows)
-    recomputed = {"parameters": 0, "flops_forward": 0, "flops_backward": 0, "activation_bytes": held}
+    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": held}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"
     return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
 

@@ -1,4 +1,5 @@
-"""What a training step costs, part by part, by running it without data: shapes only, on the meta device.
+"""What a training step and a forward at inference cost, part by part, by running them without data: shapes only, on
+the meta device.
 
 FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
 bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
@@ -28,16 +29,17 @@ from kinformer.core.stack import Stack, units_of
 from kinformer.training import cross_entropy
 
 Costs = dict[tuple[str, str], int]
-"""Amounts by what is counted (``forward`` and ``backward`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
+"""Amounts by what is counted (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by
+part."""
 
 
 class _Ledger:
     """Books FLOPs and saved storages on the part that is at work."""
 
-    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+    def __init__(self, model: nn.Module, counter: FlopCounterMode, direction: str = "forward") -> None:
         self.costs: Costs = defaultdict(int)
         self._counter = counter
-        self._direction, self._counted = "forward", 0
+        self._direction, self._counted = direction, 0
         self._stack = ["model"]
         self._keep: dict[int, Any] = {parameter.untyped_storage()._cdata: parameter for parameter in model.parameters()}
         for name, module in parts(model):
@@ -118,16 +120,21 @@ class _Ledger:
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a model by name: its children but the stack, and that one's layers with their children."""
     units = units_of(model)
-    yield from ((name, child) for name, child in model.named_children() if not (units and name == "stack"))
+    yield from ((name, child) for name, child in _children(model) if not (units and name == "stack"))
     for index, layer in enumerate(units):
         yield f"layers.{index}", layer
-        for name, child in layer.named_children():
-            listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
-            yield from ((f"layers.{index}.{name}", item) for item in listed)
+        yield from ((f"layers.{index}.{name}", child) for name, child in _children(layer))
     yield from (("shared", part) for part in getattr(model.stack, "shared", ()) if units)
     yield from (("merges", part) for part in getattr(model.stack, "merges", ()))
-    if (halting := getattr(model.stack, "halting", None)) is not None:
-        yield "halting", halting
+    for name in ("halting", "rule"):
+        if (decision := getattr(model.stack, name, None)) is not None:
+            yield name, decision
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
+        yield from ((name, item) for item in listed)
 
 
 def layer_keys(config: Any) -> list[tuple[int, Any]]:
@@ -165,6 +172,19 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces
                 ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
+    return ledger.costs
+
+
+def measure_inference(config: Any, batch: int, length: int) -> Costs:
+    """FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of ``length``
+    tokens: what is computed for learning alone is left out, and memories hold their projections (``mixers``)."""
+    counter = FlopCounterMode(display=False)
+    model = without_data(config).eval()
+    tokens = model.input.example(batch, length, "meta")
+    ledger = _Ledger(model, counter, "inference")
+    with counter, torch.no_grad():
+        outputs(model, tokens)
+        ledger.book()
     return ledger.costs
 
 

@@ -79,6 +79,10 @@ class Exits(Stack):
                 )
             return exits
 
+        @property
+        def reads_exits(self) -> bool:
+            return self.rule is not None
+
         def exit_heads(self, layers: int) -> int:
             return len(self.exits(layers)) - 1 if self.classifiers == "separate" else 0
 
