@@ -12,7 +12,7 @@ from kinformer.runtime.dropout import Dropout
 
 
 class BareLayer(ChecksInput, nn.Module):
-    """(x [batch, time, dim], text) -> dropout(mixer(x, text))."""
+    """The layer (x [batch, time, dim], text) -> dropout(mixer(x, text))."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):

@@ -1,4 +1,4 @@
-"""The layer of an encoder: a mixer over the whole text and a feed-forward."""
+"""The layer of an encoder: a mixer over the full sequence and a feed-forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kinformer.core.stack import Branch
 
 
 class EncoderLayerConfig(Config):
-    """``build(dim)``: a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
+    """The config; ``build(dim)`` returns a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
 
     slot = "encoder_layer"
 
@@ -28,7 +28,7 @@ class EncoderLayerConfig(Config):
 
 
 class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
-    """Mixer, then feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
+    """The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
@@ -46,7 +46,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
 
     def branches(self) -> tuple[Branch, ...]:
-        """The sublayers without their residual sums, in order."""
+        """Return the sublayers without their residual sums, in order."""
         return (
             encode_branch(self.mixer, self.mixer_residual),
             feed_forward_branch(self.feed_forward_residual, self.feed_forward),

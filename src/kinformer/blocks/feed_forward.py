@@ -22,7 +22,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random: bool = False) -> Tensor:
-    """``inner`` of x [batch, time, ...] in ``chunks`` parts of the time axis; ``random``: it draws random numbers."""
+    """Apply ``inner`` to x [batch, time, ...] in ``chunks`` parts of the time
+    axis; ``random``: it draws random numbers."""
     parts = x.tensor_split(min(chunks, x.shape[1]), dim=1) if x.dim() > 2 else (x,)
     if len(parts) == 1:
         return inner(x)
@@ -36,7 +37,7 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "gelu_sigmoid"
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))) (Vaswani et al. 2017, equation 2).
+    """The feed-forward down(activation(up(x))) (Vaswani et al. 2017, equation 2).
 
     With ``slices`` above 1 every slice of a token goes through the same weights, and becomes ``hidden_dim`` wide.
     """
@@ -80,7 +81,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim`` defaults to 8/3 * dim, up to a multiple of 8."""
+    """The feed-forward down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim``
+    defaults to 8/3 * dim, up to a multiple of 8."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
@@ -108,7 +110,8 @@ class SwiGLU(nn.Module):
 
 
 class Boom(nn.Module):
-    """The sum of the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section 3.3).
+    """The feed-forward that sums the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section
+    3.3).
 
     An MLP whose second product is a fixed sum: without its weights, and cheaper. ``hidden_dim`` is a multiple of dim.
     """

@@ -1,4 +1,4 @@
-"""Residuals of Transformers that act (Parisotto et al. 2019, Stabilizing Transformers for Reinforcement Learning).
+"""Residuals of acting Transformers (Parisotto et al. 2019, Stabilizing Transformers for Reinforcement Learning).
 
 A sublayer F reads the normed stream, so that the stream itself goes through all layers untouched (identity map
 reordering, section 3.1), and what it gives is y = relu(F(norm(x))). The stream after it is x + y (TrXL-I), or one of
@@ -30,7 +30,7 @@ Gate = Literal["gru", "input", "output", "highway", "sigtanh"]
 
 
 class Reordered(Residual):
-    """x + relu(F(norm(x)))"""
+    """The residual x + relu(F(norm(x))), TrXL-I."""
 
     additive = True
 
@@ -49,7 +49,7 @@ class Reordered(Residual):
 
 
 class Gated(Reordered):
-    """gate(x, relu(F(norm(x))))"""
+    """The residual gate(x, relu(F(norm(x)))), GTrXL."""
 
     additive = False
 

@@ -13,23 +13,25 @@ from kinformer.runtime.errors import KinformerError
 
 
 class GlobalInput(nn.Module):
-    """How many tokens the global input has, their vectors, and which sentences of the long input they stand for."""
+    """The global input's tokens: how many there are, their vectors, and the
+    sentences of the long input they stand for."""
 
     def sentences(self, batch: int, time: int, device: torch.device) -> Tensor | None:
-        """[batch, time] int64: the sentence of each token where the caller gave none; None if there are none."""
+        """Return the sentence of each token where the caller names none,
+        [batch, time] int64; None if there are none."""
         return None
 
     def count(self, sentences: Tensor | None, time: int) -> int:
-        """How many tokens go with a long input of ``time`` tokens; ``sentences`` as the caller gave them, or None."""
+        """Return how many tokens go with a long input of ``time`` tokens; ``sentences`` are the caller's, or None."""
         raise NotImplementedError
 
     def embed(self, batch: int, count: int) -> Tensor:
-        """[batch, count, dim]"""
+        """Return the vectors of the tokens, [batch, count, dim]."""
         raise NotImplementedError
 
 
 class GlobalInputConfig(Config):
-    """``build(dim) -> GlobalInput``."""
+    """The config of a global input: ``build(dim) -> GlobalInput``."""
 
     slot = "global_input"
 
@@ -64,7 +66,7 @@ class ExtraTokens(GlobalInput):
 
 
 class Sentences(GlobalInput):
-    """A token for every sentence of the long input, all with one vector: ETC's global input.
+    """A global token for every sentence of the long input, all with one vector: ETC's global input.
 
     Where the caller gives no sentences, every ``length`` tokens are one.
     """

@@ -1,4 +1,4 @@
-"""How weights begin."""
+"""The initialisation of weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kinformer.core.parts import ResidualOutput
 
 @dataclass(frozen=True, kw_only=True)
 class Initialisation(Config):
-    """``normal``: every product and embedding N(0, std), biases 0. ``framework``: what PyTorch's modules do by
-    themselves, as the Linear Transformer's code does (embeddings N(0, 1), products uniform in 1/sqrt(fan-in)).
-    ``xavier``: products uniform with variance 2 / (fan-in + fan-out) (Glorot and Bengio 2010), embeddings
-    N(0, 1 / dim), biases 0, as the original Transformer.
+    """The initialisation by name. ``normal``: every product and embedding N(0, std), biases 0. ``framework``: PyTorch's
+    defaults, as in the Linear Transformer's code (embeddings N(0, 1), products uniform in 1/sqrt(fan-in)).
+    ``xavier``: products uniform with variance 2 / (fan-in + fan-out) (Glorot and Bengio 2010), embeddings N(0, 1 /
+    dim), biases 0, as the original Transformer.
 
     ``residual`` says how the products that write into the residual stream differ: ``plain``, not at all; ``scaled``,
     those of ``normal`` are divided by the root of their number (GPT-2); ``zero``, so that every layer begins as the

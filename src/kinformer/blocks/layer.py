@@ -20,7 +20,8 @@ from kinformer.runtime.host import is_empty_mask
 
 
 class LayerConfig(Config):
-    """``build(dim)``: a layer (chunk, state) -> (y, state); its state is a tuple of those of its sublayers."""
+    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state
+    is a tuple of those of its sublayers."""
 
     slot = "layer"
 
@@ -29,7 +30,8 @@ class LayerConfig(Config):
 
 
 class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
-    """``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a residual.
+    """The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
+    residual.
 
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's.
     """
@@ -60,11 +62,11 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     @property
     def _transition(self) -> tuple[CausalMixer, ...]:
-        """The feed-forward, where it is a mixer."""
+        """Return the feed-forward, where it is a mixer."""
         return (self.feed_forward,) if isinstance(self.feed_forward, CausalMixer) else ()
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
-        """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 
     def forward(
@@ -76,11 +78,11 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         return self._fed(x, chunk.valid), after
 
     def _fed(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The stream after the mixers and the feed-forward, unless that was one of them."""
+        """Return the stream after the mixers and the feed-forward, unless that was one of them."""
         return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
 
     def _answered(self, chunk: Chunk, state: tuple[Any, ...], output_mask: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """The same where ``output_mask``."""
+        """Return outputs where ``output_mask`` only, and the states after the chunk."""
         if len(self.mixers) > 1:  # they read what the first made of every token
             x, after = self._mixed(chunk, state)
             if is_empty_mask(output_mask):
@@ -95,7 +97,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         return chunk.x.to(x.dtype).index_put((output_mask,), x), after
 
     def branches(self) -> tuple[Branch, ...]:
-        """The sublayers without their residual sums, in order."""
+        """Return the sublayers without their residual sums, in order."""
         mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
         return (
             tuple(mixers)
@@ -105,12 +107,12 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:
-        """Those of the mixers."""
+        """Return the residuals of the mixers."""
         residuals = (self.mixer_residual, *self.further_residuals)
         return (*residuals, self.feed_forward_residual) if self._transition else residuals  # type: ignore[return-value]
 
     def _mixed(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        """The stream after all mixers, and their states."""
+        """Return the stream after all mixers, and their states."""
         x, after = chunk.x, []
         for mixer, residual, mixer_state in zip(self.mixers, self._residuals, state, strict=True):
             y, mixer_state = mixed(mixer, chunk._replace(x=x), mixer_state, residual)
@@ -120,7 +122,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
 
 def causal(config: MixerConfig, dim: int) -> CausalMixer:
-    """The mixer of ``config``; one that is not causal is refused."""
+    """Return the mixer of ``config``; refuse one that is not causal."""
     mixer = config.build(dim)
     if not isinstance(mixer, CausalMixer):
         raise KinformerError(

@@ -24,9 +24,8 @@ HALF = 0.5
 
 
 class MacaronLayer(DecoderLayer):
-    """Feed-forward, mixer, feed-forward. ``feed_forward`` describes each of the two: at half the usual ``hidden_dim``
-    the layer has as many weights as the standard one.
-    """
+    """The layer of feed-forward, mixer and feed-forward. ``feed_forward`` describes each of the two: at half the usual
+    ``hidden_dim`` the layer has as many weights as the standard one."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DecoderLayer.Config):

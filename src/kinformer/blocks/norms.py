@@ -11,7 +11,7 @@ from kinformer.core.config import Config
 
 
 class NormConfig(Config):
-    """``build(dim)``: a module [..., dim] -> [..., dim]."""
+    """The config of a norm; ``build(dim)`` returns a module [..., dim] -> [..., dim]."""
 
     slot = "norm"
 
@@ -21,7 +21,8 @@ class NormConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(NormConfig):
-    """Ba et al. 2016: centred, scaled, with weight and bias; each of ``slices`` equal parts of a token by itself."""
+    """The norm of Ba et al. 2016: centred, scaled, with weight and bias; each of
+    ``slices`` equal parts of a token by itself."""
 
     kind = "layer_norm"
     eps: float = 1e-5
@@ -34,7 +35,7 @@ class LayerNorm(NormConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNorm(NormConfig):
-    """Zhang and Sennrich 2019: scaled by the root mean square, with a weight."""
+    """The norm of Zhang and Sennrich 2019: scaled by the root mean square, with a weight."""
 
     kind = "rms_norm"
     eps: float = 1e-6

@@ -1,4 +1,4 @@
-"""Product-key memory (Lample et al. 2019, Large Memory Layers with Product Keys): a feed-forward that looks things up.
+"""Product-key memory (Lample et al. 2019, Large Memory Layers with Product Keys): a feed-forward with a table look-up.
 
     y(x) = sum over heads, and over the topk slots (i, j) of largest score, of softmax(score)_(i, j) value_(i, j)
     score_(i, j) = q1 . keys1_i + q2 . keys2_j,    [q1, q2] = norm(W x + b), two halves per head
@@ -26,7 +26,7 @@ _GATHERED = 1 << 22
 
 
 class ProductKeys(ReadsPadding, nn.Module):
-    """x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks what is real.
+    """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
     ``norm``: of the queries. ``layer`` norms each half of each head's query by itself; ``batch`` is the published one,
     over the valid tokens of a training batch, so that rows then depend on each other. ``sparse``: the values' gradient
@@ -80,7 +80,8 @@ class ProductKeys(ReadsPadding, nn.Module):
         return self.values(slots, weights).to(x.dtype).view(x.shape)
 
     def look_up(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Slots [tokens, num_heads * topk] int64 of x [tokens, dim], and their weights, which sum to 1 per head."""
+        """Return slots [tokens, num_heads * topk] int64 of x [tokens, dim], and
+        their weights, which sum to 1 per head."""
         q = self._queries(x, valid)
         scores = torch.einsum("nhpd,hpkd->nhpk", q, self.keys.to(q.dtype))
         best, keys = scores.to(state_dtype(scores.dtype)).topk(min(self.topk, self.num_keys), dim=-1)
@@ -90,7 +91,7 @@ class ProductKeys(ReadsPadding, nn.Module):
         return slots.gather(-1, chosen).flatten(1), top.softmax(dim=-1).flatten(1)
 
     def _queries(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """[tokens, num_heads, 2, key_dim / 2]."""
+        """Return the queries [tokens, num_heads, 2, key_dim / 2]."""
         q = self.query(x)
         if isinstance(self.norm, nn.BatchNorm1d):
             q = self._batch_norm(q, valid)
@@ -128,7 +129,8 @@ class Values(nn.EmbeddingBag):
 
 
 class _Sum(torch.autograd.Function):
-    """``embedding_bag`` with a sparse gradient, also where there are only shapes (PyTorch's own fails there)."""
+    """The function ``embedding_bag`` with a sparse gradient, also where there are
+    only shapes (PyTorch's own fails there)."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, weights: Tensor, table: Tensor) -> Tensor:
@@ -156,8 +158,8 @@ class _Sum(torch.autograd.Function):
 
 
 def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The slots that occur in ``slots``, of ``count`` there are, in order, and where each of ``slots`` is among them;
-    where there are only shapes, as many as there may be."""
+    """Return the slots that occur in ``slots``, of ``count`` there are, in order, and where each of ``slots`` is among
+    them; where there are only shapes, as many as there may be."""
     if has_data(slots):
         looked_up, place = slots.unique(return_inverse=True)
         return looked_up, place

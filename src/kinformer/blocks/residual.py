@@ -1,4 +1,4 @@
-"""How a sublayer meets the residual stream: where its norm stands, and what is added to what.
+"""Residuals: where a sublayer's norm stands, and how its output joins the stream.
 
     pre-norm    x + F(norm(x))       (Xiong et al. 2020; needs a final norm after the stack)
     post-norm   norm(x + F(x))       (Vaswani et al. 2017; needs a warm-up)
@@ -20,7 +20,7 @@ from kinformer.runtime.dropout import Dropout
 
 
 class Residual(nn.Module):
-    """The way of one sublayer F through the stream: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
+    """The residual of one sublayer F: ``x -> leave(x, F(enter(x)))``. As a module it is ``enter``.
 
     ``additive``: what leaves is ``x + added(F(enter(x)))``. ``add`` is what becomes of F's output before any sum.
     """
@@ -33,18 +33,18 @@ class Residual(nn.Module):
         self.dropout = Dropout(dropout) if dropout else None
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the sublayer reads of the stream x [batch, time, dim]."""
+        """Return the sublayer's input from the stream x [batch, time, dim]."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         return self.enter(x)
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        """The stream after the sublayer gave ``y``, of which ``share`` is added."""
+        """Return the stream after the sublayer's output ``y``, of which ``share`` is added."""
         return self._sum(x, y, share)
 
     def added(self, y: Tensor, share: float = 1.0) -> Tensor:
-        """What ``share`` of the sublayer's output ``y`` adds to a stream."""
+        """Return the term that ``share`` of the sublayer's output ``y`` adds to a stream."""
         y = self.add(y)
         return y if share == 1 else share * y
 
@@ -53,12 +53,12 @@ class Residual(nn.Module):
         return x + y if share == 1 else torch.add(x, y, alpha=share)
 
     def add(self, y: Tensor) -> Tensor:
-        """What the sublayer's output ``y`` [batch, time, dim] gives to the stream."""
+        """Return the sublayer's output ``y`` [batch, time, dim] as it joins the stream."""
         return y if self.dropout is None else self.dropout(y)
 
 
 class ResidualConfig(Config):
-    """``build(dim, norm, dropout)``: the residual of one sublayer."""
+    """The config; ``build(dim, norm, dropout)`` returns the residual of one sublayer."""
 
     slot = "residual"
 
@@ -67,7 +67,7 @@ class ResidualConfig(Config):
 
 
 class PreNorm(Residual):
-    """x + F(norm(x))"""
+    """The residual x + F(norm(x))."""
 
     additive = True
 
@@ -83,7 +83,7 @@ class PreNorm(Residual):
 
 
 class PostNorm(Residual):
-    """norm(x + F(x))"""
+    """The residual norm(x + F(x))."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
@@ -100,7 +100,7 @@ class PostNorm(Residual):
 
 
 class ResPostNorm(Residual):
-    """x + norm(F(x)) (Liu et al. 2022, Swin V2, section 3.2)"""
+    """The residual x + norm(F(x)) (Liu et al. 2022, Swin V2, section 3.2)."""
 
     additive = True
 

@@ -23,7 +23,7 @@ from kinformer.runtime.dropout import Dropout
 
 
 class ShaRnnLayer(ChecksChunk, nn.Module):
-    """Recurrence, attention, feed-forward. Its state is the tuple of the first one's or two's."""
+    """The layer of recurrence, attention and feed-forward. Its state is the tuple of the first one's or two's."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
@@ -51,7 +51,7 @@ class ShaRnnLayer(ChecksChunk, nn.Module):
         return (self.mixer,) if self.attention is None else (self.mixer, self.attention)
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
-        """The states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
         return initial_states(self.mixers, batch, **options)
 
     def forward(self, chunk: Chunk, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:

@@ -10,7 +10,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class PerSlice(nn.Module):
-    """[..., count * width] -> [..., count * out]: ``inner`` [..., width] -> [..., out] on each of ``count`` slices."""
+    """The map [..., count * width] -> [..., count * out]: ``inner`` [..., width] ->
+    [..., out] on each of ``count`` slices."""
 
     def __init__(self, inner: nn.Module, count: int) -> None:
         super().__init__()
@@ -21,7 +22,7 @@ class PerSlice(nn.Module):
 
 
 def per_slice(build: Callable[[int], nn.Module], dim: int, count: int) -> nn.Module:
-    """``build(dim)``, or with ``count`` above 1 one ``build(dim / count)`` for all slices of a token."""
+    """Return ``build(dim)``, or with ``count`` above 1 one ``build(dim / count)`` for all slices of a token."""
     if count < 1 or dim % count:
         raise KinformerError(f"slices = {count} does not divide dim = {dim}; choose a divisor.")
     return build(dim) if count == 1 else PerSlice(build(dim // count), count)

@@ -1,4 +1,4 @@
-"""What layers are made of: sublayers (a mixer, a feed-forward), each in a residual of its own."""
+"""The sublayers of layers: a mixer or a feed-forward, each in a residual."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Sublayers(nn.Module):
 def mixed(
     mixer: CausalMixer, chunk: Chunk, state: Any, norm: nn.Module, output_mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
-    """``mixer`` applied to a chunk behind ``norm``: outputs, at least those in ``output_mask``, and the state after."""
+    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
+    ``output_mask``, and the state after."""
     if isinstance(mixer, RecomputesKV):
         return mixer(chunk, state, norm)
     chunk = chunk._replace(x=norm(chunk.x))
@@ -41,7 +42,7 @@ def mixed(
 
 
 def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
-    """The stream x [batch, time, dim] after ``feed_forward``, ``share`` of whose output is added."""
+    """Return the stream x [batch, time, dim] after ``feed_forward``, ``share`` of whose output is added."""
     return residual.leave(x, _fed(residual, feed_forward, x, valid), share)
 
 
@@ -53,7 +54,7 @@ def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor |
 
 
 def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
-    """The feed-forward of ``config``; one that looks at other tokens is refused."""
+    """Return the feed-forward of ``config``; refuse one that looks at other tokens."""
     feed_forward = config.build(dim)
     if isinstance(feed_forward, EncoderMixer):
         raise KinformerError(
@@ -64,7 +65,7 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
 
 
 def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
-    """The branch of a decoder's mixer."""
+    """Return the branch of a decoder's mixer."""
 
     def run(x: Tensor, chunk: Any, state: Any) -> tuple[Tensor, Any]:
         y, state = mixed(mixer, chunk._replace(x=x), state, residual)
@@ -74,7 +75,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 
 
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
-    """The branch of an encoder's mixer."""
+    """Return the branch of an encoder's mixer."""
 
     def run(x: Tensor, text: Any, state: Any) -> tuple[Tensor, Any]:
         return residual.added(mixer(residual.enter(x), text)), state
@@ -83,7 +84,7 @@ def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
 
 
 def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
-    """The branch of a feed-forward, ``share`` of whose output is added."""
+    """Return the branch of a feed-forward, ``share`` of whose output is added."""
 
     def run(x: Tensor, context: Any, state: Any) -> tuple[Tensor, Any]:
         return residual.added(_fed(residual, feed_forward, x, context.valid), share), state

@@ -29,7 +29,7 @@ find_kinds: Callable[[], Kinds] = dict
 
 
 class _Named(type):
-    """A part may stand in a config as its config, its kind or a mapping, as ``--set`` has it."""
+    """A field whose part may be written as its config, its kind or a mapping, as in ``--set``."""
 
     def __call__(cls, *arguments: Any, **values: Any) -> Any:
         for name, value in values.items():
@@ -57,7 +57,7 @@ class Config(metaclass=_Named):
         return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed (validated again)."""
+        """Return a copy with some fields changed (validated again)."""
         return dataclasses.replace(typing.cast(Any, self), **changes)
 
 
@@ -65,7 +65,7 @@ C = TypeVar("C", bound=Config)
 
 
 def field_types(config: type[Config]) -> dict[str, Any]:
-    """Name to resolved type of every field of a config class."""
+    """Return the resolved type of every field of a config class, by name."""
     if not dataclasses.is_dataclass(config):
         raise KinformerError(
             f"{config.__qualname__}: is no dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
@@ -80,7 +80,8 @@ def field_types(config: type[Config]) -> dict[str, Any]:
 
 
 def to_dict(value: Any) -> Any:
-    """A config (or a tuple or plain value inside one) as JSON-ready data; a config of a slot carries its ``kind``."""
+    """Return a config (or a tuple or plain value inside one) as JSON-ready data; a
+    config of a slot carries its ``kind``."""
     if isinstance(value, Config):
         return tags(value) | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
@@ -89,19 +90,20 @@ def to_dict(value: Any) -> Any:
 
 
 def tags(config: Config) -> dict[str, Any]:
-    """What stands beside the fields in a config's dict form: its ``kind`` and, if another has it, its ``package``."""
+    """Return the keys beside the fields in a config's dict form: its ``kind`` and, if
+    another package has it, its ``package``."""
     tagged = {"kind": config.kind} if config.kind else {}
     package = _package_of(type(config))
     return tagged if package is None else tagged | {"package": package}
 
 
 def from_dict(config: type[C], data: Any, kinds: Kinds, place: str = "config") -> C:
-    """Build ``config`` from :func:`to_dict`'s form; the inverse of it, strict about names and types."""
+    """Build ``config`` from the form of :func:`to_dict`; the inverse of it, strict about names and types."""
     return typing.cast(C, _parse(config, data, kinds, place))
 
 
 def override(config: C, changes: Mapping[str, Any], kinds: Kinds) -> C:
-    """A copy with dotted ``path -> value`` changes, as in ``{"layers.*.mixer.num_heads": 8}``.
+    """Return a copy with dotted ``path -> value`` changes, as in ``{"layers.*.mixer.num_heads": 8}``.
 
     ``*`` means every item of a list. Values may be text (as typed on a command line) or Python values. A part is
     replaced by its kind (``"pattern": "local"``) or by an object (``{"kind": "local", "window": 64}``), and a list is
@@ -142,14 +144,14 @@ def _replace(node: Any, keys: list[str], value: Any, kinds: Kinds, path: str) ->
 
 
 def check_unused(config: Config, why: str, *names: str) -> None:
-    """Refuse fields that were given another value than their default although they do nothing, ``why`` says when."""
+    """Refuse fields that differ from their default although they do nothing; ``why`` says when."""
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if field.name in names and (value := getattr(config, field.name)) != field.default:
             raise KinformerError(f"{field.name} = {value!r} does nothing {why}; leave it out, or change the latter.")
 
 
 def parts_in(value: Any) -> Iterator[Config]:
-    """A config and all configs inside it, in order."""
+    """Yield a config and all configs inside it, in order."""
     if isinstance(value, Config):
         yield value
         value = tuple(getattr(value, name) for name in field_types(type(value)))
@@ -159,7 +161,7 @@ def parts_in(value: Any) -> Iterator[Config]:
 
 
 def describe(config: Config | type[Config]) -> str:
-    """How a config is called in messages."""
+    """Return the name of a config in messages."""
     cls = config if isinstance(config, type) else type(config)
     return f"the {cls.slot} {cls.kind!r}" if cls.kind else cls.__qualname__
 
@@ -199,7 +201,7 @@ def _parse(kind: Any, value: Any, kinds: Kinds, place: str) -> Any:
 
 
 def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) -> Any:
-    """None, or the first of the types that ``value`` is one of."""
+    """Return None, or ``value`` as the first of the types that it is one of."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
     *others, last = [arg for arg in args if arg is not type(None)]
@@ -212,7 +214,7 @@ def _parse_union(args: tuple[Any, ...], value: Any, kinds: Kinds, place: str) ->
 
 
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
-    """``config`` as it is, after the same checks of what it holds as data has."""
+    """Return ``config`` as it is, after the checks that its data would pass."""
     if expected.slot and config.slot != expected.slot:
         slot = f"the slot {config.slot!r}" if config.slot else "no slot"
         raise KinformerError(
@@ -242,7 +244,7 @@ def _parse_slot(slot: str, value: Any, kinds: Kinds, place: str) -> Config:
 
 
 def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Config]]) -> type[Config]:
-    """The class of a kind, which must come from ``package`` ("name version") where data says so."""
+    """Return the class of a kind, which must come from ``package`` ("name version") where data says so."""
     config = table.get(kind)
     if package is not None:
         result = None if config is None else _package_of(config) or KINFORMER
@@ -253,7 +255,7 @@ def _class_of(slot: str, kind: str, package: Any, table: Mapping[str, type[Confi
 
 
 def _package_of(config: type[Config]) -> str | None:
-    """The other package that adds a kind of part, None where it is Kinformer's own or unknown."""
+    """Return the other package that adds a kind of part, None where it is Kinformer's or unknown."""
     return package_of(config, PARTS, f"{config.slot}.{config.kind}")
 
 

@@ -30,7 +30,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Chunk(NamedTuple):
-    """Some consecutive tokens of each row.
+    """A chunk: some consecutive tokens of each row.
 
     ``x``      [batch, time, dim], time >= 1.
     ``valid``  [batch, time] bool or None (all valid): False marks padding. Inside the model the valid tokens of a
@@ -52,14 +52,14 @@ class ChecksChunk:
     """The width that the module was built for; 0 where a call is not checked for it."""
 
     def __call__(self, chunk: Chunk, state: Any, *rest: Any, **options: Any) -> Any:
-        """``forward``, after a look at the arguments that takes about a microsecond."""
+        """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             require_chunk(chunk, state, self.dim)
         return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
 
 
 class CausalMixer(ChecksChunk, nn.Module):
-    """What a decoder's layer may mix time with.
+    """The base of a decoder's mixers, which absorb a chunk after a state.
 
     A subclass gives ``initial_state`` and ``forward``, and declares ``growth``, how its state grows with the number
     of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
@@ -78,19 +78,20 @@ class CausalMixer(ChecksChunk, nn.Module):
 
     @property
     def retained(self) -> int | None:
-        """How many past positions the state keeps at most (``growth = "window"``), None where the notion is void."""
+        """Return how many past positions the state holds at most (``growth =
+        "window"``), None where the notion is void."""
         return None
 
     def initial_state(self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-        """The state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
+        """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
         raise NotImplementedError
 
     def forward(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
-        """Absorb ``chunk`` after ``state``; returns y ``[batch, time, dim]`` and the new state."""
+        """Absorb ``chunk`` after ``state``; return y ``[batch, time, dim]`` and the new state."""
         raise NotImplementedError
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        """Declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
+        """Return the declared bytes of one row's state after ``length`` tokens with activations of ``dtype``."""
         raise NotImplementedError
 
 
@@ -164,7 +165,8 @@ def initial_states(
     source: Tensor | None = None,
     source_valid: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """The states of ``batch`` new sequences, one per mixer; those that read a source get it, [batch, length, width]."""
+    """Return the states of ``batch`` new sequences, one per mixer; those with a
+    source receive it, [batch, length, width]."""
     options = {"source": source, "source_valid": source_valid}
     return tuple(
         mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
@@ -173,24 +175,25 @@ def initial_states(
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of accumulators beside activations of ``dtype``: float32 at least."""
+    """Return the dtype of accumulators beside activations of ``dtype``: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def width_of(x: Tensor) -> int:
-    """The last size of ``x`` as a number of Python's. While PyTorch writes a step down, sizes are tensors of whole
-    numbers, whose powers and quotients are float32."""
+    """Return the last size of ``x`` as a Python number: while a step is recorded, sizes are integer tensors,
+    whose powers and quotients are float32."""
     return int(x.shape[-1])
 
 
 def activation_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
+    """Return the dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
     dtype = autocast_dtype(weight.device)
     return weight.dtype if dtype is None or weight.dtype != torch.float32 else dtype
 
 
 def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:
-    """``x`` [batch, time, ...] with zeros at invalid positions, selected rather than multiplied (0 x NaN is NaN)."""
+    """Return ``x`` [batch, time, ...] with zeros at invalid positions, selected
+    rather than multiplied (0 x NaN is NaN)."""
     if valid is None:
         return x
     mask = valid.reshape(*valid.shape, *([1] * (x.dim() - 2)))
@@ -198,14 +201,14 @@ def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def real_resets(chunk: Chunk) -> Tensor | None:
-    """The resets [batch, time] of a chunk that stand on valid tokens, or None when there can be none."""
+    """Return the resets [batch, time] of a chunk that stand on valid tokens, or None when there can be none."""
     if chunk.reset is None or chunk.valid is None:
         return chunk.reset
     return chunk.reset & chunk.valid
 
 
 def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
-    """Position of every token of the chunk within its own sequence, [batch, time] int64.
+    """Return the position of every token of the chunk within its own sequence, [batch, time] int64.
 
     ``seen`` [batch] counts the tokens that the row's current sequence had before this chunk. A model computes them once
     for all its layers and hands them on in the chunk.
@@ -222,7 +225,7 @@ def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
 
 
 def advance(seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
-    """The counter [batch] after the chunk, given the tokens' ``positions`` [batch, time]."""
+    """Return the counter [batch] after a chunk with the tokens' ``positions`` [batch, time]."""
     if chunk.valid is None:
         return positions[:, -1] + 1
     count = chunk.valid.sum(dim=1)
@@ -231,28 +234,29 @@ def advance(seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
 
 
 class Alignment(NamedTuple):
-    """How rows were left-aligned: ``order`` [batch, time] gathers, ``inverse`` [batch, time] puts back."""
+    """A left-alignment of rows: ``order`` [batch, time] gathers, ``inverse`` [batch, time] puts back."""
 
     order: Tensor
     inverse: Tensor
     valid: Tensor
 
     def align(self, x: Tensor) -> Tensor:
-        """``x`` [batch, time, ...] in the aligned order."""
+        """Return ``x`` [batch, time, ...] in the aligned order."""
         return _gathered(x, self.order)
 
     def restore(self, x: Tensor) -> Tensor:
-        """``x`` [batch, time, ...] in the caller's order, zero where it is not valid."""
+        """Return ``x`` [batch, time, ...] in the caller's order, zero where it is not valid."""
         return _gathered(select_valid(x, self.valid), self.inverse)
 
 
 def _gathered(x: Tensor, order: Tensor) -> Tensor:
-    """Rows of ``x`` [batch, time, ...] gathered by ``order`` [batch, time]."""
+    """Return rows of ``x`` [batch, time, ...] gathered by ``order`` [batch, time]."""
     return x.gather(1, order.reshape(*order.shape, *([1] * (x.dim() - 2))).expand(-1, -1, *x.shape[2:]))
 
 
 def left_align(valid: Tensor) -> Alignment:
-    """The stable order that moves each row's valid tokens to its front; once per forward, at the model's edge."""
+    """Return the stable order that moves each row's valid tokens to its front;
+    once per forward, at the model's edge."""
     order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
     inverse = torch.argsort(order, dim=1)
     return Alignment(order, inverse, valid.gather(1, order))
@@ -271,7 +275,8 @@ def right_align(slots: Tensor, count: Tensor, time: int) -> Tensor:
 
 
 def newest(chunk: Chunk, slots: Tensor, seen: Tensor, keep: int | None) -> Tensor:
-    """The last ``keep`` (None: all) of ``slots`` [batch, heads, past + time, head_dim], the chunk's being the last.
+    """Return the last ``keep`` (None: all) of ``slots`` [batch, heads, past + time, head_dim], the chunk's being the
+    last.
 
     Right-aligned, zero where a row has none: ``seen`` [batch] counts its tokens after the chunk.
     """

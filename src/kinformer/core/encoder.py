@@ -1,4 +1,4 @@
-"""The protocol of encoder mixers, which read a whole text at once: ``y = mixer(x, text)``.
+"""The protocol of encoder mixers, which encode a full sequence at once: ``y = mixer(x, text)``.
 
 A :class:`SequenceContext` says of the tokens what their vectors do not: which are valid, which are *global* (all tokens
 see them and they see all), and how many are the *global input*, which stands before the *long input* (Ainslie et al.
@@ -27,7 +27,7 @@ LOCAL, GLOBAL = 0, 1
 
 
 class SequenceContext(NamedTuple):
-    """What a mixer knows of the tokens [batch, num_global + time] besides their vectors.
+    """The context of the tokens [batch, num_global + time], all that a mixer needs besides their vectors.
 
     ``valid``             bool or None (all valid): False marks padding.
     ``global_positions``  [batch, n] int64 or None: positions in the long input of its global tokens, -1 fills up.
@@ -45,7 +45,7 @@ class SequenceContext(NamedTuple):
 
     @property
     def long_valid(self) -> Tensor | None:
-        """``valid`` of the long input alone, bool [batch, time] or None."""
+        """Return ``valid`` of the long input alone, bool [batch, time] or None."""
         return None if self.valid is None else self.valid[:, self.num_global :]
 
 
@@ -60,14 +60,14 @@ class ChecksInput:
     """The width that the module was built for; 0 where a call is not checked for it."""
 
     def __call__(self, x: Tensor, *rest: Any, **options: Any) -> Any:
-        """``forward``, after a look at the shape of x [batch, time, dim]."""
+        """Call ``forward`` after a look at the shape of x [batch, time, dim]."""
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             require_input(x, self.dim)
         return super().__call__(x, *rest, **options)  # type: ignore[misc]
 
 
 class EncoderMixer(ChecksInput, nn.Module):
-    """What an encoder's layer mixes tokens with.
+    """The base of an encoder's mixers, which encode a full sequence at once.
 
     Rules that the battery enforces: outputs at invalid positions are zero; what stands there changes no other
     output (NaN is fine); a row's outputs depend on no other row and not on how far it was padded.
@@ -77,10 +77,10 @@ class EncoderMixer(ChecksInput, nn.Module):
     """How many tokens a text may have, None for any number."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        """Refuse a model whose texts have global tokens, or a global input, where this mixer cannot read such texts."""
+        """Refuse a model with global tokens, or a global input, where this mixer has none."""
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        """x [batch, time, dim] -> y [batch, time, dim]."""
+        """Return y [batch, time, dim] of x [batch, time, dim]."""
         raise NotImplementedError
 
 
@@ -94,21 +94,22 @@ class EncoderMixerConfig(Config):
 
 
 def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
-    """For a mixer's ``check``, where it knows no global tokens; ``why`` is the first half of the sentence."""
+    """Refuse global tokens, for the ``check`` of a mixer without them; ``why`` is the first half of the sentence."""
     if global_tokens or global_input:
         raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
 
 
 def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
-    """The grid of the patches x [batch, rows * columns, dim], for a mixer of this ``kind`` that is for images only."""
+    """Return the grid of the patches x [batch, rows * columns, dim], for a mixer of
+    this ``kind`` that is for images only."""
     if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
         raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")
     return text.grid
 
 
 def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:
-    """The long input x [batch, time, dim] of a mixer of this ``kind``, refused where a text has more than ``end``
-    tokens; padding beyond is cut off, as it counts towards no limit."""
+    """Return the long input x [batch, time, dim] for a mixer of this ``kind``; refuse one with more than ``end``
+    tokens. Padding beyond is cut off, as it counts towards no limit."""
     if x.shape[1] <= end:
         return x, valid
     if valid is None or bool(valid[:, end:].any()):
@@ -121,7 +122,8 @@ def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor
 
 
 def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
-    """[batch, n] positions of the tokens of kind GLOBAL in rising order, -1 behind them; None if there are none."""
+    """Return the positions [batch, n] of the tokens of kind GLOBAL in rising order,
+    -1 behind them; None if there are none."""
     chosen = kinds == GLOBAL
     if valid is not None:
         chosen = chosen & valid

@@ -1,4 +1,4 @@
-"""The narrow interface of a feature map: what replaces the exponential of softmax attention, so that it is a sum."""
+"""The interface of a feature map, which replaces the exponential of softmax attention so that attention is a sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kinformer.core.config import Config
 
 
 class FeatureMap(nn.Module):
-    """Queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the width.
+    """A map of queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the
+    width.
 
     ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
     features themselves may be. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
@@ -25,14 +26,15 @@ class FeatureMap(nn.Module):
         return head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features of queries and keys, where they are alike."""
+        """Return the features of queries and keys, where they are alike."""
         raise NotImplementedError
 
     def queries(self, q: Tensor) -> Tensor:
         return self(q)
 
     def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features, and the logarithm [batch, heads, time] of the factor that they lack (None: they lack none)."""
+        """Return features, and the logarithm [batch, heads, time] of the factor
+        that they lack (None: they lack none)."""
         return self(k), None
 
 
@@ -43,5 +45,5 @@ class FeatureMapConfig(Config):
         raise NotImplementedError
 
     def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
-        """For a mixer of ``num_heads`` heads, where they differ."""
+        """Build the map for a mixer of ``num_heads`` heads, where heads differ."""
         return self.build(head_dim)

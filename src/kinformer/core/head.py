@@ -1,4 +1,4 @@
-"""What a head may declare beside its logits: a product with a table, a distribution of values, a search in a store."""
+"""The interfaces of heads beside logits: a product with a table, a distribution of values, a search in a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OutputProduct(nn.Module):
     """A head whose logits are x W^T + b."""
 
     def product(self, input: Input) -> tuple[Tensor, Tensor | None]:
-        """W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""
+        """Return W [vocab, dim] and b [vocab] or None; ``input`` is the model's, whose table may be W."""
         raise NotImplementedError
 
 
@@ -26,18 +26,18 @@ class Likelihood(nn.Module):
     draws: int
 
     def nats(self, logits: Tensor, values: Tensor) -> Tensor:
-        """-ln p(values), float32 at least: [...] of ``logits`` [..., parameters] and ``values`` int64 [...], or
+        """Return -ln p(values), float32 at least: [...] of ``logits`` [..., parameters] and ``values`` int64 [...], or
         [..., channels] where a position holds several, which are then scored together."""
         raise NotImplementedError
 
     def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-        """Values int64 like those of :meth:`nats`, by ``uniform`` [..., draws] from [0, 1); ``temperature`` 1 draws as
-        the head predicts, 0 takes what is most probable, or near it."""
+        """Draw values int64 like those of :meth:`nats`, by ``uniform`` [..., draws] from [0, 1); ``temperature`` 1
+        draws as the head predicts, 0 takes the most probable value, or one near it."""
         raise NotImplementedError
 
 
 class NeedsStore:
-    """Mixin of the config of a head that looks things up while it is trained, such as SPALM.
+    """Mixin of the config of a head that searches a datastore while it is trained, such as SPALM.
 
     Its ``forward`` also takes ``neighbours`` [batch, time, k] int64, the tokens that followed the nearest entries of a
     datastore, -1 where there is none, or None without a datastore. ``datastore`` supplies them, in training too.
@@ -67,9 +67,9 @@ class Searcher(Protocol):
 
     @property
     def entries(self) -> int:
-        """How many entries a search may return."""
+        """Return how many entries a search may return."""
         ...
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        """The nearest entries of ``queries`` [n, dim], on their device."""
+        """Return the nearest entries of ``queries`` [n, dim], on their device."""
         ...

@@ -1,4 +1,5 @@
-"""What modules ask of a trainer beside gradients: sums to learn from, new random numbers, penalties, auxiliary losses.
+"""The services that modules need from a trainer beside gradients: sums to learn from, new random numbers, penalties,
+auxiliary losses.
 
 The trainer finds these modules by type; a model that is not trained never calls them.
 """
@@ -40,20 +41,20 @@ class Resampled(nn.Module):
 
 
 def due_for_resampling(modules: Iterable[Resampled], step: int) -> Iterator[tuple[int, Resampled]]:
-    """The modules to resample before training step ``step``, each with its number in ``modules``."""
+    """Yield the modules to resample before training step ``step``, each with its number in ``modules``."""
     for number, module in enumerate(modules):
         if module.redraw and step % module.redraw == 0:
             yield number, module
 
 
 class Regularized(nn.Module):
-    """A module whose parameters have a price and bounds, whatever the data: an L1 penalty, a range.
+    """A module whose parameters have a penalty and bounds, whatever the data: an L1 penalty, a range.
 
     The trainer adds ``penalty()`` to the loss of a step, and calls ``constrain()`` after each update.
     """
 
     def penalty(self) -> Tensor:
-        """A differentiable scalar in float32 or better, a function of the parameters alone."""
+        """Return a differentiable scalar in float32 or better, a function of the parameters alone."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -61,13 +62,13 @@ class Regularized(nn.Module):
         """Bring the parameters back into their bounds; called alike on all processes."""
 
     def measures(self) -> Mapping[str, float]:
-        """Values to log beside the penalty, by name."""
+        """Return values to log beside the penalty, by name."""
         return {}
 
 
 @torch.no_grad()
 def regularization_metrics(modules: list[Regularized]) -> dict[str, float]:
-    """The sum of the penalties, and the means of the measures over the modules; empty where there are none."""
+    """Return the sum of the penalties, and the means of the measures over the modules; empty where there are none."""
     if not modules:
         return {}
     measures = [module.measures() for module in modules]
@@ -100,7 +101,7 @@ class AuxLoss(nn.Module):
 
 @contextmanager
 def gather_aux_losses(losses: Sequence[AuxLoss]) -> Iterator[dict[str, Tensor]]:
-    """The auxiliary losses [batch] of the forward passes within the context, summed by name."""
+    """Collect the auxiliary losses [batch] of the forward passes within the context, summed by name."""
     costs: dict[str, Tensor] = {}
     for loss in losses:
         loss.costs = costs

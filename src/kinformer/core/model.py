@@ -1,4 +1,4 @@
-"""What a whole model can be asked for: three protocols, which training, generation, evaluation and tasks go by.
+"""The three protocols of models, by which training, generation, evaluation and tasks use them.
 
 A model is input, stack and head. What can be done with it is said by the protocol that its config names, never by the
 name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` reads it at once, a
@@ -21,8 +21,8 @@ M = TypeVar("M")
 
 
 class Hidden(NamedTuple):
-    """``hidden_states`` [batch, time, dim] after the last norm, the ``state`` after the chunk, and ``taps``: what the
-    tapped uses of layers gave, [batch, time, dim] each."""
+    """The hidden states [batch, time, dim] after the last norm, the ``state`` after the chunk, and ``taps``, the
+    outputs of the tapped uses of layers, [batch, time, dim] each."""
 
     hidden_states: Tensor
     state: Any
@@ -44,7 +44,7 @@ class CausalModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids a model of tokens knows."""
+        """Return how many ids a model of tokens takes."""
         ...
 
     @property
@@ -59,13 +59,14 @@ class CausalModel(Protocol):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> Any:
-        """The state of ``batch`` new sequences; ``source`` [batch, length, width] for layers that look at one."""
+        """Return the state of ``batch`` new sequences; ``source`` [batch, length,
+        width] for layers that attend to one."""
         ...
 
     def __call__(
         self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
+        """Return logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
         ...
 
     def hidden(
@@ -77,23 +78,23 @@ class CausalModel(Protocol):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """What the layers make of ``values``."""
+        """Return the hidden states of ``values`` and the state after them."""
         ...
 
     def head_inputs(
         self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, Any]:
-        """What :meth:`logits` needs of every position, a tensor or a NamedTuple of tensors [batch, time, ...], and the
-        state. These are the hidden states, unless the head looks things up by more than those."""
+        """Return the inputs of :meth:`logits` at every position, a tensor or a NamedTuple of tensors [batch, time,
+        ...], and the state. These are the hidden states, unless the head needs more than those."""
         ...
 
     def logits(self, inputs: Any) -> Tensor:
-        """Head inputs [batch, time, ...] -> logits [batch, time, ...]."""
+        """Return logits [batch, time, ...] of head inputs [batch, time, ...]."""
         ...
 
 
 class WholeModel(Protocol):
-    """A model that reads whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
+    """A model that encodes whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
 
     training: bool
 
@@ -104,15 +105,15 @@ class WholeModel(Protocol):
     def max_length(self) -> int | None: ...
 
     def __call__(self, values: Tensor, *, valid: Tensor | None = None) -> Tensor:
-        """Logits of every position or of every row."""
+        """Return the logits of every position or of every row."""
         ...
 
     def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """The hidden states of every position, with what else the model made of the inputs."""
+        """Return the hidden states of every position, and further results of the model."""
         ...
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What the head makes of hidden states [..., dim]."""
+        """Return the head's logits of hidden states [..., dim]."""
         ...
 
 
@@ -128,11 +129,12 @@ class SourceModel(CausalModel, Protocol):
 
     @property
     def max_source_length(self) -> int | None:
-        """How long a source may be, None for any length."""
+        """Return how long a source may be, None for any length."""
         ...
 
     def begin(self, source: Tensor, valid: Tensor | None = None) -> Any:
-        """The state of new sequences over ``source`` [batch, length] or [batch, length, ...], one for every row."""
+        """Return the state of new sequences over ``source`` [batch, length] or
+        [batch, length, ...], one for every row."""
         ...
 
 
@@ -145,10 +147,10 @@ PROTOCOLS: dict[type, str] = {
 
 
 def modules_of(model: nn.Module, kind: type[M]) -> list[M]:
-    """The parts of ``model`` that are of a ``kind`` which training attends to, in order."""
+    """Return the parts of ``model`` of a ``kind`` that training calls, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the model's weights are."""
+    """Return the device of the model's weights."""
     return next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""The configs of whole models and of what only models have: embeddings and heads."""
+"""The configs of whole models and of the parts that only models have: embeddings and heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class EmbeddingConfig(Config):
-    """``build(vocab_size, dim)``: a table (tokens, positions), both [batch, time] int64, -> [batch, time, dim].
+    """The config; ``build(vocab_size, dim)`` returns a table (tokens, positions), both [batch, time] int64, -> [batch,
+    time, dim].
 
     A tied head reads its ``weight`` [vocab_size, ...]. ``bounded_by_training``: as of positions (``core.parts``).
     """
@@ -28,7 +29,8 @@ class EmbeddingConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """``build()``: a whole model of the ``input``, the ``layers`` and the ``stack`` that applies them.
+    """The config; ``build()`` returns a whole model of the ``input``, the ``layers`` and the ``stack`` that applies
+    them.
 
     ``protocol`` says what can be done with it: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
     """
@@ -46,17 +48,18 @@ class ModelConfig(Config):
 
     @property
     def uses(self) -> tuple[Config, ...]:
-        """The config of the layer of every use, in order."""
+        """Return the config of the layer of every use, in order."""
         return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
 
     @property
     def width(self) -> int:
-        """Of the hidden states that the head reads."""
+        """Return the width of the hidden states that the head receives."""
         return self.stack.width(self.dim)
 
 
 class HeadConfig(Config):
-    """``build(dim, input)``: a module (hidden_states [batch, time, dim], input, valid or None) -> logits.
+    """The config; ``build(dim, input)`` returns a module (hidden_states [batch, time, dim], input, valid or None) ->
+    logits.
 
     ``input`` is the model's ``core.input.Input``; a tied head reads its table. Logits are of positions [batch, time,
     ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
@@ -66,7 +69,7 @@ class HeadConfig(Config):
     per_position: ClassVar[bool] = True
 
     def check(self, dim: int, input: Input) -> None:
-        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, where it is tied, cannot read."""
+        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, where it is tied, cannot use."""
 
     def build(self, dim: int, input: Input) -> nn.Module:
         raise NotImplementedError
@@ -85,7 +88,7 @@ def check_table(head: HeadConfig, dim: int, input: Input) -> None:
 
 
 def vocab_size_of(input: Input, head: HeadConfig) -> int:
-    """How many token ids ``input`` knows, for a ``head`` that predicts them; one that knows none is refused."""
+    """Return how many token ids ``input`` takes, for a ``head`` that predicts them; refuse one that takes none."""
     if input.vocab_size is None:
         raise KinformerError(
             f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "

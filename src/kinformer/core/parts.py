@@ -1,4 +1,4 @@
-"""The narrow interfaces of the parts that a mixer is made of: position, pattern, score, projection, feature map.
+"""The interfaces of the parts of a mixer: position, pattern, score, projection, feature map.
 
 Softmax attention = what (projection) x where (position) x who (pattern) x how much (score).
 Kernel attention = feature map x update rule. Every part has a :class:`Config` of its slot, built by its owner.
@@ -16,7 +16,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Relative(NamedTuple):
-    """What a distance (query position - key position) does to a score, for ``lowest``, ``lowest + 1``, ... (n of them).
+    """The effect of a distance (query position - key position) on a score, for ``lowest``, ``lowest + 1``, ... (n of
+    them).
 
         score = scale * (q . k + (q + shift) . keys[d]) + bias[d]        output += probability * values[d]
         with ``factor``:  scale * (q . k) becomes relu(scale * (q . k)) * factor[d]
@@ -34,14 +35,14 @@ class Relative(NamedTuple):
     shift: Tensor | None = None
 
     def below(self, distance: int) -> Relative:
-        """The same without what ``distance`` and more do."""
+        """Return these tables without the distances from ``distance`` on."""
         count, tables = max(0, distance - self.lowest), (self.bias, self.factor, self.keys, self.values)
         bias, factor, keys, values = (None if table is None else table[:, :count] for table in tables)
         return self._replace(bias=bias, factor=factor, keys=keys, values=values)
 
 
 class Position(nn.Module):
-    """Where: hooks through which an encoding of positions enters; each does nothing unless overridden.
+    """The hooks through which an encoding of positions enters; each does nothing unless overridden.
 
     ``max_length`` is the first position that has no encoding, or None where every position has one. ``shared``: the
     paper has one such encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
@@ -51,32 +52,37 @@ class Position(nn.Module):
     shared: bool = False
 
     def overrides(self, *hooks: str) -> bool:
-        """Whether it has one of the ``hooks`` of its own."""
+        """Return whether the class overrides one of the ``hooks``."""
         return any(getattr(type(self), hook) is not getattr(Position, hook) for hook in hooks)
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        """What is added to the token embeddings: [batch, time, dim] for ``positions`` [batch, time], or None."""
+        """Return the term added to the token embeddings: [batch, time, dim] for
+        ``positions`` [batch, time], or None."""
         return None
 
     def layer_input(self, positions: Tensor, layer: int) -> Tensor | None:
-        """What is added to the input of layer number ``layer``: [batch, time, dim], or None."""
+        """Return the term added to the input of layer number ``layer``: [batch, time, dim], or None."""
         return None
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [batch, heads, time, head_dim] after the encoding of ``positions`` [batch, time]."""
+        """Return queries and keys [batch, heads, time, head_dim] after the encoding of ``positions`` [batch, time]."""
         return q, k
 
     def rotate_keys(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Keys alone, of tokens that ask nothing."""
+        """Return keys alone, of tokens without queries."""
         return self.rotate(k[:, :1], k, positions)[1]
 
     def values(self, v: Tensor) -> Tensor:
-        """Values [batch, kv_heads, time, head_dim], as they are remembered, with what is added at every distance."""
+        """Return values [batch, kv_heads, time, head_dim] as the state holds them,
+        with the term added at every distance."""
         return v
 
     def relative(self, lowest: int, highest: int) -> Relative | None:
-        """What distances do; it may name a narrower range than ``lowest .. highest`` (ends included), the rest of
-        which then does nothing. A constant per query may be left out of all scores: softmax does not see it."""
+        """Return the tables by distance.
+
+        They may name a narrower range than ``lowest .. highest`` (ends included), the rest of which then does nothing.
+        A constant per query may be left out of all scores: softmax does not see it.
+        """
         return None
 
 
@@ -85,7 +91,7 @@ IN_ATTENTION = ("rotate", "rotate_keys", "values", "relative")
 
 
 class PositionConfig(Config):
-    """Builds an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer.
+    """The config of an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer.
 
     ``bounded_by_training``: whether positions, or distances, beyond those of training are new to a trained model.
     """
@@ -94,18 +100,18 @@ class PositionConfig(Config):
     bounded_by_training: ClassVar[bool] = False
 
     def build(self, dim: int) -> Position:
-        """``dim`` is the width of what is encoded. One that only builds for a model, or for heads, is refused here."""
+        """Build for vectors of width ``dim``; refused where the encoding only builds for a model, or for heads."""
         raise self._misplaced(at_tokens=type(self).build_heads is not PositionConfig.build_heads)
 
     def build_model(self, dim: int, depth: int) -> Position:
-        """The model's position; one that acts inside attention alone would do nothing there and is refused."""
+        """Build the model's position; one that acts inside attention alone would do nothing there and is refused."""
         position = self.build(dim)
         if position.overrides(*IN_ATTENTION) and not position.overrides(*AT_TOKENS):
             raise self._misplaced(at_tokens=True)
         return position
 
     def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
-        """A mixer's position; one that acts at the tokens alone would do nothing there and is refused."""
+        """Build a mixer's position; one that acts at the tokens alone would do nothing there and is refused."""
         position = self.build(head_dim)
         if position.overrides(*AT_TOKENS) and not position.overrides(*IN_ATTENTION):
             raise self._misplaced(at_tokens=False)
@@ -140,7 +146,7 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
 
 
 class Score(nn.Module):
-    """How much: what is made of a query and a key. ``scale`` multiplies their product.
+    """The score of a query and a key. ``scale`` multiplies their product.
 
     ``form`` names how the kernels combine them: ``dot`` q.k, ``modulus`` the absolute value of the complex product of
     q and k (first half real, second half imaginary, not conjugated), ``additive`` vector . tanh(q + k).
@@ -150,11 +156,11 @@ class Score(nn.Module):
     scale: float = 1.0
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries [batch, heads, time, head_dim] as the product takes them."""
+        """Return queries [batch, heads, time, head_dim] as the product takes them."""
         return q
 
     def vector(self) -> Tensor | None:
-        """[heads, head_dim] of the form ``additive``."""
+        """Return the vector [heads, head_dim] of the form ``additive``."""
         return None
 
 
@@ -176,7 +182,7 @@ def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
 
 
 class GlobalProjection(nn.Module):
-    """The products with which an encoder's global tokens see: dim -> the width of all heads, each."""
+    """The projections of an encoder's global tokens: dim -> the width of all heads, each."""
 
     def __init__(self, dim: int, width: int, bias: bool) -> None:
         super().__init__()
@@ -186,7 +192,8 @@ class GlobalProjection(nn.Module):
 
 
 class Projection(nn.Module):
-    """What: x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads, ...].
+    """The projection of x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads,
+    ...].
 
     A projection with ``context`` above 0 also looks at so many tokens before each token: the mixer remembers what
     ``forward`` made of the last ones, and ``combine`` makes q, k and v of that and of the new tokens.
@@ -199,22 +206,23 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v alone, of tokens that ask nothing."""
+        """Return k and v alone, of tokens without queries."""
         return self(x)[1:]
 
     def global_projection(self) -> GlobalProjection | None:
-        """What projects for global tokens that look at all others, or None where that is as for all tokens."""
+        """Return the projection of global tokens that see all others, or None where that is as for all tokens."""
         return None
 
     def combine(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the first
-        ``context``; its heads are those of q, k and v as ``forward`` gave them, zero before a sequence begins.
-        ``positions`` [batch, time] are given where a token of the chunk may begin a sequence."""
+        """Return q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the
+        first ``context``; its heads are those of q, k and v as ``forward`` made them, zero before a sequence begins.
+        ``positions`` [batch, time] are present where a token of the chunk may begin a sequence."""
         raise NotImplementedError
 
 
 class ProjectionConfig(Config):
-    """Builds what stands before attention, and after it: what brings the heads back to the width of the stream."""
+    """The config of the projection before attention, and of that after it, from
+    the heads to the width of the stream."""
 
     slot = "projection"
 
@@ -222,7 +230,7 @@ class ProjectionConfig(Config):
         raise NotImplementedError
 
     def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
-        """A module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""
+        """Build a module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""
         return ResidualOutput(num_heads * head_dim, dim, bias=bias)
 
 
@@ -241,7 +249,7 @@ class ReadsPadding:
 
 
 class FeedForwardConfig(Config):
-    """``build(dim)``: a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
+    """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
     A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
     ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
@@ -261,7 +269,7 @@ class ResidualOutput(nn.Linear):
 
 
 def head_width(dim: int, num_heads: int) -> int:
-    """dim / num_heads, which must be whole."""
+    """Return dim / num_heads, which must be whole."""
     if num_heads < 1 or dim % num_heads:
         raise KinformerError(
             f"num_heads = {num_heads} does not divide dim = {dim}; choose a divisor, or give head_dim."
@@ -270,5 +278,5 @@ def head_width(dim: int, num_heads: int) -> int:
 
 
 def merge_heads(y: Tensor) -> Tensor:
-    """[batch, heads, time, head_dim] -> [batch, time, heads * head_dim]."""
+    """Return [batch, heads, time, head_dim] as [batch, time, heads * head_dim]."""
     return y.transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Who sees whom: the interface of attention patterns, and their algebra ``&``, ``|`` and ``~``.
+"""The interface of attention patterns, which say who sees whom, and their algebra ``&``, ``|`` and ``~``.
 
 A pattern is one truth seen at two grains. ``allowed`` says of single pairs of positions whether the query may see the
 key. ``cover`` says of whole boxes (some queries x some keys) whether none, some or all of their pairs are allowed; from
@@ -24,7 +24,7 @@ NONE, SOME, ALL = 0, 1, 2
 
 
 class Boxes(NamedTuple):
-    """Arrays [n] of boxes: queries q_low, q_low + step, ..., q_high and keys k_low, ..., k_high, ends included."""
+    """The arrays [n] of boxes: queries q_low, q_low + step, ..., q_high and keys k_low, ..., k_high, ends included."""
 
     q_low: Ints
     q_high: Ints
@@ -41,7 +41,8 @@ class Term(NamedTuple):
 
 
 class Pattern:
-    """Which key a query may see, by absolute positions (from 0) within one sequence. Immutable, equal by value.
+    """The rule which key a query may see, by absolute positions (from 0) within one sequence. Immutable, equal by
+    value.
 
     ``behind`` and ``ahead`` bound how far a query sees (None: without bound); ``ahead = 0`` is what a decoder needs.
     ``stride``: all distances between a query and the keys it sees are multiples of it.
@@ -57,36 +58,38 @@ class Pattern:
 
     @property
     def horizon(self) -> int | None:
-        """How many past keys a later query can still see, which bounds a decoder's state."""
+        """Return how many past keys a later query can still see, which bounds a decoder's state."""
         return self.behind
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bool tensor of the broadcast shape of query positions ``q`` and key positions ``k`` (int64)."""
+        """Return a bool tensor of the broadcast shape of query positions ``q`` and key positions ``k`` (int64)."""
         raise NotImplementedError
 
     def cover(self, boxes: Boxes) -> Cover:
-        """[n] of NONE, SOME, ALL: how many of a box's pairs are allowed. SOME is always true, only less useful."""
+        """Return [n] of NONE, SOME, ALL: how many of a box's pairs are allowed.
+        SOME is always true, only less useful."""
         raise NotImplementedError
 
     @property
     def band(self) -> tuple[int | None, int | None] | None:
-        """``(behind, ahead)`` where the distance alone decides, -ahead <= q - k <= behind (None bounds nothing)."""
+        """Return ``(behind, ahead)`` where the distance alone decides, -ahead
+        <= q - k <= behind (None bounds nothing)."""
         return None
 
     def at(self, head: int) -> Pattern:
-        """The pattern of one head."""
+        """Return the pattern of one head."""
         return self
 
     def sized(self, length: int) -> Pattern:
-        """The pattern of a whole text of ``length`` tokens, for one that depends on where a text ends."""
+        """Return the pattern of a full sequence of ``length`` tokens, for one that depends on where a sequence ends."""
         return self
 
     def terms(self) -> tuple[Term, ...]:
-        """Disjoint sets of pairs that make up the pattern, each with its stride; no two of the same stride."""
+        """Return disjoint sets of pairs that make up the pattern, each with its stride; no two of the same stride."""
         return (Term(self, self.stride),)
 
     def retained(self, position: int) -> range:
-        """The key positions before ``position`` that some query at or after ``position`` may see."""
+        """Return the key positions before ``position`` that some query at or after ``position`` may see."""
         return range(0 if self.horizon is None else max(0, position - self.horizon), position)
 
     def __and__(self, other: Pattern) -> Pattern:
@@ -101,7 +104,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Band(Pattern):
-    """Pairs by their distance alone: -ahead <= q - k <= behind, where None bounds nothing.
+    """The pairs by their distance alone: -ahead <= q - k <= behind, where None bounds nothing.
 
     Causal, full and local patterns are bands; a window of w tokens is ``behind = w - 1``. Negative values leave the
     query's own position out (``ahead = -1``: strictly the past).
@@ -159,7 +162,7 @@ class _Both(Pattern):
 
 
 class And(_Both):
-    """Pairs that both patterns allow."""
+    """The pairs that both patterns allow."""
 
     @property
     def behind(self) -> int | None:  # type: ignore[override]
@@ -185,7 +188,7 @@ class And(_Both):
 
 
 class Or(_Both):
-    """Pairs that at least one of two patterns allows."""
+    """The pairs that at least one of two patterns allows."""
 
     @property
     def behind(self) -> int | None:  # type: ignore[override]
@@ -207,7 +210,7 @@ class Or(_Both):
 
 @dataclass(frozen=True)
 class Not(Pattern):
-    """Pairs that a pattern does not allow."""
+    """The pairs that a pattern does not allow."""
 
     inner: Pattern
 
@@ -236,7 +239,7 @@ class Not(Pattern):
 
 
 def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, ...]:
-    """One term per stride; where terms may overlap, each leaves out what those before it hold."""
+    """Return one term per stride; where terms may overlap, each leaves out the pairs of those before it."""
     by_stride: dict[int, Pattern] = {}
     for pattern, stride in terms:
         by_stride[stride] = by_stride[stride] | pattern if stride in by_stride else pattern

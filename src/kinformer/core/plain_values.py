@@ -9,7 +9,7 @@ from kinformer.runtime.parsing import parse_json
 
 
 def plain(value: Any) -> Any:
-    """Text as the JSON value it spells, if it spells one."""
+    """Return the JSON value that a string spells, or the string if it spells none."""
     if not isinstance(value, str):
         return value
     try:
@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
 
 
 def parse_plain(kind: Any, value: Any, place: str) -> Any:
-    """``value`` as the plain type ``kind``; another is an error that names the ``place``."""
+    """Return ``value`` as the plain type ``kind``; another is an error that names the ``place``."""
     if kind is str and isinstance(value, str):
         return value
     read = plain(value)

@@ -15,8 +15,8 @@ Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 @dataclass(frozen=True)
 class Raster:
-    """``height`` x ``width`` cells in blocks of ``block_height`` x ``block_width``: within a block in raster order, and
-    the blocks themselves in raster order. Blocks as large as the image are plain raster order."""
+    """An image of ``height`` x ``width`` cells in blocks of ``block_height`` x ``block_width``: within a block in
+    raster order, and the blocks themselves in raster order. Blocks as large as the image are plain raster order."""
 
     height: int
     width: int
@@ -25,37 +25,37 @@ class Raster:
 
     @classmethod
     def plain(cls, height: int, width: int) -> Raster:
-        """Row after row."""
+        """Return the plain raster order, row after row."""
         return cls(height, width, height, width)
 
     @property
     def size(self) -> int:
-        """How many cells there are."""
+        """Return the number of cells of an image."""
         return self.height * self.width
 
     @property
     def area(self) -> int:
-        """How many cells a block has."""
+        """Return the number of cells of a block."""
         return self.block_height * self.block_width
 
     def corner(self, index: Numbers) -> tuple[Numbers, Numbers]:
-        """Row and column of the first cell of the block of cell number ``index``."""
+        """Return row and column of the first cell of the block of cell number ``index``."""
         row = self.block_height * self.width
         return index // row * self.block_height, index % row // self.area * self.block_width
 
     def cell(self, index: Numbers) -> tuple[Numbers, Numbers]:
-        """Row and column of cell number ``index`` of an image."""
+        """Return row and column of cell number ``index`` of an image."""
         top, left = self.corner(index)
         inner = index % self.area
         return top + inner // self.block_width, left + inner % self.block_width
 
     def number(self, y: Numbers, x: Numbers) -> Numbers:
-        """The inverse of :meth:`cell`."""
+        """Return the number of the cell in a row and column, the inverse of :meth:`cell`."""
         before = y // self.block_height * self.block_height * self.width + x // self.block_width * self.area
         return before + y % self.block_height * self.block_width + x % self.block_width
 
     def order(self) -> np.ndarray:
-        """Of every position, which cell it is in plain raster order, int64 [size]."""
+        """Return the plain raster number of the cell at every position, int64 [size]."""
         y, x = self.cell(np.arange(self.size))
         return y * self.width + x
 

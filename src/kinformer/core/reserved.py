@@ -12,7 +12,8 @@ from kinformer.core.state import ReservedState
 
 
 class Slots(NamedTuple):
-    """Host-side numbers of a reservation: slots ``start <= s < stop`` are the past, with ``room`` more tokens expected.
+    """The host-side numbers of a reservation: slots ``start <= s < stop`` are the past, with ``room`` more tokens
+    expected.
 
     ``full``: every past slot of every row is valid, so that no row needs a mask (known without a device sync).
     """
@@ -24,8 +25,8 @@ class Slots(NamedTuple):
 
 
 class ReservedSlots(ReservedState):
-    """Buffers [batch, heads, capacity, width], of all leaves of a state but the last, whose slots ``start .. stop`` are
-    the right-aligned past; the last leaf is ``seen`` [batch].
+    """The buffers [batch, heads, capacity, width], of all leaves of a state but the last, whose slots ``start .. stop``
+    are the right-aligned past; the last leaf is ``seen`` [batch].
 
     The buffers are laid out at the first step, by the mixer that knows how much past a later query can see: a window
     keeps a constant capacity, everything else doubles it when the reserved room runs out.
@@ -48,16 +49,16 @@ class ReservedSlots(ReservedState):
 
     @property
     def room(self) -> int:
-        """How many more tokens are expected."""
+        """Return how many more tokens are expected."""
         return self._slots.room
 
     def positions(self, chunk: Chunk) -> Tensor:
-        """Positions [batch, time] of the tokens of ``chunk`` within their sequences, which go on."""
+        """Return positions [batch, time] of the tokens of ``chunk`` within their sequences, which go on."""
         self.check()
         return positions_of(chunk, self._state.seen)
 
     def extend(self, new: Sequence[Tensor], retained: int | None) -> tuple[list[Tensor], Self, bool]:
-        """Write a chunk's leaves [batch, heads, time, width]; returns past + chunk of each, the new state, ``full``."""
+        """Write a chunk's leaves [batch, heads, time, width]; return past + chunk of each, the new state, ``full``."""
         self.refuse_graph()
         if self._opened:
             return self._fill(new, retained)
@@ -80,30 +81,31 @@ class ReservedSlots(ReservedState):
 
     @property
     def slots(self) -> Slots:
-        """Which slots of the buffers are the past."""
+        """Return which slots of the buffers are the past."""
         return self._slots
 
     @property
     def capacity(self) -> int:
-        """How many slots the buffers have; 0 before the first step, which lays them out."""
+        """Return how many slots the buffers have; 0 before the first step, which lays them out."""
         return self._state[0].shape[2] if self._generation else 0
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """[batch, heads, capacity, width] each."""
+        """Return the buffers, [batch, heads, capacity, width] each."""
         return tuple(self._state[:-1])
 
     @property
     def seen(self) -> Tensor:
-        """[batch] int64, tokens of each row's sequence."""
+        """Return the number of tokens of each row's sequence, [batch] int64."""
         return self._state.seen
 
     def views(self, start: int, stop: int) -> list[Tensor]:
-        """Of each buffer the slots ``start .. stop`` and the one behind them."""
+        """Return the slots ``start .. stop`` and the one behind them of each buffer."""
         return [buffer[:, :, start : stop + 1] for buffer in self._state[:-1]]
 
     def open(self, views: Sequence[Tensor], seen: Tensor) -> Self:
-        """The past as :meth:`views` of it, with the slot that one token fills at their end; this one is not consumed.
+        """Return the past as :meth:`views` of it, with the slot that one token fills at their end; this state is not
+        consumed.
 
         It is stepped by a mixer like any reservation, but no number of the host decides anything: what is done is the
         same at every length. Its ``retained`` is then what the mixer asked for.
@@ -119,7 +121,7 @@ class ReservedSlots(ReservedState):
         return views, self.open(views, self._state.seen + 1), self._slots.full
 
     def moved_on(self, start: int, stop: int, seen: Tensor) -> Self:
-        """The state behind tokens that filled :meth:`views` up to slot ``stop``; this one is consumed."""
+        """Return the state after tokens that filled :meth:`views` up to slot ``stop``; this state is consumed."""
         room = max(self.room - (stop - self._slots.stop), 0)
         state = type(self._state)(*self._state[:-1], seen)
         return type(self)(state, Slots(start, stop, room, self._slots.full), self.consume())
@@ -139,13 +141,13 @@ class ReservedSlots(ReservedState):
         return type(self._state)(*leaves, self._state.seen.clone())
 
     def release(self) -> Any:
-        """The value of this state, which is thereby consumed."""
+        """Return the value of this state, which is thereby consumed."""
         value = self.value()
         self.consume()
         return value
 
     def select_rows(self, rows: Tensor) -> Self:
-        """The rows in buffers of the same capacity, of which the past is copied once."""
+        """Return the rows in buffers of the same capacity, of which the past is copied once."""
         self.check()
         past, rows = slice(self._slots.start, self._slots.stop), rows.to(self._state.seen.device)
         buffers = []
@@ -163,7 +165,8 @@ class ReservedSlots(ReservedState):
 
 
 class KeysValues(NamedTuple):
-    """``k``, ``v`` [batch, kv_heads, past, head_dim], right-aligned (rotated keys), ``seen`` [batch] int64."""
+    """The cache ``k``, ``v`` [batch, kv_heads, past, head_dim], right-aligned
+    (rotated keys), and ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -172,7 +175,7 @@ class KeysValues(NamedTuple):
     slots = ("k", "v")  # type: ignore[misc]
 
     def reserve(self, length: int) -> ReservedKeysValues:
-        """A single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
+        """Return a single-owner state with room for ``length`` more tokens, for generation under ``no_grad``."""
         return ReservedKeysValues.of(self, length)
 
 
@@ -180,13 +183,14 @@ class ReservedKeysValues(ReservedSlots):
     """The reservation of :class:`KeysValues`."""
 
     def append(self, k: Tensor, v: Tensor, retained: int | None) -> tuple[Tensor, Tensor, ReservedKeysValues, bool]:
-        """Write a chunk's k, v [batch, kv_heads, time, head_dim]; returns past + chunk, the new state, and ``full``."""
+        """Write a chunk's k, v [batch, kv_heads, time, head_dim]; return past + chunk, the new state, and ``full``."""
         (k, v), after, full = self.extend((k, v), retained)
         return k, v, after, full
 
 
 def _moved(old: Tensor, new: Tensor, stop: int, past: int, capacity: int) -> Tensor:
-    """A buffer of ``capacity`` slots, in ``new``'s dtype, that begins with the last ``past`` slots of ``old``."""
+    """Return a buffer of ``capacity`` slots, in ``new``'s dtype, that begins
+    with the last ``past`` slots of ``old``."""
     batch, heads, _, width = old.shape
     buffer = new.new_empty(batch, heads, capacity, width)
     buffer[:, :, :past] = old[:, :, stop - past : stop]

@@ -1,4 +1,4 @@
-"""How far back a head of softmax attention looks, where that is learnt: the part ``span``."""
+"""The part ``span``: how far back a head of softmax attention looks, where that is learnt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Cut = Callable[[tuple[int, ...]], Pattern]
 
 
 class Span(nn.Module):
-    """Weighs keys by their distance (query position - key position) from 1 on; a query does not see itself.
+    """A span, which weighs keys by their distance (query position - key position) from 1 on; a query does not see
+    itself.
 
     ``windows``: the distances 1 ... windows[h] are all that head h sees, as the weights are now: nothing else is
     computed or remembered. Numbers on the host, so that they may choose shapes. ``pattern`` is the mixer's, cut to
@@ -29,7 +30,7 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def spans(self) -> list[float]:
-        """The learnt span of every head, in tokens; all processes must ask together."""
+        """Return the learnt span of every head, in tokens; all processes must call it together."""
         raise NotImplementedError
 
     @property
@@ -37,12 +38,13 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def bias(self, farthest: int) -> Tensor:
-        """What is added to scores at the distances 1 ... ``farthest``: [heads, farthest], -inf where a head does not
-        look."""
+        """Return the biases of the scores at the distances 1 ... ``farthest``: [heads,
+        farthest], -inf where a head does not look."""
         raise NotImplementedError
 
     def joined(self, relative: Relative | None, farthest: int) -> Relative | None:
-        """What a position does at the distances 1 ... ``farthest`` (those that it names), and the span's bias."""
+        """Return a position's tables at the distances 1 ... ``farthest`` (those
+        that it names), with the span's bias added."""
         if farthest < 1:
             return relative
         bias = self.bias(farthest)
@@ -56,7 +58,7 @@ class Span(nn.Module):
 
 
 class TokenSpan(nn.Module):
-    """A span that each token has of its own; ``windows`` and ``pattern`` are of the longest that there can be."""
+    """A span of each token; ``windows`` and ``pattern`` are those of the longest possible span."""
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -67,19 +69,19 @@ class TokenSpan(nn.Module):
         raise NotImplementedError
 
     def of(self, x: Tensor) -> Tensor:
-        """Spans [batch, heads, time] in tokens, for what the mixer reads, x [batch, time, dim]."""
+        """Return spans [batch, heads, time] in tokens, for the mixer's input x [batch, time, dim]."""
         raise NotImplementedError
 
     def reach(self, z: float) -> int:
-        """How many tokens back a query of the span ``z`` looks at most."""
+        """Return how many tokens back a query of the span ``z`` looks at most."""
         raise NotImplementedError
 
     def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
-        """The logarithm of the soft mask of spans z at a ``distance`` (they broadcast), -inf where it is 0."""
+        """Return the logarithm of the soft mask of spans z at a ``distance`` (they broadcast), -inf where it is 0."""
         raise NotImplementedError
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
-        """The price [batch] of the spans z of a chunk, a sum over valid tokens."""
+        """Return the cost [batch] of the spans z of a chunk, a sum over valid tokens."""
         raise NotImplementedError
 
 
@@ -87,12 +89,12 @@ class SpanConfig(Config):
     slot = "span"
 
     def build(self, dim: int, num_heads: int, cut: Cut) -> Span | TokenSpan:
-        """``cut(windows)`` is the mixer's pattern where heads see so far."""
+        """Build a span; ``cut(windows)`` is the mixer's pattern where heads see so far."""
         raise NotImplementedError
 
 
 def _widened(table: Tensor, before: int, count: int) -> Tensor:
-    """``table`` [heads, n, ...] between zeros, ``count`` distances in all."""
+    """Return ``table`` [heads, n, ...] between zeros, ``count`` distances in all."""
     after = count - before - table.shape[1]
     if not (before or after):
         return table
@@ -100,19 +102,19 @@ def _widened(table: Tensor, before: int, count: int) -> Tensor:
 
 
 def stamp_of(parameter: Tensor) -> tuple[object, ...] | None:
-    """What changes when a parameter's values do (None: not known, as of tensors of inference mode); values that are
-    written through ``.data`` go unnoticed."""
+    """Return a value that changes with a parameter's values, or None where there is none, as for tensors of inference
+    mode. Values that are written through ``.data`` go unnoticed."""
     if parameter.is_inference():
         return None
     return parameter.data_ptr(), parameter._version, parameter.dtype
 
 
 def readable(parameter: Tensor) -> bool:
-    """Whether a parameter has values to look at now: not while a graph is captured or costs are counted."""
+    """Return whether a parameter has values to look at now: not while a graph is captured or costs are counted."""
     return not torch.compiler.is_compiling() and has_data(parameter)
 
 
 def host(values: Tensor) -> list[float]:
-    """The numbers of a tensor; waits for its device."""
+    """Return the numbers of a tensor; this waits for its device."""
     with torch.no_grad():
         return values.detach().double().tolist()

@@ -1,4 +1,4 @@
-"""The stack of a model: which layer is applied when, what is kept between, and the states of its uses."""
+"""The stack of a model: which layer is applied when, what is stored between, and the states of its uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ReadExit = Callable[[Tensor, int], Tensor]
 
 
 class HaltingState(NamedTuple):
-    """Of tokens that halt on their own, before step ``number``: what they give so far, ``out`` [batch, time, dim], the
+    """The progress of halting tokens before step ``number``: their outputs so far, ``out`` [batch, time, dim], the
     probability ``halted`` [batch, time] of having halted, and which are still ``running`` [batch, time] bool."""
 
     number: int
@@ -46,7 +46,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(Config):
-    """``build(layers)``: the stack of the built ``layers``.
+    """The config; ``build(layers)`` returns the stack of the built ``layers``.
 
     With ``checkpoint`` a training step keeps each use's input and computes the rest a second time in the backward, with
     the same random masks: less memory, about a third more work, equal gradients (Chen et al. 2016).
@@ -56,24 +56,25 @@ class StackConfig(Config):
     checkpoint: bool = False
 
     def uses(self, layers: int) -> tuple[int, ...]:
-        """The number of the layer that is applied in each use, in order; a layer may be used more than once."""
+        """Return the number of the layer that is applied in each use, in order; a layer may be used more than once."""
         return tuple(range(layers))
 
     def width(self, dim: int) -> int:
-        """How wide what comes out is, in a model of width ``dim``."""
+        """Return the width of the stack's outputs in a model of width ``dim``."""
         return dim
 
     def widths(self, dim: int, layers: int) -> tuple[int, ...]:
-        """How wide each of so many layers is, in a model of width ``dim``."""
+        """Return the width of each of so many layers, in a model of width ``dim``."""
         return (dim,) * layers
 
     def select(self, layers: Sequence[int]) -> StackConfig:
-        """The stack of the layers with these numbers alone, ascending, that applies each once as this one does."""
+        """Return the stack of the layers with these numbers alone, ascending,
+        that applies each once as this one does."""
         return StackConfig(checkpoint=self.checkpoint)
 
     @property
     def recomputes(self) -> bool:
-        """Whether a training step computes layers a second time rather than keep what they made."""
+        """Return whether a training step computes layers a second time rather than store their activations."""
         return self.checkpoint
 
     def check(self, position: nn.Module) -> None:
@@ -85,19 +86,19 @@ class StackConfig(Config):
         return False
 
     def exit_heads(self, layers: int) -> int:
-        """How many exits have a head of their own, beside the model's, which is the last one's."""
+        """Return how many exits have a head of their own, beside the model's, which is the last one's."""
         return 0
 
     def build(self, layers: Sequence[nn.Module]) -> Stack:
         return Stack(self, layers)
 
     def build_model(self, layers: Sequence[nn.Module], dim: int) -> Stack:
-        """The stack of a model of width ``dim``, where it has weights of its own."""
+        """Build the stack of a model of width ``dim``, where it has weights of its own."""
         return self.build(layers)
 
 
 class Stack(nn.Module):
-    """Owns the layers, applies them in the order of ``config.uses`` and has one state per use.
+    """The base of stacks: it owns the layers, applies them in the order of ``config.uses`` and has one state per use.
 
     ``units`` are the modules that an engine shards or compiles one by one. Parts that the layers share belong to the
     stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
@@ -122,17 +123,17 @@ class Stack(nn.Module):
 
     @property
     def leaves_early(self) -> bool:
-        """Whether tokens may leave by an exit before the last, outside of training."""
+        """Return whether tokens may leave by an exit before the last, outside of training."""
         return False
 
     def initial_state(self, batch: int, **options: Any) -> tuple[Any, ...]:
-        """One state per use; ``options`` as of ``CausalModel.initial_state``."""
+        """Return one state per use; ``options`` as of ``CausalModel.initial_state``."""
         return tuple(self.layers[index].initial_state(batch, **options) for index in self.order)  # type: ignore[operator]
 
     def through(
         self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses in ``taps``.
+        """Return outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses in ``taps``.
 
         Override this for another wiring of the layers: decoders and encoders both go through it. Every use in the order
         of ``config.uses`` must happen exactly once, ``use(layer, before(x, number), number)``, and no token may be
@@ -148,7 +149,8 @@ class Stack(nn.Module):
     def absorb(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
-        """Outputs [batch, time, dim] of a decoder's layers, the states after, and what the uses in ``taps`` gave."""
+        """Return outputs [batch, time, dim] of a decoder's layers, the states after,
+        and the outputs of the uses in ``taps``."""
         after: list[Any] = []
 
         def use(layer: nn.Module, x: Tensor, number: int) -> Tensor:
@@ -162,27 +164,28 @@ class Stack(nn.Module):
     def absorb_early_exits(
         self, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, taps: Sequence[int], read: ReadExit
     ) -> tuple[tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]], Tensor | None]:
-        """What :meth:`absorb` gives, where tokens may leave early by what ``read`` gives of them; and the number of the
-        exit by which each left, [batch, time] int64, None where all went through every use."""
+        """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``; also return the
+        number of the exit by which each left, [batch, time] int64, None where all went through every use."""
         return self.absorb(chunk, state, before, taps), None
 
     def read(
         self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
+        """Return outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
         return self.through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
     def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        """An encoder's ``layer`` applied to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
+        """Apply an encoder's ``layer`` to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
         inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _applied(self, layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
-        """What ``layer`` makes of a chunk, a state and whatever else it takes."""
+        """Apply ``layer`` to a chunk, a state and whatever else it takes."""
         return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _used(self, number: int, chunk: Chunk, state: Any, output_mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None: everywhere).
+        """Apply use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None:
+        everywhere).
 
         A :class:`PartialOutput` computes no others, while its state absorbs all tokens.
         """
@@ -197,13 +200,13 @@ class Stack(nn.Module):
 
 
 def _owning(layer: nn.Module, *inputs: Any) -> tuple[Tensor, Any]:
-    """What a layer gives, with a state of its own memory: a view would keep the tensors that it is a part of."""
+    """Return a layer's result with a state of its own memory: a view would keep the tensors that it is a part of."""
     x, state = layer(*inputs)
     return x, states.map_tensors(torch.Tensor.clone, state)
 
 
 def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
+    """Return the parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
     stack = getattr(model, "stack", None)
     return stack.units if isinstance(stack, Stack) else ()
 

@@ -40,7 +40,7 @@ class ReservedState:
             )
 
     def consume(self) -> list[int]:
-        """Claim the buffers for the next step; returns the ticket for the successor."""
+        """Claim the buffers for the next step; return the ticket for the successor."""
         self.check()
         self._ticket[0] += 1
         return self._ticket
@@ -51,33 +51,33 @@ class ReservedState:
             raise KinformerError("a reserved state holds no graph; step it under torch.no_grad(), or use its value.")
 
     def value(self) -> Any:
-        """The same state as an immutable ``NamedTuple`` value (copied)."""
+        """Return a copy of this state as an immutable ``NamedTuple`` value."""
         raise NotImplementedError
 
     @property
     def like(self) -> Any:
-        """A value of the same types and widths, of any number of slots."""
+        """Return a value of the same types and widths, of any number of slots."""
         return self.value()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ReservedState:
-        """A new reservation whose tensors are ``function`` of copies of this one's."""
+        """Return a new reservation whose tensors are ``function`` of copies of this one's."""
         raise NotImplementedError
 
     def fork(self) -> ReservedState:
-        """An independent copy: both may then be used."""
+        """Return an independent copy: both may then be used."""
         return self.map(torch.clone)
 
     def select_rows(self, rows: Tensor) -> ReservedState:
-        """An independent reservation of the rows ``rows`` [n] int64, in that order."""
+        """Return an independent reservation of the rows ``rows`` [n] int64, in that order."""
         return self.map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)))
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors that are allocated, capacity included."""
+        """Return the tensors that are allocated, capacity included."""
         raise NotImplementedError
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """The same structure with ``function`` applied to every tensor."""
+    """Return the same structure with ``function`` applied to every tensor."""
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, ReservedState):
@@ -90,7 +90,7 @@ def _rebuild(state: Any, items: list[Any]) -> Any:
 
 
 def tensors(state: Any) -> Iterator[Tensor]:
-    """All tensor leaves, in order."""
+    """Return all tensor leaves, in order."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, ReservedState):
@@ -101,7 +101,7 @@ def tensors(state: Any) -> Iterator[Tensor]:
 
 
 def reserved_parts(state: Any) -> Iterator[ReservedState]:
-    """All reserved parts, in order."""
+    """Return all reserved parts, in order."""
     if isinstance(state, ReservedState):
         yield state
     elif not isinstance(state, Tensor):
@@ -110,7 +110,7 @@ def reserved_parts(state: Any) -> Iterator[ReservedState]:
 
 
 def form(state: Any) -> Any:
-    """What all states of one mixer have in common: the types, and the sizes of leaves but for rows and past slots."""
+    """Return what all states of one mixer share: the types, and the sizes of leaves but for rows and past slots."""
     if isinstance(state, Tensor):
         return state.shape[1:]
     if isinstance(state, ReservedState):
@@ -126,13 +126,13 @@ def form(state: Any) -> Any:
 
 
 def detach(state: Any) -> Any:
-    """The state cut from the graph: what a segment hands to the next in truncated back-propagation."""
+    """Return the state cut from the graph: what a segment passes to the next in truncated back-propagation."""
     return map_tensors(torch.Tensor.detach, state)
 
 
 def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
-    """The state of the rows ``rows`` [n] int64, in that order; every tensor is copied once. Without ``sources`` the
-    parts that outlive a reset stay as they are."""
+    """Return the state of the rows ``rows`` [n] int64, in that order; every tensor is copied once. Without ``sources``
+    the parts that outlive a reset stay as they are."""
     if isinstance(state, ReservedState):
         return state.select_rows(rows)
     if isinstance(state, Tensor):
@@ -143,7 +143,7 @@ def select_rows(state: Any, rows: Tensor, sources: bool = True) -> Any:
 
 
 def select_sources(state: Any, rows: Tensor) -> Any:
-    """The state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all else stays as it is."""
+    """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all else stays as it is."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
     if getattr(state, "outlives_reset", False):
@@ -152,8 +152,8 @@ def select_sources(state: Any, rows: Tensor) -> Any:
 
 
 def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
-    """Every row ``times`` times, one after the other: several samples from one prompt; without ``sources`` but for the
-    parts that outlive a reset, whose rows then serve ``times`` neighbours each."""
+    """Repeat every row ``times`` times, one after the other: several samples from one prompt; without ``sources`` but
+    for the parts that outlive a reset, whose rows then serve ``times`` neighbours each."""
     if not sources and getattr(state, "outlives_reset", False):
         return state
     if isinstance(state, (Tensor, ReservedState)):
@@ -162,8 +162,8 @@ def repeat_rows(state: Any, times: int, sources: bool = True) -> Any:
 
 
 def join_rows(states: list[Any]) -> Any:
-    """One state whose rows are those of ``states``, in order (slots are padded on the left to the longest; what is
-    derived has none if one of ``states`` lacks it)."""
+    """Return one state whose rows are those of ``states``, in order (slots are padded on the left to the longest;
+    derived leaves are empty if one of ``states`` lacks them)."""
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
@@ -190,7 +190,7 @@ def join_rows(states: list[Any]) -> Any:
 
 
 def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
-    """The state on ``device``; floating leaves as ``dtype`` when one is given."""
+    """Return the state on ``device``, with floating leaves as ``dtype`` unless it is None."""
 
     def move(leaf: Tensor) -> Tensor:
         return leaf.to(device=device, dtype=dtype if dtype and leaf.is_floating_point() else None)
@@ -199,8 +199,8 @@ def to(state: Any, device: torch.device | str | None = None, dtype: torch.dtype 
 
 
 def renewed(state: Any) -> Any:
-    """The state as it outlives a change of the weights: without what was ``derived`` by the old ones, and without slots
-    that no row has filled."""
+    """Return the state as it outlives a change of the weights: without leaves ``derived`` by the old ones, and
+    without slots that no row has filled."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
     slots, derived = (getattr(state, name, ()) for name in ("slots", "derived"))
@@ -216,12 +216,12 @@ def renewed(state: Any) -> Any:
 
 
 def nbytes(state: Any) -> int:
-    """Bytes that the state's tensors hold (capacity included for reserved states)."""
+    """Return the bytes that the state's tensors hold (capacity included for reserved states)."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors(state))
 
 
 def reserve(state: Any, length: int) -> Any:
-    """A single-owner state with room for ``length`` more tokens, to be used under ``no_grad``.
+    """Return a single-owner state with room for ``length`` more tokens, to be used under ``no_grad``.
 
     Parts of the state that grow provide a ``reserve(length)`` method; constant parts stay values.
     """
@@ -235,12 +235,12 @@ def reserve(state: Any, length: int) -> Any:
 
 
 def fork(state: Any) -> Any:
-    """An independent copy; both may be used, whether values or reserved."""
+    """Return an independent copy; both may be used, whether values or reserved."""
     return map_tensors(torch.clone, state)
 
 
 def value(state: Any) -> Any:
-    """The state as plain values: every reserved part copied out of its buffers."""
+    """Return the state as plain values: every reserved part copied out of its buffers."""
     if isinstance(state, Tensor):
         return state
     if isinstance(state, ReservedState):
@@ -249,7 +249,8 @@ def value(state: Any) -> Any:
 
 
 def difference(left: Any, right: Any) -> float:
-    """Largest absolute difference of two states of one structure, on valid slots (0.0 when equal, inf for NaN)."""
+    """Return the largest absolute difference of two states of one structure, on
+    valid slots (0.0 when equal, inf for NaN)."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
             raise KinformerError(f"States of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be compared.")
@@ -274,7 +275,7 @@ def _gap(left: Tensor, right: Tensor) -> float:
 
 
 def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
-    """Right-aligned leaves [batch, heads, slots, ...] padded with zeros on the left to one number of slots."""
+    """Return right-aligned leaves [batch, heads, slots, ...] padded with zeros on the left to one number of slots."""
     longest = max(leaf.shape[2] for leaf in leaves)
     return [
         torch.cat([leaf.new_zeros(*leaf.shape[:2], longest - leaf.shape[2], *leaf.shape[3:]), leaf], dim=2)
@@ -283,7 +284,7 @@ def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def pop_aux(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
+    """Return the side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
     costs: dict[str, Tensor] = {}
 
     def walk(node: Any) -> Any:

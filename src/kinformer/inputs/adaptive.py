@@ -15,7 +15,8 @@ PROJECTION_STD = 0.01
 
 
 class AdaptiveEmbedding(nn.Module):
-    """(tokens, positions) [batch, time] -> [batch, time, dim]: P_i E_i[token - start_i] for a token of cluster i.
+    """The embedding (tokens, positions) [batch, time] -> [batch, time, dim]: P_i E_i[token - start_i] for a token of
+    cluster i.
 
     Tokens are numbered by falling frequency, cluster i ending before ``cutoffs[i]``; its vectors have
     ``width // divisor ** i`` features. With ``divisor = 1`` all clusters have one projection, none if ``width`` is dim.
@@ -48,7 +49,7 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tables:
-        """What a tied adaptive head reads."""
+        """Return the tables that a tied adaptive head shares."""
         local = list(self.projections) or [None]
         last = len(local) - 1
         tables = tuple(table.weight for table in self.tables)

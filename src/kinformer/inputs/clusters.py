@@ -12,8 +12,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Tables(NamedTuple):
-    """What a tied adaptive head reads in place of one weight: of each cluster the table [size, width] and the
-    projection [dim, width], None where there is none."""
+    """The tables that a tied adaptive head shares in place of one weight: of each cluster the table [size, width] and
+    the projection [dim, width], None where there is none."""
 
     tables: tuple[Tensor, ...]
     projections: tuple[Tensor | None, ...]
@@ -25,8 +25,8 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Clusters:
-    """Token ids [0, cutoffs[0]), [cutoffs[0], cutoffs[1]), ..., the last up to ``vocab_size``; cluster i has vectors of
-    ``width // divisor ** i``."""
+    """The clusters of a vocabulary: token ids [0, cutoffs[0]), [cutoffs[0], cutoffs[1]), ..., the last up to
+    ``vocab_size``; cluster i has vectors of ``width // divisor ** i``."""
 
     cutoffs: tuple[int, ...]
     vocab_size: int
@@ -46,7 +46,7 @@ class Clusters:
 
     @property
     def limits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The first tokens of all clusters, and the tokens after their last."""
+        """Return the first tokens of all clusters, and the tokens after their last."""
         return (0, *self.cutoffs), (*self.cutoffs, self.vocab_size)
 
     @property
@@ -59,7 +59,7 @@ class Clusters:
 
 
 def check_clusters(cutoffs: tuple[int, ...], divisor: int, width: int | None) -> None:
-    """Refuse what no vocabulary could be cut by."""
+    """Refuse cutoffs, divisors and widths by which no vocabulary could be cut."""
     if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and cutoffs[0] < 1):
         raise KinformerError(f"cutoffs must be rising token ids from 1 on, but are {list(cutoffs)}.")
     if divisor < 1:

@@ -20,7 +20,8 @@ MOST = 6
 
 
 class Frames(Input):
-    """features [batch, time, width, mels] float -> [batch, time, dim]; ``stride`` frames of ``width`` are new.
+    """The input features [batch, time, width, mels] float -> [batch, time, dim]; ``stride`` frames of ``width`` are
+    new.
 
     With no convolutions a position is one frame, projected.
     """
@@ -39,12 +40,12 @@ class Frames(Input):
 
         @property
         def stride(self) -> int:
-            """How many frames of a position are new."""
+            """Return how many frames of a position are new."""
             return 2**self.convolutions
 
         @property
         def width(self) -> int:
-            """How many frames a position has."""
+            """Return how many frames a position has."""
             return 2 * self.stride - 1
 
         def build(self, dim: int) -> Frames:

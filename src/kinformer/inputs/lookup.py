@@ -1,4 +1,4 @@
-"""Token ids to vectors."""
+"""The plain token embedding: token ids to vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kinformer.core.model_config import EmbeddingConfig
 
 
 class Lookup(nn.Embedding):
-    """One vector per token, wherever it stands."""
+    """The table of one vector per token, wherever it stands."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):

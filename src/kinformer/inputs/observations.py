@@ -16,7 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Observations(Input):
-    """values [batch, time, observation_dim] float -> [batch, time, dim]."""
+    """The input values [batch, time, observation_dim] float -> [batch, time, dim]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):

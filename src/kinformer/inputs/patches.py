@@ -27,7 +27,7 @@ Activation = Literal["none", "gelu", "relu"]
 
 
 class Patches(Input):
-    """values [batch, channels, height, width] -> [batch, tokens + patches, dim].
+    """The input values [batch, channels, height, width] -> [batch, tokens + patches, dim].
 
     Values are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is taken away and ``std`` divided
     by, channel by channel, where they are given. An image whose sides are no multiples of ``patch`` is continued to the
@@ -74,17 +74,17 @@ class Patches(Input):
 
         @property
         def grid(self) -> tuple[int, int]:
-            """Rows and columns of patches of an image of ``size``."""
+            """Return the rows and columns of patches of an image of ``size``."""
             return grid_of(self.size, self.patch)
 
         @property
         def before(self) -> int:
-            """How many tokens stand before the patches."""
+            """Return how many tokens stand before the patches."""
             return self.class_token + self.distillation_token
 
         @property
         def length(self) -> int:
-            """How many positions an image of ``size`` has."""
+            """Return how many positions an image of ``size`` has."""
             return self.before + prod(self.grid)
 
         def build(self, dim: int) -> Patches:
@@ -115,7 +115,7 @@ class Patches(Input):
         return grid_of(values.shape[2:], self.config.patch)
 
     def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
-        """``positions`` are not looked at: where a patch is follows from the image."""
+        """Encode images; ``positions`` are ignored, as the image says where a patch is."""
         if others:
             raise KinformerError(f"an image has no {' and no '.join(others)}; leave it out.")
         grid, patch = self.grid(values), self.config.patch
@@ -130,7 +130,7 @@ class Patches(Input):
         return x if self.positions is None else x + self._positions(grid).to(x.dtype)
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
-        """Black images of ``time`` positions, their patches in as square a grid as that many allow."""
+        """Return black images of ``time`` positions, their patches in as square a grid as that many allow."""
         count, patch = time - self.config.before, self.config.patch
         if count < 1:
             raise KinformerError(
@@ -142,7 +142,7 @@ class Patches(Input):
         return torch.zeros(batch, self.config.channels, rows * patch, count // rows * patch, device=device)
 
     def _normalised(self, values: Tensor) -> Tensor:
-        """In the type of the weights."""
+        """Return the normalised values in the dtype of the weights."""
         weight = self.projection.weight
         x = values.to(weight.dtype) / 255 if values.dtype == torch.uint8 else values.to(weight.dtype)
         for numbers, change in ((self.config.mean, torch.sub), (self.config.std, torch.div)):
@@ -151,7 +151,7 @@ class Patches(Input):
         return x
 
     def _positions(self, grid: tuple[int, int]) -> Tensor:
-        """[tokens + patches, dim] for an image of ``grid`` patches."""
+        """Return the positions [tokens + patches, dim] for an image of ``grid`` patches."""
         assert self.positions is not None
         if grid == self.config.grid:
             return self.positions
@@ -163,5 +163,5 @@ class Patches(Input):
 
 
 def grid_of(size: Sequence[int], patch: int) -> tuple[int, int]:
-    """Rows and columns of patches that hold an image of ``size`` pixels, [rows, columns]."""
+    """Return the rows and columns of patches that hold an image of ``size`` pixels, [rows, columns]."""
     return -(-size[0] // patch), -(-size[1] // patch)

@@ -27,7 +27,8 @@ _BASE = 10000.0
 
 
 class Pixels(Input):
-    """values int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START -> [batch, time, dim].
+    """The input values int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START -> [batch, time,
+    dim].
 
     Sequences are images of ``height`` x ``width`` pixels, one after the other, in raster order or in blocks of
     ``block_height`` x ``block_width`` cells (see :class:`kinformer.core.raster.Raster`).
@@ -76,12 +77,12 @@ class Pixels(Input):
 
         @property
         def vocab_size(self) -> int | None:
-            """How many ids there are, None where a position holds several."""
+            """Return how many ids there are, None where a position holds several."""
             return None if self.joint else LEVELS
 
         @property
         def raster(self) -> Raster:
-            """The cells of an image in the order of the sequence."""
+            """Return the cells of an image in the order of the sequence."""
             height, width = self.height, self.width if self.joint else self.width * self.channels
             if self.block_height is None or self.block_width is None:
                 return Raster.plain(height, width)
@@ -132,7 +133,7 @@ class Pixels(Input):
             raise KinformerError(f"pixels must be int64, 0 to 255, but are {values.dtype}; convert them by .long().")
 
     def forward(self, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        """``positions`` [batch, time] int64 count the cells of one image after the other."""
+        """Encode values; ``positions`` [batch, time] int64 count the cells of one image after the other."""
         self._check_range(values)
         cells = positions % self.raster.size
         x = self._valued(values, cells)
@@ -142,7 +143,7 @@ class Pixels(Input):
         return torch.cat([x, placed.to(x.dtype)], dim=-1) if self.config.concatenate else x + placed.to(x.dtype)
 
     def _valued(self, values: Tensor, cells: Tensor) -> Tensor:
-        """The vectors of the values, or of START, which have come before ``cells``."""
+        """Return the vectors of the values, or of START, which have come before ``cells``."""
         config, valid_names = self.config, values.clamp(max=LEVELS - 1)
         begins = (values[..., 0] if config.joint else values) == START
         if config.restart:
@@ -158,7 +159,7 @@ class Pixels(Input):
         return torch.where(begins[..., None], self.start.to(x.dtype), x)
 
     def _placed(self, cells: Tensor) -> Tensor | None:
-        """The vectors of rows, columns and channels."""
+        """Return the vectors of rows, columns and channels."""
         config, width = self.config, self.values.embedding_dim
         if config.places == "none":
             return None
@@ -173,7 +174,7 @@ class Pixels(Input):
         return placed if self.channels is None else placed + self.channels(x % config.channels)
 
     def _check_range(self, values: Tensor) -> None:
-        """Refuse what is no intensity; on a GPU looking at them would wait for the device."""
+        """Refuse values that are no intensities; on a GPU looking at them would wait for the device."""
         if (
             type(values) is not Tensor
             or values.device.type != "cpu"
@@ -194,14 +195,15 @@ class Pixels(Input):
 
 
 def _interleaved(numbers: Tensor, width: int) -> Tensor:
-    """Vaswani et al. 2017: sin(n / 10000^(2i / width)) at 2i and the cosine at 2i + 1, [..., width] for ``numbers``."""
+    """Return sin(n / 10000^(2i / width)) at 2i and the cosine at 2i + 1, [..., width]
+    for ``numbers`` (Vaswani et al. 2017)."""
     index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
     angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / width)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(torch.get_default_dtype())
 
 
 def _split(numbers: Tensor, width: int) -> Tensor:
-    """tensor2tensor's timing signal: sines of n f_i, then cosines, f_i falling from 1 to 1 / 10000."""
+    """Return tensor2tensor's timing signal: sines of n f_i, then cosines, f_i falling from 1 to 1 / 10000."""
     count = width // 2
     index = torch.arange(count, device=numbers.device, dtype=torch.float64)
     angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / max(1, count - 1))

@@ -27,19 +27,20 @@ LARGEST_TIMESTEP = 1 << 24
 
 
 def width_of(state_dim: int, action_dim: int) -> int:
-    """How many numbers a position has."""
+    """Return how many numbers a position has."""
     return FIRST + max(1, state_dim, action_dim)
 
 
 def pack(kind: Tensor, timestep: Tensor, values: Tensor, width: int) -> Tensor:
-    """``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time, n] as positions [batch, time, width]."""
+    """Return ``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time,
+    n] as positions [batch, time, width]."""
     missing = values.new_zeros(*kind.shape, width - FIRST - values.shape[-1])
     local = torch.stack([kind, timestep], dim=-1).to(values.dtype)
     return torch.cat([local, values, missing], dim=-1)
 
 
 class Steps(Input):
-    """values [batch, time, 2 + max(1, state_dim, action_dim)] float -> [batch, time, dim].
+    """The input values [batch, time, 2 + max(1, state_dim, action_dim)] float -> [batch, time, dim].
 
     A position is its kind (``RETURN``, ``STATE`` or ``ACTION``), its timestep in the environment, and its values,
     filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on are the last
@@ -124,7 +125,7 @@ class Steps(Input):
 
 
 def _check_ranges(kind: Tensor, timestep: Tensor) -> None:
-    """Refuse what is no kind or timestep; on a GPU looking at them would wait for the device."""
+    """Refuse kinds and timesteps out of range; on a GPU looking at them would wait for the device."""
     if type(kind) is not Tensor or kind.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if not bool(((kind == RETURN) | (kind == STATE) | (kind == ACTION)).all()):

@@ -1,4 +1,4 @@
-"""Tiles of an image, each read by a model of its own, whose vectors are the tokens (Chen et al. 2022, HIPT, section 3).
+"""Tiles of an image, encoded by a model of their own, whose vectors are the tokens (Chen et al. 2022, HIPT, section 3).
 
     t_i = f(tile_i),   z_0 = [x_class; g(t_1 E); ...; g(t_N E)] + E_pos
 
@@ -25,7 +25,7 @@ AT_ONCE = 1 << 21
 
 
 class Tiles(Input):
-    """values [batch, channels, height, width] -> [batch, token + tiles, dim].
+    """The input values [batch, channels, height, width] -> [batch, token + tiles, dim].
 
     Values are images as the ``encoder`` takes them, cut into tiles of the size that it was made for; one whose sides
     are no multiples of that is continued to the right and below with zeros. They may also be what :meth:`features` gave
@@ -68,25 +68,25 @@ class Tiles(Input):
 
         @property
         def patch(self) -> int:
-            """Pixels of a side of a tile."""
+            """Return the pixels of a side of a tile."""
             local: Any = self.encoder.input
             return local.size[0]
 
         @property
         def channels(self) -> int:
-            """Of the images."""
+            """Return the number of channels of the images."""
             local: Any = self.encoder.input
             return local.channels
 
         @property
         def mean(self) -> tuple[float, ...]:
-            """What the lowest encoder takes away from pixels, channel by channel."""
+            """Return the mean that the lowest encoder subtracts from pixels, channel by channel."""
             local: Any = self.encoder.input
             return local.mean
 
         @property
         def patches(self) -> Patches.Config:
-            """The input that reads the map of features, whose pixels are tiles."""
+            """Return the input that encodes the map of features, whose pixels are tiles."""
             return Patches.Config(
                 size=grid_of(self.size, self.patch),
                 channels=self.encoder.width,
@@ -99,17 +99,17 @@ class Tiles(Input):
 
         @property
         def grid(self) -> tuple[int, int]:
-            """Rows and columns of tiles of an image of ``size``."""
+            """Return the rows and columns of tiles of an image of ``size``."""
             return self.patches.grid
 
         @property
         def before(self) -> int:
-            """How many tokens stand before the tiles."""
+            """Return how many tokens stand before the tiles."""
             return self.patches.before
 
         @property
         def length(self) -> int:
-            """How many positions an image of ``size`` has."""
+            """Return how many positions an image of ``size`` has."""
             return self.patches.length
 
         def build(self, dim: int) -> Tiles:
@@ -148,11 +148,11 @@ class Tiles(Input):
         return (size[0], size[1]) if self._are_features(values) else grid_of(size, self.config.patch)
 
     def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
-        """``positions`` are not looked at: where a tile is follows from the image."""
+        """Encode images; ``positions`` are ignored, as the image says where a tile is."""
         return self.patches(values if self._are_features(values) else self.features(values), positions, **others)
 
     def features(self, images: Tensor) -> Tensor:
-        """The encoder's vectors of the tiles of ``images``, [batch, width, rows, columns]."""
+        """Return the encoder's vectors of the tiles of ``images``, [batch, width, rows, columns]."""
         (rows, columns), side = self.grid(images), self.config.patch
         x = functional.pad(images, (0, columns * side - images.shape[3], 0, rows * side - images.shape[2]))
         x = x.unflatten(3, (columns, side)).unflatten(2, (rows, side))  # [batch, channels, rows, side, columns, side]
@@ -162,7 +162,7 @@ class Tiles(Input):
         return vectors.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
 
     def example(self, batch: int, time: int, device: torch.device | str | None = None) -> Tensor:
-        """Black images of ``time`` positions, their tiles in as square a grid as that many allow."""
+        """Return black images of ``time`` positions, their tiles in as square a grid as that many allow."""
         rows, columns = self.patches.example(1, time, device="meta").shape[2:]
         side = self.config.patch
         return torch.zeros(batch, self.config.channels, rows * side, columns * side, device=device)

@@ -1,4 +1,4 @@
-"""Token ids: a table of vectors, and which ids stand for a mask and for a text's ends."""
+"""Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kinformer.runtime.host import arguments_trusted
 
 
 class Tokens(Input):
-    """tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
+    """The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
 
     ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
     tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]):
@@ -69,7 +69,7 @@ class Tokens(Input):
             raise KinformerError(f"tokens must be int64 ids, but are {values.dtype}; convert them by tokens.long().")
 
     def forward(self, values: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """``types`` [batch, time] int64 or None (all of type 0)."""
+        """Encode tokens; ``types`` [batch, time] int64 or None (all of type 0)."""
         self._check_range(values)
         x = self.embedding(values, positions)
         x = x if self.factor is None else x * self.factor

@@ -1,4 +1,4 @@
-"""What all models are made of: an input, positions, a stack of layers, a norm and a head."""
+"""The base of all models: an input, positions, a stack of layers, a norm and a head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kinformer.stacks.sequential import Sequential
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig(ModelConfig):
-    """The fields that all models have. ``norm`` follows the last layer, ``dropout`` falls on what enters the first."""
+    """The fields that all models have. ``norm`` follows the last layer,
+    ``dropout`` falls on the first layer's input."""
 
     position: PositionConfig
     head: HeadConfig
@@ -41,7 +42,7 @@ class CommonConfig(ModelConfig):
 
 
 class Trunk(nn.Module):
-    """What comes before a head: input, positions, a stack of layers and a norm; ``hidden`` is the models' own.
+    """A model without its head: input, positions, a stack of layers and a norm; models define ``hidden`` themselves.
 
     ``config`` has ``position``, ``layers``, ``stack``, ``norm`` and ``dropout``. ``owns``: whether ``input`` is this
     module's own, to be saved and trained with it.
@@ -68,22 +69,23 @@ class Trunk(nn.Module):
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
     def _build_entrance(self, config: Any, dim: int) -> None:
-        """Build what else stands before the stack."""
+        """Build the parts between the input and the stack."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the input knows."""
+        """Return how many ids the input takes."""
         if self.input.vocab_size is None:
             raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
         return self.input.vocab_size
 
     @property
     def max_length(self) -> int | None:
-        """How long a sequence can get, as its position and every mixer say, or None."""
+        """Return the greatest length of a sequence for its position and every mixer, or None."""
         return self._max_length
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
-        """``values`` [batch, time, ...] as vectors [batch, time, dim], with what their ``positions`` add."""
+        """Return ``values`` [batch, time, ...] as vectors [batch, time, dim], with the
+        encodings of their ``positions`` added."""
         if valid is not None:  # padding is no input, and has no position that could lie beyond the last
             values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
         x = self.input(values, positions, **others)
@@ -91,7 +93,7 @@ class Trunk(nn.Module):
         return x if encoded is None else x + encoded.to(x.dtype)
 
     def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
-        """Refuse ``values`` that are no input of this model, and what comes with them in another shape or type."""
+        """Refuse ``values`` that are no input of this model, and masks and integers of another shape or type."""
         for name, value in {"values": values, **masks, **integers}.items():
             if not isinstance(value, Tensor) and (value is not None or name == "values"):
                 raise KinformerError(f"{name} must be a tensor, but is of the type {type(value).__name__}.")
@@ -108,12 +110,12 @@ class Trunk(nn.Module):
                     )
 
     def _entered(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """What the first layer reads."""
+        """Return the first layer's input."""
         return select_valid(x if self.dropout is None else self.dropout(x), valid)
 
 
 class CommonModel(Trunk):
-    """A trunk with a head; ``forward`` and ``hidden`` are the models' own."""
+    """A trunk with a head; models define ``forward`` and ``hidden`` themselves."""
 
     def __init__(self, config: CommonConfig) -> None:
         super().__init__(config, config.dim, config.input.build(config.dim))
@@ -124,7 +126,7 @@ class CommonModel(Trunk):
         self.initialised = True
 
     def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
-        """The heads of exits that have one of their own, beside the last's."""
+        """Build the heads of exits that have one of their own, beside the last's."""
         count = config.stack.exit_heads(len(config.layers))
         if not count:
             return None

@@ -1,4 +1,4 @@
-"""The decoder: a chunk of tokens in, next-token logits out, with a state that carries everything that was absorbed."""
+"""The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from kinformer.runtime.host import arguments_trusted, has_data
 
 
 class DecoderState(NamedTuple):
-    """``layers``: one state per use of a layer; ``seen`` [batch] int64 tokens of each row's sequence."""
+    """The state: ``layers``, one state per use of a layer, and ``seen`` [batch]
+    int64, the tokens of each row's sequence."""
 
     layers: tuple[Any, ...]
     seen: Tensor
 
     def reserve(self, length: int) -> DecoderState:
-        """A single-owner state with room for ``length`` more tokens (see ``core.state.reserve``)."""
+        """Return a single-owner state with room for ``length`` more tokens (see ``core.state.reserve``)."""
         return DecoderState(states.reserve(self.layers, length), self.seen)
 
     def fork(self) -> DecoderState:
-        """An independent copy."""
+        """Return an independent copy of the state."""
         return states.fork(self)
 
 
 class Left(NamedTuple):
-    """What heads of their own read: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time] int64, the number of
-    the exit that each token left by."""
+    """The head inputs where exits have heads of their own: ``hidden_states`` [batch, time, dim], and ``by`` [batch,
+    time] int64, the number of the exit that each token left by."""
 
     hidden_states: Tensor
     by: Tensor
 
 
 class Decoder(CommonModel):
-    """input -> stack -> norm -> head.
+    """A decoder: input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
     logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
@@ -83,8 +84,11 @@ class Decoder(CommonModel):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> DecoderState:
-        """The state of ``batch`` new sequences. ``source`` [batch, length, width], of which ``source_valid`` [batch,
-        length] is real (None: all), is what cross-attention looks at; it is projected here, once."""
+        """Return the state of ``batch`` new sequences.
+
+        ``source`` [batch, length, width], of which ``source_valid`` [batch, length] is real (None: all), is what
+        cross-attention attends to; it is projected here, once.
+        """
         device = device or self.input.device
         layers = self.stack.initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
         return DecoderState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
@@ -97,12 +101,13 @@ class Decoder(CommonModel):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
-        """Logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
         inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
         return select_valid(self.logits(inputs), valid), state
 
     def logits(self, inputs: Tensor | Left) -> Tensor:
-        """Of what :meth:`head_inputs` gives, or of hidden states [batch, time, dim]: [batch, time, vocab]."""
+        """Return logits [batch, time, vocab] of head inputs (see
+        :meth:`head_inputs`) or hidden states [batch, time, dim]."""
         if isinstance(inputs, Tensor):
             return self.head(inputs, self.input)
         x, by = inputs
@@ -123,7 +128,7 @@ class Decoder(CommonModel):
         return logits
 
     def exit_logits(self, x: Tensor, number: int) -> Tensor:
-        """What exit ``number``, counted from 0, predicts of x [..., dim] as its layer gave it: [..., vocab]."""
+        """Return the logits [..., vocab] of exit ``number``, counted from 0, for its layer's outputs x [..., dim]."""
         return self._head_of(number)(self.norm(x), self.input)
 
     def _head_of(self, exit: int) -> nn.Module:
@@ -137,8 +142,8 @@ class Decoder(CommonModel):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Any, DecoderState]:
-        """The last hidden states [batch, time, dim], where exits have heads of their own as :class:`Left`, and the
-        state after the chunk."""
+        """Return the last hidden states [batch, time, dim], where exits have heads of their own as
+        :class:`Left`, and the state after the chunk."""
         (x, state, _), exits = self._read(values, state, valid, reset, ())
         return x if exits is None or self.exit_heads is None else Left(x, exits), state
 
@@ -151,7 +156,8 @@ class Decoder(CommonModel):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """The normed last hidden states [batch, time, dim], the state, and the outputs of the uses in ``taps``."""
+        """Return the normed last hidden states [batch, time, dim], the state,
+        and the outputs of the uses in ``taps``."""
         return self._read(values, state, valid, reset, taps)[0]
 
     def _read(
@@ -162,7 +168,8 @@ class Decoder(CommonModel):
         reset: Tensor | None,
         taps: Sequence[int],
     ) -> tuple[Hidden, Tensor | None]:
-        """The same, and by which exit each token left, [batch, time] int64, where they may leave early."""
+        """Return the results of :meth:`hidden`, and by which exit each token left, [batch,
+        time] int64, where they may leave early."""
         if state is None or not arguments_trusted():
             self._check(values, {"valid": valid, "reset": reset}, {})
             state = self._checked_state(state, values)
@@ -176,14 +183,14 @@ class Decoder(CommonModel):
 
     @cached_property
     def _form(self) -> Any:
-        """That of this model's states; None of one that reads a source, whose states have its length too."""
+        """Return the form of this model's states; None of one with a source, whose states also depend on its length."""
         if any(isinstance(module, ReadsSource) for module in self.modules()):
             return None
         return states.form(self.stack.initial_state(1, device=torch.device("meta")))
 
     def _checked_state(self, state: DecoderState | None, values: Tensor) -> DecoderState:
-        """``state`` for use here, a copy where its tensors may not be, or one of new sequences; refuse one that is none
-        of this model's, or of another number of rows than ``values``."""
+        """Return ``state`` for use here, a copy where its tensors may not be shared, or one of new sequences; refuse
+        one of another model, or of another number of rows than ``values``."""
         batch = values.shape[0]
         if state is None:
             return self.initial_state(batch, device=values.device)
@@ -212,7 +219,7 @@ class Decoder(CommonModel):
         return state
 
     def until_exit(self, number: int, values: Tensor, state: DecoderState) -> tuple[tuple[Tensor, ...], DecoderState]:
-        """What runs of tokens that all go on behind exit ``number`` - 1 of a stack that lets them leave.
+        """Run tokens that all go on behind exit ``number`` - 1, up to exit ``number``, in a stack with early exits.
 
         ``values`` are tokens [batch, time] for exit 0, else what the exit before gave; ``state`` has the layers between
         alone. Returns (hidden [batch, time, dim] for the next exit, logits [batch, time, vocab] of this one, by which
@@ -226,13 +233,14 @@ class Decoder(CommonModel):
         return (x, logits, leaves), DecoderState(layers, seen)
 
     def past_exit(self, number: int, hidden: Tensor, state: DecoderState) -> tuple[tuple[()], DecoderState]:
-        """The same of tokens that left before with ``hidden`` [batch, time, dim]: only the state goes on."""
+        """Advance the state alone for tokens that left before with ``hidden`` [batch, time, dim]."""
         chunk, before, seen = self._placed(Chunk(hidden), state.seen)
         stack: Any = self.stack
         return (), DecoderState(stack.past(number, chunk, state.layers, before), seen)
 
     def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
-        """``chunk`` with its positions, what is added before each use of a layer, and ``seen`` after it."""
+        """Return ``chunk`` with its positions, the function that adds to the input of each
+        use of a layer, and ``seen`` after it."""
         positions = positions_of(chunk, seen)
         token_positions = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
 
@@ -243,7 +251,7 @@ class Decoder(CommonModel):
         return chunk._replace(positions=positions), before, advance(seen, chunk, positions)
 
     def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
-        """``chunk`` holds the values that the input takes."""
+        """Absorb ``chunk``, which holds the values that the input takes."""
         chunk, before, seen = self._placed(chunk, state.seen)
         x = self._entered(self._embedded(chunk.x, chunk.positions, chunk.valid), chunk.valid)  # type: ignore[arg-type]
         chunk = chunk._replace(x=x)

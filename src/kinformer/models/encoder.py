@@ -1,4 +1,4 @@
-"""The encoder: whole texts in, a prediction for every token or every text out; no state."""
+"""The encoder: full sequences in, a prediction for every token or every sequence out; no state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kinformer.models.reader import Reader, ReaderConfig
 
 
 class Encoder(Reader, CommonModel):
-    """input -> stack -> head: ``logits = model(tokens)`` with tokens [batch, time] int64.
+    """An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``
     segments as BERT's, ``sentences`` [batch, time] int64 the sentence that each token belongs to. Without ``kinds`` the
@@ -49,11 +49,11 @@ class Encoder(Reader, CommonModel):
         types: Tensor | None = None,
         sentences: Tensor | None = None,
     ) -> Tensor:
-        """Logits of tokens [batch, time, ...] (zero where not ``valid``) or of texts [batch, classes]."""
+        """Return logits of tokens [batch, time, ...] (zero where not ``valid``) or of sequences [batch, classes]."""
         encoded = self.hidden(values, valid=valid, kinds=kinds, types=types, sentences=sentences)
         logits = self.logits(encoded.long_input, valid)
         return select_valid(logits, valid) if logits.dim() == 3 else logits
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What the head makes of hidden states; one that reads tokens takes any of them, [..., dim]."""
+        """Return the head's logits of hidden states; a head per position takes any shape [..., dim]."""
         return self.head(hidden_states, self.input, valid)

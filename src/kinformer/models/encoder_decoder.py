@@ -29,11 +29,12 @@ from kinformer.stacks.sequential import Sequential
 
 
 class SourceEncoder(Reader):
-    """values [batch, length, ...] of the source -> hidden states [batch, length, dim], zero where not ``valid``."""
+    """The encoder of the source: values [batch, length, ...] -> hidden states [batch,
+    length, dim], zero where not ``valid``."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ReaderConfig):
-        """``input``: its own, or None for that of the decoder. ``dropout`` falls on what enters the first layer."""
+        """The config; ``input`` None shares that of the decoder. ``dropout`` falls on the first layer's input."""
 
         position: PositionConfig
         input: InputConfig | None = None
@@ -49,7 +50,7 @@ class SourceEncoder(Reader):
 
         @property
         def uses(self) -> tuple[Any, ...]:
-            """The config of the layer of every use, in order."""
+            """Return the config of the layer of every use, in order."""
             return tuple(self.layers[index] for index in self.stack.uses(len(self.layers)))
 
     def __init__(self, config: Config, dim: int, input: Input) -> None:
@@ -63,8 +64,8 @@ class SourceEncoder(Reader):
 
 
 class EncoderDecoder(Decoder):
-    """A :class:`Decoder` whose new sequences begin over a source; its config's fields but ``encoder`` are those of the
-    decoder."""
+    """A :class:`Decoder` whose new sequences begin over a source; its config's fields but
+    ``encoder`` are those of the decoder."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Decoder.Config):
@@ -88,17 +89,17 @@ class EncoderDecoder(Decoder):
 
     @property
     def source_input(self) -> Input:
-        """What makes vectors of the source's values."""
+        """Return the input that encodes the source's values."""
         return self.encoder.input
 
     @property
     def max_source_length(self) -> int | None:
-        """How long a source may be, None for any length."""
+        """Return how long a source may be, None for any length."""
         return self.encoder.max_length
 
     def begin(self, source: Tensor, valid: Tensor | None = None) -> DecoderState:
-        """The state of new sequences over ``source`` [batch, length] (or whatever else its input takes), of which
-        ``valid`` [batch, length] bool is real (None: all)."""
+        """Return the state of new sequences over ``source`` [batch, length] (or whatever else its input takes), of
+        which ``valid`` [batch, length] bool is real (None: all)."""
         hidden = self.encoder(source, valid)
         return self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
 
@@ -111,7 +112,7 @@ class EncoderDecoder(Decoder):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> DecoderState:
-        """As of a decoder, over a ``source`` [batch, length, width] that the encoder has read."""
+        """Return the state of ``batch`` new sequences over an encoded ``source`` [batch, length, width]."""
         if source is None:
             raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
         return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)

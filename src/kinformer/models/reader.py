@@ -1,4 +1,4 @@
-"""What reads whole texts: left-aligns rows, finds global tokens, puts a global input before them, applies its stack."""
+"""The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Encoded(NamedTuple):
-    """Hidden states: of the ``long_input`` [batch, time, dim] in the caller's order; of the ``global_input``
+    """The hidden states: of the ``long_input`` [batch, time, dim] in the caller's order; of the ``global_input``
     [batch, n, dim] with ``sentences`` [batch, n] bool, which of its tokens stand for a sentence of that row; and of the
     long input at the outputs of the ``tapped`` layers."""
 
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderConfig(Config):
-    """The fields of all that read whole texts. Without ``kinds`` the first ``global_tokens`` tokens are global."""
+    """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
 
     layers: tuple[EncoderLayerConfig, ...]
     global_tokens: int = 0
@@ -54,7 +54,7 @@ class Reader(Trunk):
         self.embedding_norm = config.embedding_norm.build(dim) if config.embedding_norm else nn.Identity()
 
     def _check_mixers(self) -> None:
-        """Refuse mixers that cannot read texts with such global tokens, or none at all."""
+        """Refuse mixers that cannot take such global tokens, and a stack without mixers."""
         input = getattr(self.input, "config", None)
         patches_only = getattr(input, "whole", False) and not getattr(input, "before", 0)
         for mixer in self.stack.modules():
@@ -75,7 +75,7 @@ class Reader(Trunk):
         sentences: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Encoded:
-        """The last hidden states, and the outputs of the layers in ``taps``."""
+        """Return the last hidden states, and the outputs of the layers in ``taps``."""
         self._check(values, {"valid": valid}, {"kinds": kinds, "types": types, "sentences": sentences})
         order = None if valid is None or bool(valid.all()) else left_align(valid)
         if order is not None and self.input.grid(values) is not None:
@@ -120,7 +120,7 @@ class Reader(Trunk):
         sentences: Tensor | None,
         global_positions: Tensor | None,
     ) -> tuple[Tensor, SequenceContext]:
-        """Vectors of the tokens, those of the global input first, and what else is known of them."""
+        """Return the vectors of the tokens, those of the global input first, and their :class:`SequenceContext`."""
         batch, time = len(values), self.input.length(values)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
         text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
@@ -137,7 +137,8 @@ class Reader(Trunk):
 def _with_global_input(
     text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
 ) -> SequenceContext:
-    """``text`` after ``count`` global tokens; where these stand for sentences, those that have one are valid."""
+    """Return the context ``text`` after ``count`` global tokens; where these stand for
+    sentences, those that have one are valid."""
     batch, time = positions.shape
     valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
     if sentences is None:
@@ -152,5 +153,5 @@ def _with_global_input(
 
 
 def _restored(x: Tensor, order: Alignment | None) -> Tensor:
-    """In the caller's order, zero where not valid."""
+    """Return ``x`` in the caller's order, zero where not valid."""
     return x if order is None else order.restore(x)

@@ -24,7 +24,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class HaltingConfig(Config):
-    """``build(dim)``: a module that says after every step which tokens take another."""
+    """The config of halting; ``build(dim)`` returns a module that says after every step which tokens take another."""
 
     slot = "halting"
     weight: float
@@ -35,14 +35,16 @@ class HaltingConfig(Config):
 
 
 class Decided(NamedTuple):
-    """The ``progress`` after a step, and the step's share [batch] of the ponder cost, summed over positions."""
+    """The decision after a step: the ``progress``, and the step's share [batch] of
+    the ponder cost, summed over positions."""
 
     progress: HaltingState
     cost: Tensor
 
 
 class ACT(nn.Module):
-    """``w`` begins at zero and b at ``bias``, so that at first all tokens take equally many steps.
+    """Adaptive computation time; ``w`` begins at zero and b at ``bias``, so that at first all tokens take equally many
+    steps.
 
     ``halted``: what becomes of a token that has halted. ``copied``: its vector stays, as in the paper, and each later
     step absorbs it as it is, with that step's signals. ``evolving``: as in the official code it goes through all steps,
@@ -74,13 +76,13 @@ class ACT(nn.Module):
         self.b = nn.Parameter(torch.full((), config.bias))
 
     def begin(self, x: Tensor, valid: Tensor | None) -> HaltingState:
-        """Before the first step of x [batch, time, dim]: all valid tokens run."""
+        """Return the progress before the first step of x [batch, time, dim]: all valid tokens run."""
         halted = x.new_zeros(x.shape[:2], dtype=state_dtype(x.dtype))
         running = torch.ones_like(halted, dtype=torch.bool) if valid is None else valid
         return HaltingState(0, torch.zeros_like(x, dtype=halted.dtype), halted, running)
 
     def forward(self, progress: HaltingState, x: Tensor, y: Tensor) -> Decided:
-        """After a step that read x and gave y, [batch, time, dim] each; y of halted tokens is ignored."""
+        """Decide after a step from x to y, [batch, time, dim] each; y of halted tokens is ignored."""
         number, out, halted, running = progress
         p = ((x.to(halted.dtype) * self.w.to(halted.dtype)).sum(-1) + self.b).sigmoid()
         still = running & (halted + p <= self.config.threshold)

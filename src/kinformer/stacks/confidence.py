@@ -23,7 +23,7 @@ from kinformer.stacks.exit_rules import AllExits, AtExit, ExitRule, ExitRuleConf
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
-    """``thresholds``: one for all exits, or one for each but the last."""
+    """The config of confidence rules; ``thresholds``: one for all exits, or one for each but the last."""
 
     thresholds: tuple[float, ...] = ()
     decay_tokens: float | None = None
@@ -35,7 +35,7 @@ class ThresholdConfig(ExitRuleConfig):
             )
 
     def at(self, exits: int) -> tuple[float, ...]:
-        """The threshold of every exit but the last."""
+        """Return the threshold of every exit but the last."""
         if len(self.thresholds) not in (0, 1, exits - 1):
             raise KinformerError(
                 f"rule.thresholds has {len(self.thresholds)} numbers, but the stack has {exits - 1} exits before the "
@@ -45,7 +45,7 @@ class ThresholdConfig(ExitRuleConfig):
 
 
 class ThresholdRule(ExitRule):
-    """``confidence(at)`` [n], at least 0 and, if it is no cosine, at most 1."""
+    """A rule by confidence; ``confidence(at)`` [n] is at least 0 and, if it is no cosine, at most 1."""
 
     def __init__(self, config: ThresholdConfig, exits: int) -> None:
         super().__init__(exits)
@@ -59,7 +59,7 @@ class ThresholdRule(ExitRule):
         raise NotImplementedError
 
     def threshold(self, at: AtExit) -> Tensor | float:
-        """Of each token [n], or of all."""
+        """Return the threshold of each token [n], or of all."""
         level = self.thresholds[at.number]
         if self.decay_tokens is None:
             return level
@@ -71,7 +71,7 @@ class ThresholdRule(ExitRule):
 
 
 class SoftmaxResponse(ThresholdRule):
-    """How sure the exit's head is: ``difference`` of its two highest probabilities, or the ``maximum``."""
+    """Confidence by the exit's head: the ``difference`` of its two highest probabilities, or the ``maximum``."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
@@ -94,7 +94,7 @@ class SoftmaxResponse(ThresholdRule):
 
 
 class Saturation(ThresholdRule):
-    """How little changes any more: the cosine of a token's vectors at this exit and the one before."""
+    """Confidence by saturation: the cosine of a token's vectors at this exit and the one before."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
@@ -109,7 +109,8 @@ class Saturation(ThresholdRule):
 
 
 class ExitClassifier(ThresholdRule):
-    """sigmoid(w . h + b): how probable it is that the last exit would predict the same, by one w and b of all exits.
+    """Confidence sigmoid(w . h + b), the probability that the last exit would predict the same, by one w and b of all
+    exits.
 
     (In the paper a softmax over two classes, which is the same function.) Its loss is the cross-entropy of that,
     both answers weighing alike, on average over the exits but the last. It moves w and b alone.

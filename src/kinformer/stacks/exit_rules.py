@@ -26,7 +26,7 @@ class AtExit(NamedTuple):
 
 
 class AllExits(NamedTuple):
-    """What a training step knows of every exit, the last included, where ``valid`` [batch, time] bool.
+    """The outputs of all exits in a training step, the last included, where ``valid`` [batch, time] bool.
 
     ``hidden``: [batch, time, dim] of each. ``nats`` [exits, batch, time]: -ln p of the next token there. ``best``
     [exits, batch, time] int64: the most probable one; ``targets`` [batch, time]: the right one. ``sequence`` [batch,
@@ -42,7 +42,8 @@ class AllExits(NamedTuple):
 
 
 class ExitRule(nn.Module):
-    """``rule(at)``: the exit by which each token is to leave, [n] int64: ``at.number`` or a later one.
+    """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
+    one.
 
     It is asked at every exit but the last, of the tokens that are not to leave by an earlier one. ``exits`` is their
     number, the last included.
@@ -58,15 +59,15 @@ class ExitRule(nn.Module):
 
     @property
     def off(self) -> bool:
-        """Whether it lets no token leave early, whatever the token."""
+        """Return whether the rule lets no token leave early, whatever the token."""
         return False
 
     def asks(self, number: int) -> bool:
-        """Whether it changes its mind at this exit."""
+        """Return whether the rule decides anew at this exit."""
         return True
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:
-        """What training adds to its loss for this rule to learn, a mean over tokens; None where it learns nothing."""
+        """Return the rule's training loss, a mean over tokens; None where it learns nothing."""
         return None
 
     def forward(self, at: AtExit) -> Tensor:
@@ -74,7 +75,8 @@ class ExitRule(nn.Module):
 
 
 class ExitRuleConfig(Config):
-    """``build(dim, exits)``: the rule of a stack of width ``dim`` with so many exits."""
+    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a
+    stack of width ``dim`` with so many exits."""
 
     slot = "exit_rule"
     learns: ClassVar[bool] = False

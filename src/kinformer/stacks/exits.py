@@ -65,7 +65,7 @@ class Exits(Stack):
                 )
 
         def exits(self, layers: int) -> tuple[int, ...]:
-            """The layers behind which exits are, from 0, the last included."""
+            """Return the layers behind which exits are, from 0, the last included."""
             after = tuple(range(1, layers + 1)) if self.after is None else self.after
             if not all(1 <= layer <= layers for layer in after):
                 raise KinformerError(
@@ -130,17 +130,18 @@ class Exits(Stack):
         return (x, tuple(after), tuple(tapped)), running.leaves_by
 
     def asks(self, number: int) -> bool:
-        """Whether the rule decides at exit ``number`` which tokens leave."""
+        """Return whether the rule decides at exit ``number`` which tokens leave."""
         return self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number)
 
     def leads(self, number: int) -> range:
-        """The uses between the exit before exit ``number``, or the input, and that exit."""
+        """Return the uses between the exit before exit ``number``, or the input, and that exit."""
         return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
 
     def until(
         self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse, read: ReadExit
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
-        """A chunk of which all tokens run, from the exit before to exit ``number``, and ``state`` of the uses there.
+        """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
+        there.
 
         What the last one gives, [batch, time, dim]; its logits; by which exit each token is to leave as far as is known
         there, [batch, time] int64; and the states after.
@@ -159,13 +160,13 @@ class Exits(Stack):
         return x, logits, leaves, tuple(after)
 
     def past(self, number: int, chunk: Chunk, state: tuple[Any, ...], before: BeforeUse) -> tuple[Any, ...]:
-        """The states of the same uses after a chunk whose tokens have left before."""
+        """Return the states of the same uses after a chunk whose tokens have left before."""
         nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
         pairs = zip(self.leads(number), state, strict=True)
         return tuple(self._used(use, chunk._replace(x=before(chunk.x, use)), pair, nothing)[1] for use, pair in pairs)
 
     def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
-        """Let go of those that leave by exit ``number``; ``read`` None: they were drawn."""
+        """Let the tokens leave that do so by exit ``number``; ``read`` None: their exits were drawn."""
         if read is not None and self.asks(number) and running.some:
             assert self.rule is not None
             here = running.pick(x)
@@ -177,14 +178,15 @@ class Exits(Stack):
 
 
 class Left(nn.Module):
-    """Called with the ``exits`` [batch, time] int64 by which the tokens of a chunk left, and ``valid``, for hooks."""
+    """A module called with the ``exits`` [batch, time] int64 by which the tokens of a
+    chunk left, and ``valid``, for hooks."""
 
     def forward(self, exits: Tensor, valid: Tensor | None) -> None:
         return None
 
 
 class _Running:
-    """Which tokens of a chunk still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
+    """The tokens of a chunk that still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
 
     ``output_mask``: where layers must give outputs, None for everywhere. ``some``: whether any token runs, as far as
     the host knows.
@@ -205,24 +207,24 @@ class _Running:
         return None if self.whole or not self.has_values else self.mask
 
     def merged(self, x: Tensor, y: Tensor) -> Tensor:
-        """What a layer gave, y, of those that run, and x of the others."""
+        """Return y, a layer's output, for tokens that run, and x for the others."""
         if self.whole:
             return y
         return torch.where(self.mask[..., None], y, x.to(y.dtype)) if self.some else x
 
     def pick(self, per_token: Tensor) -> Tensor:
-        """Of [batch, time, ...] those that run, [n, ...]; all where the host does not know them."""
+        """Return the running tokens [n, ...] of [batch, time, ...]; all where the host cannot read the mask."""
         return per_token.flatten(0, 1) if self._picked is None else per_token[self._picked]
 
     def put(self, leaves_by: Tensor) -> None:
-        """The decision [n] about those that :meth:`pick` gave."""
+        """Store the decision [n] about the tokens that :meth:`pick` returned."""
         if self._picked is not None:
             leaves_by = self.leaves_by.index_put((self._picked,), leaves_by)
         leaves_by = leaves_by.view(self.mask.shape)
         self.leaves_by = leaves_by if self._picked is not None else torch.where(self.mask, leaves_by, self.leaves_by)
 
     def leave(self, number: int) -> None:
-        """Let go of those that leave by exit ``number``."""
+        """Let the tokens leave that do so by exit ``number``."""
         if not self.some:
             return
         stay = self.leaves_by > number

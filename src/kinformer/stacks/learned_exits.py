@@ -31,8 +31,9 @@ from kinformer.stacks.exit_rules import AllExits, AtExit, ExitRule, ExitRuleConf
 
 @dataclass(frozen=True, kw_only=True)
 class OracleConfig(ExitRuleConfig):
-    """``penalty``: lambda, what an exit further up costs; ``smoothing``: sigma, in tokens squared; ``alpha``: of the
-    loss, from the share ``since`` of training on, before which exits are trained without it."""
+    """The config of the oracle: ``penalty`` (lambda) is the price of an exit further up; ``smoothing``
+    (sigma) is in tokens squared; ``alpha`` weighs the loss, from the share ``since`` of training on,
+    before which exits are trained without it."""
 
     learns = True
     oracle: Literal["likelihood", "correctness"] = "likelihood"
@@ -50,7 +51,7 @@ class OracleConfig(ExitRuleConfig):
 
 
 class Multinomial(ExitRule):
-    """W and b begin as the model's initialisation has them."""
+    """The multinomial rule; W and b begin as the model's initialisation has them."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig):
@@ -74,13 +75,13 @@ class Multinomial(ExitRule):
         return oracle_loss(self.config, self.log_probabilities(seen.hidden), seen, progress)
 
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """ln q [batch, time, exits] from what every exit sees, [batch, time, dim] each."""
+        """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
         logits = self.linear(hidden[0])
         return functional.log_softmax(logits.to(state_dtype(logits.dtype)), dim=-1)
 
 
 class Geometric(ThresholdRule):
-    """One w and b for all exits, as in the paper, or with ``per_exit`` one each."""
+    """The geometric-like rule: one w and b for all exits, as in the paper, or with ``per_exit`` one each."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig, ThresholdConfig):
@@ -107,7 +108,7 @@ class Geometric(ThresholdRule):
         return oracle_loss(self.config, self.log_probabilities(seen.hidden), seen, progress)
 
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """ln q [batch, time, exits] from what every exit sees, [batch, time, dim] each."""
+        """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
         logits = torch.stack([self._logits(x, number) for number, x in enumerate(hidden[:-1])], dim=-1)
         stays = functional.logsigmoid(-logits).cumsum(-1)
         before = functional.pad(stays[..., :-1], (1, 0))
@@ -119,7 +120,7 @@ class Geometric(ThresholdRule):
 
 
 def oracle_loss(config: OracleConfig, log_q: Tensor, seen: AllExits, progress: float) -> Tensor:
-    """alpha times the mean cross-entropy of ln q [batch, time, exits] with the oracle's exits, where valid."""
+    """Return alpha times the mean cross-entropy of ln q [batch, time, exits] with the oracle's exits, where valid."""
     best = oracle(config, seen)
     nats = -log_q.gather(-1, best[..., None])[..., 0]
     mean = torch.where(seen.valid, nats, 0.0).sum() / seen.valid.sum().clamp_min(1)
@@ -127,7 +128,7 @@ def oracle_loss(config: OracleConfig, log_q: Tensor, seen: AllExits, progress: f
 
 
 def oracle(config: OracleConfig, seen: AllExits) -> Tensor:
-    """The exit [batch, time] int64, from 0, that is best for every token."""
+    """Return the exit [batch, time] int64, from 0, that is best for every token."""
     scores = -seen.nats if config.oracle == "likelihood" else (seen.best == seen.targets).to(seen.nats.dtype)
     scores = smoothed(scores, seen, config.smoothing)
     layers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
@@ -135,7 +136,7 @@ def oracle(config: OracleConfig, seen: AllExits) -> Tensor:
 
 
 def smoothed(scores: Tensor, seen: AllExits, width: float) -> Tensor:
-    """``scores`` [exits, batch, time], each with its neighbours' of its sequence, weighted by their distance."""
+    """Return ``scores`` [exits, batch, time] summed over the tokens of a sequence, weighted by their distance."""
     if width == 0:
         return scores
     time = torch.arange(scores.shape[-1], device=scores.device, dtype=scores.dtype)

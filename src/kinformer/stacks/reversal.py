@@ -22,7 +22,7 @@ REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:
-    """Where a backward pass is: the ``streams`` a and b behind the use of a layer that is undone next."""
+    """The progress of a backward pass: the ``streams`` a and b behind the use of a layer that is undone next."""
 
     streams: tuple[Tensor, Tensor]
 
@@ -40,7 +40,7 @@ class LayerUse:
         self.drawn: list[Callable[[], AbstractContextManager[object]]] = []
 
     def forward(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-        """The streams and the mixers' states after the layer."""
+        """Return the streams and the mixers' states after the layer."""
         inputs, after = iter(state), []
         for branch in self.branches:
             added, new_state = self._added(branch, b, next(inputs) if branch.mixes else ())
@@ -50,7 +50,8 @@ class LayerUse:
         return a, b, tuple(after)
 
     def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The same, cut from the graph, and the states' tensors; what the backward pass must set up again is noted.
+        """Return the streams and states' tensors as :meth:`forward` does, cut from the graph, and note what the
+        backward pass must set up again.
 
         Branches are computed as they will be again, with a graph, since some do otherwise without one; but what the
         graph would keep is let go of at once.
@@ -75,8 +76,8 @@ class LayerUse:
         before: Sequence[tuple[Any, list[Tensor], Sequence[Tensor | None]]],
         weights: Sequence[Tensor],
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], list[Tensor | None], list[Tensor | None]]:
-        """From what is behind the layer, what was before it: streams, their gradients, those of the states' tensors,
-        in order, and those of ``weights``.
+        """Return, from what is behind the layer, what was before it: streams, their gradients, those of the states'
+        tensors, in order, and those of ``weights``.
 
         before: of each mixer its state before as a form and its tensors, and the gradients of those of the state after.
         """
@@ -103,7 +104,8 @@ class LayerUse:
         of_added: Tensor | None,
         weights: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """What ``branch`` added after reading x, and the gradients of x, of the state's tensors and of ``weights``."""
+        """Return what ``branch`` added after reading x, and the gradients of x, of
+        the state's tensors and of ``weights``."""
         form, tensors, of_after = undo_state
         with torch.enable_grad():
             x, *tensors = inputs = [
@@ -126,7 +128,8 @@ class LayerUse:
 
 
 class UseLayer(torch.autograd.Function):
-    """``a, b, *tensors of the states after`` of a layer; what goes in is saved, but for the streams."""
+    """The autograd function of a layer's use: ``a, b, *tensors of the states after``; its
+    inputs are saved, but for the streams."""
 
     @staticmethod
     def forward(
@@ -163,7 +166,8 @@ class UseLayer(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """``joined`` streams, and others that pass through, so that this backward comes before that of all layers."""
+    """The autograd function of ``joined`` streams and others that pass through, so that its
+    backward precedes that of all layers."""
 
     @staticmethod
     def forward(
@@ -188,12 +192,12 @@ class Join(torch.autograd.Function):
 
 
 def joined(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
-    """What comes of the streams [batch, time, dim]: their mean, or both side by side."""
+    """Return the stack's output of the streams [batch, time, dim]: their mean, or both side by side."""
     return (0.5 * (a + b) if mean else torch.cat([a, b], dim=-1)).to(dtype)
 
 
 def filled(form: Any, tensors: Iterable[Tensor]) -> Any:
-    """A state of the same form with other ``tensors``."""
+    """Return a state of the same form with other ``tensors``."""
     rest = iter(tensors)
     return states.map_tensors(lambda _: next(rest), form)
 
@@ -220,7 +224,8 @@ def _check_same(now: Sequence[Tensor], then: Sequence[Tensor]) -> None:
 
 
 def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Autocast as it is now. Its cache of weights is off: those without a graph would do for those with one."""
+    """Return autocast as it is now, without its cache of weights: those without a
+    graph would serve for those with one."""
     if device.type == "meta":
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -228,7 +233,7 @@ def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[objec
 
 
 def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """Contexts in which the random generators are as they are now."""
+    """Return contexts in which the random generators are as they are now."""
     generators, (devices, others), kind = torch.get_rng_state(), get_device_states(x), x.device.type
 
     @contextmanager

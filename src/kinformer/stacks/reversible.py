@@ -37,7 +37,8 @@ from kinformer.stacks.reversal import NAME, REMEDY, Join, LayerUse, Trail, UseLa
 
 
 class Reversible(Stack):
-    """x -> both streams, through all layers, -> joined. States and partitions are those of any other stack.
+    """The reversible stack: x -> both streams, through all layers, -> joined. States and partitions are those of any
+    other stack.
 
     ``recompute = False`` is the same function with everything kept for the backward pass. With it, layers are computed
     again by an autograd function of their own: there are no second derivatives, FSDP cannot shard the layers, and
@@ -125,7 +126,7 @@ class Reversible(Stack):
     def _recomputed(
         self, x: Tensor, context: Any, state: tuple[Any, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]]:
-        """The same, with nothing kept but what comes out."""
+        """Run the layers without keeping anything for the backward pass but the outputs."""
         for part in states.reserved_parts(state):
             part.refuse_graph()
         trail = Trail()
@@ -148,6 +149,6 @@ class Reversible(Stack):
         return y, after, tapped
 
     def _weights(self, index: int) -> tuple[nn.Parameter, ...]:
-        """What a layer can learn, shared parts included."""
+        """Return the weights that a layer can learn, shared parts included."""
         parameters = (*self.layers[index].parameters(), *self.shared.parameters())
         return tuple(parameter for parameter in parameters if parameter.requires_grad)

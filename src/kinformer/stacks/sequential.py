@@ -11,7 +11,7 @@ from kinformer.core.stack import Stack, StackConfig
 
 
 class Sequential(Stack):
-    """x -> layer n (... layer 2 (layer 1 (x)))"""
+    """The sequential stack: x -> layer n (... layer 2 (layer 1 (x)))."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):

@@ -20,7 +20,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Stages(GridOnly, Stack):
-    """``depths[i]`` layers of the width dim * 2^i in stage i, on a grid of patches halved as often.
+    """The staged stack: ``depths[i]`` layers of the width dim * 2^i in stage i, on a grid of patches halved as often.
 
     ``norm``: ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid of
     odd sides is continued with zeros.
@@ -37,7 +37,7 @@ class Stages(GridOnly, Stack):
                 raise KinformerError(f"depths must be layers of each stage, 1 or more, but is {self.depths}.")
 
         def stage_of(self, layer: int) -> int:
-            """The stage of a layer."""
+            """Return the number of a layer's stage."""
             return next(i for i in range(len(self.depths)) if layer < sum(self.depths[: i + 1]))
 
         def width(self, dim: int) -> int:
@@ -103,7 +103,8 @@ class Stages(GridOnly, Stack):
 
 
 class PatchMerging(nn.Module):
-    """x [batch, rows * columns, dim] -> [batch, half the rows * half the columns, 2 dim], and the text of that grid."""
+    """The merging x [batch, rows * columns, dim] -> [batch, half the rows * half the
+    columns, 2 dim], and the context of that grid."""
 
     def __init__(self, dim: int, norm_behind: bool) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class PonderState(NamedTuple):
 
 
 class Universal(Stack):
-    """``layers`` in order, ``steps`` times."""
+    """The universal stack: ``layers`` in order, ``steps`` times."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
@@ -121,7 +121,8 @@ class Universal(Stack):
     def _halted(
         self, x: Tensor, valid: Tensor | None, use: ApplyLayer, before: BeforeUse, taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
-        """What all tokens give, what the uses in ``taps`` gave, and the price [batch] of every step."""
+        """Run with halting; return the outputs of all tokens, those of the uses in ``taps``, and
+        the ponder cost [batch] of every step."""
         tapped, costs = [], []
         progress = self.halting.begin(x, valid)
         for step in range(self.config.steps):
@@ -142,13 +143,13 @@ class Universal(Stack):
         return self.config.halting
 
     def _output_mask(self, progress: HaltingState) -> Tensor | None:
-        """Which tokens [batch, time] a step is to be computed for; None for all of them."""
+        """Return the tokens [batch, time] that a step is to be computed for; None for all of them."""
         running = progress.running
         if self._halting.halted == "evolving" or torch.compiler.is_compiling() or not has_data(running):
             return None
         return None if progress.number == 0 or bool(running.all()) else running
 
     def _running(self, progress: HaltingState) -> Tensor:
-        """Whose vectors [batch, time, 1] a step changes."""
+        """Return the tokens [batch, time, 1] whose vectors a step changes."""
         running = progress.running[..., None]
         return torch.ones_like(running) if self._halting.halted == "evolving" else running

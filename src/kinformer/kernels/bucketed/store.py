@@ -31,7 +31,7 @@ class BucketState(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a store."""
+    """The sizes of a bucket store, from the config."""
 
     num_heads: int
     head_dim: int
