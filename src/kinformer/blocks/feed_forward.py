@@ -76,6 +76,7 @@ def _activate(x: Tensor, name: str) -> Tensor:
     if name == "silu":
         return functional.silu(x)
     if name == "gelu_sigmoid":
+        # The sigmoid approximation of gelu, x sigmoid(1.702 x) (Hendrycks and Gimpel 2016).
         return x * (1.702 * x).sigmoid()
     return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 

@@ -95,6 +95,8 @@ class Gated(Reordered):
         assert self.of_x is not None and self.of_y is not None and self.of_reset is not None
         reset_y, update_y, candidate_y = self.of_y(y).chunk(3, dim=-1)
         reset_x, update_x = self.of_x(x).chunk(2, dim=-1)
+        # z = s(W_z y + U_z x - b), near 0 at first, so that the layer begins near the identity
         update = (update_y + update_x - self.bias).sigmoid()
         candidate = (candidate_y + self.of_reset((reset_y + reset_x).sigmoid() * x)).tanh()
+        # (1 - z) x + z h
         return torch.lerp(x, candidate.to(x.dtype), update.to(x.dtype))

@@ -52,6 +52,7 @@ class Initialisation(Config):
     def _begin(self, module: nn.Linear | nn.Embedding, outputs: int) -> None:
         if self.scheme == "normal":
             shrink = self.residual == "scaled" and isinstance(module, ResidualOutput)
+            # GPT-2: the residual stream sums ``outputs`` products, whose variances then add up to that of one.
             module.weight.normal_(0.0, self.std / outputs**0.5 if shrink else self.std)
         elif isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

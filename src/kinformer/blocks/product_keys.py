@@ -76,6 +76,7 @@ class ProductKeys(ReadsPadding, nn.Module):
         valid = None if valid is None else valid.flatten()
         slots, weights = self.look_up(x.flatten(0, -2), valid)
         if valid is not None:
+            # ``where`` rather than a product: weights of padding may be NaN.
             weights = torch.where(valid[:, None], weights, weights.new_zeros(()))
         return self.values(slots, weights).to(x.dtype).view(x.shape)
 
@@ -85,6 +86,7 @@ class ProductKeys(ReadsPadding, nn.Module):
         q = self._queries(x, valid)
         scores = torch.einsum("nhpd,hpkd->nhpk", q, self.keys.to(q.dtype))
         best, keys = scores.to(state_dtype(scores.dtype)).topk(min(self.topk, self.num_keys), dim=-1)
+        # Scores q1 . keys1_i + q2 . keys2_j add, so the topk pairs lie among those of the topk keys of each half.
         pairs = (best[:, :, 0, :, None] + best[:, :, 1, None, :]).flatten(-2)
         slots = (keys[:, :, 0, :, None] * self.num_keys + keys[:, :, 1, None, :]).flatten(-2)
         top, chosen = pairs.topk(self.topk, dim=-1)

@@ -128,7 +128,10 @@ class ReservedSlots(ReservedState):
 
     def _capacity(self, past: int, time: int, retained: int | None, fresh: bool) -> int:
         if retained is not None:
+            # A window moves to the front once in ``retained`` + 64 tokens, so that copying costs less than a slot a
+            # token.
             return retained + max(time, retained + 64)
+        # Doubling: all copies together move each slot once on average.
         return past + max(time, self.room, 0 if fresh else past)
 
     @property

@@ -53,6 +53,7 @@ class Span(nn.Module):
         before = relative.lowest - 1
         tables = {name: getattr(relative, name) for name in ("bias", "keys", "values")}
         tables = {name: _widened(table, before, farthest) for name, table in tables.items() if table is not None}
+        # m exp(s) = exp(s + log m): a soft mask is one more bias by distance.
         tables["bias"] = bias + tables["bias"] if "bias" in tables else bias
         return relative._replace(lowest=1, **tables)
 

@@ -1,4 +1,4 @@
-"""What a training step that recomputes layers holds: every live tensor is counted while it runs on shapes only.
+"""The memory of a training step that recomputes layers: every live tensor is counted while it runs on shapes only.
 
 With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it hands on is there until
 the loss is known. In the backward one layer at a time is computed again. Memory is highest either where the loss is or
@@ -26,7 +26,7 @@ FLOAT = 4
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
+    """The bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
 
     With ``inside``, the ``most`` counts what operators allocate before they return, too.
     """
@@ -60,7 +60,7 @@ class Live(TorchDispatchMode):
 def measure_held(
     config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
 ) -> Costs:
-    """Bytes ``held`` at most until the ``loss`` is known, and in the ``backward``, in which the state is let go of.
+    """Return the most bytes ``held`` until the ``loss`` exists, and in the ``backward``, which frees the state.
 
     Arguments as of ``estimation.parts.measure``; ``inside``: with the operators' own temporaries. Weights
     and their gradients, which are there before, do not count.
@@ -85,7 +85,7 @@ def measure_held(
 
 
 def held_bytes(config: Any, held: Mapping[str, int], tokens: int, handed: int) -> int:
-    """Bytes at the highest moment of a step of the whole model.
+    """Return the bytes at the highest moment of a step of the whole model.
 
     held: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
     handed: what further layers leave until the loss is known; checkpointed ones keep their inputs until their backward

@@ -1,4 +1,4 @@
-"""What a model costs before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
+"""The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
 Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are
 continued from short ones (``length``), and like layers are multiplied. A training step is one forward, the
@@ -72,7 +72,8 @@ class Estimate:
 def estimate(
     config: Any, *, length: int, batch: int = 1, optimizer: str = "adamw", precision: Precision = "fp32"
 ) -> Estimate:
-    """The costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length`` tokens.
+    """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
+    tokens.
 
     An encoder, which has no state, is taken to predict every token of texts without padding; an encoder-decoder to read
     sources of ``length`` tokens first.
@@ -121,7 +122,7 @@ def estimate(
 
 
 def optimizer_bytes(model: Any, optimizer: str) -> int:
-    """Bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
+    """Return the bytes of an optimiser's float32 state: two elements a parameter for AdamW, one for SGD with momentum
     and for Adagrad.
 
     Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
@@ -159,7 +160,7 @@ def _check(model: Any, length: int, batch: int) -> None:
 
 
 def horizon_of(model: Any) -> int:
-    """The widest window of the model's mixers."""
+    """Return the widest window of the model's mixers."""
     return max((_window(module) for module in model.modules()), default=0)
 
 
@@ -171,7 +172,7 @@ def _window(module: Any) -> int:
 
 
 def _costs(config: Any, model: Any, batch: int, length: int, precision: Precision) -> Costs:
-    """The costs of the model of distinct layers."""
+    """Return the costs of the model of distinct layers."""
     single = distinct(config)
     pieces = in_pieces(model, batch * length)
     usual = [partial(item, pieces=pieces) for item in (measure, measure_held)]
@@ -195,7 +196,7 @@ def _costs(config: Any, model: Any, batch: int, length: int, precision: Precisio
 
 
 def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
-    """The ``inference`` costs of the model of distinct layers. Exits stand between layers, so where they are read the
+    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
     whole model is run, and the first layer of each kind stands for its like."""
     single = config if config.stack.reads_exits else distinct(config)
     costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
@@ -212,7 +213,7 @@ def _inference_costs(config: Any, model: Any, batch: int, length: int) -> Costs:
 
 
 def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the state, like layers multiplied."""
+    """Return the bytes of the state, like layers multiplied."""
     layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
@@ -220,7 +221,8 @@ def _state(config: Any, model: Any, batch: int, length: int, dtype: torch.dtype)
 
 
 def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
-    """Rows in the order of the model, like layers in one, and at last what lies between the parts and the loss."""
+    """Return the rows in the order of the model, like layers in one, and at last
+    the rest between the parts and the loss."""
     alike: dict[Any, list[int]] = {}
     keys = layer_keys(config)
     for index, key in enumerate(keys):
@@ -244,7 +246,8 @@ def _table(config: Any, model: Any, costs: Costs) -> list[PartCost]:
 
 
 def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Precision) -> int:
-    """Bytes that layers beyond the first of each kind leave until the loss is known: states, and autocast's copies."""
+    """Return the bytes that layers beyond the first of each kind leave until the loss
+    exists: states, and autocast's copies."""
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
@@ -256,7 +259,8 @@ def _handed_on(config: Any, model: Any, batch: int, length: int, precision: Prec
 
 
 def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartCost]:
-    """A row more: what the layers hold together, at the highest moment, beyond what the other parts save."""
+    """Return the rows with one more: the bytes of all layers together, at the highest
+    moment, beyond those of the other parts."""
     held -= sum(row.activation_bytes for row in rows)
     recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": held}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"
@@ -264,14 +268,14 @@ def _with_recomputed(rows: list[PartCost], held: int, config: Any) -> list[PartC
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:
-    """The part that owns a parameter, in the model of distinct layers."""
+    """Return the part that owns a parameter, in the model of distinct layers."""
     if path[0] != "stack":
         return path[0]
     return ".".join(["layers", str(group_of[int(path[2])]), path[3]]) if path[1] == "layers" else path[1]
 
 
 def _span(indices: list[int]) -> str:
-    """``0-11``, or ``0,2,4``."""
+    """Return numbers of layers as text: ``0-11``, or ``0,2,4``."""
     if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
         return f"{indices[0]}-{indices[-1]}"
     return ",".join(map(str, indices))

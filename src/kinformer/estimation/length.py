@@ -14,7 +14,7 @@ STEP = 512
 
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
-    """``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
+    """Return ``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
 
     Whether the costs are a quadratic is seen at two further lengths, one of them a horizon beyond the others. Irregular
     patterns, and segments that are cut differently at every length, fail there and are measured as they are.
@@ -32,7 +32,7 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
-    """The value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
+    """Return the value at ``length`` of the parabola through three samples, ``step`` apart from ``start`` on."""
     steps = Fraction(length - start, step)
     costs = {}
     for key in samples[0].keys() | samples[1].keys() | samples[2].keys():

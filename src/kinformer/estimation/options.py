@@ -1,4 +1,4 @@
-"""What an estimate is asked for. Free of PyTorch."""
+"""The options of an estimate. Free of PyTorch."""
 
 from __future__ import annotations
 

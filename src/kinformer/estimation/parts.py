@@ -1,5 +1,5 @@
-"""What a training step and a forward at inference cost, part by part, by running them without data: shapes only, on
-the meta device.
+"""The costs of a training step and a forward at inference, part by part, by running them on shapes only, on the meta
+device.
 
 FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
 bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
@@ -34,7 +34,7 @@ part."""
 
 
 class _Ledger:
-    """Books FLOPs and saved storages on the part that is at work."""
+    """The ledger of FLOPs and saved storages, each booked on the part that is at work."""
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode, direction: str = "forward") -> None:
         self.costs: Costs = defaultdict(int)
@@ -50,7 +50,7 @@ class _Ledger:
                 submodule.initial_state = self._within(name, submodule.initial_state)
 
     def book(self) -> None:
-        """Credit what was counted since the last booking to the part at work."""
+        """Credit the counts since the last booking to the part at work."""
         total = self._counter.get_total_flops()
         self.costs[self._direction, self._stack[-1]] += total - self._counted
         self._counted = total
@@ -68,13 +68,13 @@ class _Ledger:
         return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
-        """From here on, nodes of the graph say which part is at work."""
+        """Let nodes of the graph announce from here on which part is at work."""
         self._mark([loss])
         self.book()
         self._direction, self._stack = "backward", ["loss"]
 
     def move(self, part: str, share: float) -> None:
-        """Let a share of the part's forward be its backward."""
+        """Move a share of the part's forward to its backward."""
         moved = round(share * self.costs["forward", part])
         self.costs["forward", part] -= moved
         self.costs["backward", part] += moved
@@ -83,7 +83,7 @@ class _Ledger:
         return lambda module, args: self.enter(part)
 
     def _within(self, part: str, function: Any) -> Any:
-        """``function``, whose work is that of ``part``: a mixer projects its source where its state begins."""
+        """Return ``function`` with its work booked on ``part``: a mixer projects its source where its state begins."""
 
         def inside(*args: Any, **options: Any) -> Any:
             self.enter(part)
@@ -118,7 +118,7 @@ class _Ledger:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model by name: its children but the stack, and that one's layers with their children."""
+    """Return the parts of a model by name: its children but the stack, and that one's layers with their children."""
     units = units_of(model)
     yield from ((name, child) for name, child in _children(model) if not (units and name == "stack"))
     for index, layer in enumerate(units):
@@ -138,19 +138,19 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def layer_keys(config: Any) -> list[tuple[int, Any]]:
-    """For every layer what is equal of layers that cost the same: its width and its config."""
+    """Return for every layer a key that is equal for layers of equal costs: its width and its config."""
     return list(zip(config.stack.widths(config.dim, len(config.layers)), config.layers, strict=True))
 
 
 def distinct(config: Any) -> Any:
-    """The model config with each distinct layer once."""
+    """Return the model config with each distinct layer once."""
     keys = layer_keys(config)
     first = sorted({keys.index(key) for key in keys})
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
 def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
-    """The costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
+    """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
     ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
@@ -176,8 +176,8 @@ def measure(config: Any, batch: int, length: int, autocast: bool = False, pieces
 
 
 def measure_inference(config: Any, batch: int, length: int) -> Costs:
-    """FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of ``length``
-    tokens: what is computed for learning alone is left out, and memories hold their projections (``mixers``)."""
+    """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
+    ``length`` tokens: work for learning alone is left out, and memories hold their projections (``mixers``)."""
     counter = FlopCounterMode(display=False)
     model = without_data(config).eval()
     tokens = model.input.example(batch, length, "meta")
@@ -189,7 +189,7 @@ def measure_inference(config: Any, batch: int, length: int) -> Costs:
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-    """Logits of ``tokens`` and the state after them, None where there is none; a source is read of as many tokens."""
+    """Return logits of ``tokens`` and the state after them, None where there is none; a source has as many tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
     output = model(tokens)
@@ -197,8 +197,8 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
 
 
 def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of every token, or of every text where ``logits`` are [batch, classes]; of a head that has
-    a likelihood of its own the mean of that."""
+    """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; of a
+    head that has a likelihood of its own the mean of that."""
     if isinstance(model.head, Likelihood):
         return model.head.nats(logits, tokens).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -206,12 +206,13 @@ def loss_of(model: Any, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_pieces(model: Any, rows: int) -> bool:
-    """Whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
+    """Return whether training on the next of so many tokens makes the logits in pieces, on a CPU."""
     return hasattr(model, "head_inputs") and not hasattr(model, "begin") and cross_entropy.large(model, rows)
 
 
 def making(pieces: bool) -> tuple[Callable[[Any, Tensor], tuple[Tensor, Any]], Callable[[Any, Tensor, Tensor], Tensor]]:
-    """(model, tokens) -> what the loss is made of, and the state after them; (model, that, tokens) -> the loss."""
+    """Return two functions: (model, tokens) -> the inputs of the loss, and the state after
+    them; (model, inputs, tokens) -> the loss."""
     return (_head_inputs, _loss_in_pieces) if pieces else (outputs, loss_of)
 
 
@@ -220,20 +221,20 @@ def _head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
 
 
 def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """As :func:`loss_of`, of hidden states [batch, time, dim]."""
+    """Return the loss as :func:`loss_of` does, from hidden states [batch, time, dim]."""
     targets = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.int64, device=hidden.device)
     weight, bias = model.head.product(model.input)
     return cross_entropy.summed(hidden.flatten(0, -2), weight, bias, targets) / targets.numel()
 
 
 def without_data(config: Any) -> Any:
-    """The model of a config, shapes only."""
+    """Return the model of a config, shapes only."""
     with torch.device("meta"):
         return config.build()
 
 
 def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Tensor]:
-    """A model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
+    """Return a model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
 
     Imitated tensors give kernels no seed, so that there only dropout modules, whose masks are saved, stay in training
     mode, and the stack, whose mode decides on checkpoints.
@@ -247,7 +248,8 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
 
 
 def measure_state(config: Any, batch: int, length: int, dtype: torch.dtype) -> Costs:
-    """Bytes (``state``) of every layer's state, and of the rest, after ``length`` tokens with weights of ``dtype``."""
+    """Return the bytes (``state``) of every layer's state, and of the rest, after
+    ``length`` tokens with weights of ``dtype``."""
     model = without_data(config).to(dtype).eval()
     tokens = model.input.example(batch, length, "meta")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The memory of a training process at its highest moment: what it holds beyond weights, optimiser and activations.
+"""The peak memory of a training process: the bytes beyond weights, optimiser and activations.
 
 Interpreter: Python, PyTorch and Kinformer themselves; how much of their files the system keeps in memory differs by 80
 MB between machines that are otherwise alike, so a process is begun here and asked. Temporaries: what lives for a moment
@@ -47,11 +47,12 @@ def peak(
     objective: Mapping[str, int] | None = None,
     interpreter: int = INTERPRETER,
 ) -> dict[str, int]:
-    """Bytes of resident memory at the peak of ``kinformer train`` on a CPU, by what holds them.
+    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by what holds them.
 
     ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds
     beside the model, if any;
-    ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them."""
+    ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them.
+    """
     objective_bytes = objective or {"weights": 0, "activations": 0}
     temporaries = _temporaries(config, length, batch)
     moving = estimated.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
@@ -66,15 +67,15 @@ def peak(
 
 @cache
 def interpreter_bytes() -> int:
-    """Bytes that a training process has before its model, by a process that is begun for that (two seconds); what is
-    usual where the system is not Linux."""
+    """Return the bytes of a training process before its model, by a process that is begun for that (two seconds); a
+    usual value where the system is not Linux."""
     done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, check=False)
     return INTERPRETER if done.returncode else 1024 * int(done.stdout) + LOADED_LATER
 
 
 def _temporaries(config: Any, length: int, batch: int) -> int:
-    """Bytes that are alive at the highest moment of a step beyond its activations: what autograd saves for it, or
-    where layers are recomputed, what is held."""
+    """Return the bytes that are alive at the highest moment of a step beyond its activations: those that autograd
+    saves, or where layers are recomputed, those that are held."""
     single = distinct(config)
     model = without_data(single)
     usual = measure_held if config.stack.recomputes else measure

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RulesOfThumb:
-    """What the rules say; ``train_bytes`` is weights, gradients, optimiser state and activations."""
+    """The results of the rules; ``train_bytes`` is weights, gradients, optimiser state and activations."""
 
     parameters: int
     flops_step: int
@@ -23,7 +23,7 @@ class RulesOfThumb:
 def rules_of_thumb(
     config: Any, *, length: int, batch: int, optimizer_bytes: int, precision: str
 ) -> RulesOfThumb | None:
-    """The rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
+    """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
 
     Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
     4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).

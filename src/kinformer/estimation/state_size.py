@@ -1,4 +1,4 @@
-"""How large a model's state gets, by what its mixers declare."""
+"""The size of a model's state, from the declarations of its mixers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kinformer.core.state import nbytes
 
 
 def state_bytes(model: Any, length: int) -> int:
-    """Bytes of one row's state in float32 after ``length`` tokens: what the mixers declare, and the model's own
-    counters; a source has as many tokens. 0 of a model that reads whole texts. Nothing is computed, so the model may be
-    on the meta device."""
+    """Return the bytes of one row's state in float32 after ``length`` tokens: those that the mixers
+    declare, and the model's counters; a source has as many tokens. 0 for an encoder. Nothing is computed,
+    so the model may be on the meta device."""
     if model.config.protocol is WholeModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]

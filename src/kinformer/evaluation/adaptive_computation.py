@@ -1,4 +1,4 @@
-"""How many steps tokens take in a model whose stack lets them halt on their own."""
+"""Steps per token in a model whose stack lets tokens halt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
 
 class PonderRecorder:
-    """What the tokens of a model took so far; ``halts``: whether they can take fewer steps than all."""
+    """The steps that a model's tokens took so far; ``halts``: whether they can take fewer steps than all."""
 
     def __init__(self, model: nn.Module) -> None:
         stacks = (module for module in model.modules() if isinstance(module, Stack))
@@ -28,7 +28,7 @@ class PonderRecorder:
 
     @property
     def mean(self) -> float | None:
-        """Steps per token, None where nothing was read or nothing halts."""
+        """Return the steps per token, None where there were no tokens or nothing halts."""
         return self.steps / self.tokens if self.tokens else None
 
     def note(self, progress: HaltingState) -> None:
@@ -40,7 +40,7 @@ class PonderRecorder:
 
 @contextmanager
 def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
-    """Count the steps of all valid tokens that ``model`` reads meanwhile."""
+    """Count the steps of all valid tokens of ``model`` within the context."""
     recorder = PonderRecorder(model)
 
     def hook(_: nn.Module, inputs: Any) -> None:

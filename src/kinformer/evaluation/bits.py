@@ -1,4 +1,4 @@
-"""Bits per byte of a model on a split, by the one protocol: every token is scored once, in order.
+"""Bits per byte of a model on a split, by one protocol: every token is scored once, in order.
 
     bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
 
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
+    """The result: ``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
 
     ``by_position`` is the same by position within the windows; it is empty where the state was carried.
     """
@@ -48,12 +48,13 @@ class Measurement:
 
     @property
     def bits_per_token(self) -> float:
-        """Bits of a predicted token on average."""
+        """Return the bits of a predicted token on average."""
         return self.nats / log(2) / self.tokens
 
 
 def streamable(model: Any) -> bool:
-    """Whether the state stays bounded and positions do not end, so that a stream of any length can be carried."""
+    """Return whether the state stays bounded and positions do not end, so that
+    a stream of any length can be carried."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
     return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
 
@@ -100,7 +101,7 @@ def measure(
 
 
 def negative_log_likelihood(model: CausalModel, inputs: Any, targets: Tensor) -> Tensor:
-    """-ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
+    """Return -ln p of ``targets`` [batch, n] by the head's ``inputs`` (leaves [batch, n, ...]), [batch, n] float64."""
     wanted, flat = targets.flatten(), map_tensors(lambda x: x.flatten(0, 1), inputs)
     step = max(1, _LOGITS_AT_ONCE // model.vocab_size)
     nats = []

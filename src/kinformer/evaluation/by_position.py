@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Bin(NamedTuple):
-    """Predictions that had ``first`` to ``last`` tokens of their window before them."""
+    """The predictions that had ``first`` to ``last`` tokens of their window before them."""
 
     first: int
     last: int
@@ -19,14 +19,15 @@ class Bin(NamedTuple):
 
 
 class ByPosition:
-    """Sums of negative log-likelihoods by how many tokens of its window a prediction had before it."""
+    """The sums of negative log-likelihoods by how many tokens of its window a prediction had before it."""
 
     def __init__(self) -> None:
         self._nats: dict[int, float] = defaultdict(float)
         self._tokens: dict[int, int] = defaultdict(int)
 
     def add(self, nats: Tensor, counted: Tensor) -> None:
-        """``nats`` [rows, size]: column j had j + 1 tokens before it; ``counted`` bool of the same shape."""
+        """Add ``nats`` [rows, size], whose column j had j + 1 tokens before it;
+        ``counted`` is bool of the same shape."""
         by_column = nats.where(counted, 0.0).sum(dim=0).cpu()
         tokens = counted.sum(dim=0).cpu()
         first, power = 0, 0
@@ -37,7 +38,8 @@ class ByPosition:
             first, power = last, power + 1
 
     def bins(self, tokens_per_byte: float = 1.0) -> tuple[Bin, ...]:
-        """The bins that hold a prediction, in order; bits per byte take every token for the mean number of bytes."""
+        """Return the bins that hold a prediction, in order; bits per byte take
+        every token for the mean number of bytes."""
         return tuple(
             Bin((1 << power >> 1) + 1, 1 << power, count, self._nats[power] / log(2) / count * tokens_per_byte)
             for power, count in sorted(self._tokens.items())

@@ -34,7 +34,7 @@ Bound = Literal["bentkus", "hoeffding"]
 
 
 def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
-    """That of a risk above ``delta`` where the mean loss of ``samples`` is ``risk``."""
+    """Return the p-value of a risk above ``delta`` where the mean loss of ``samples`` is ``risk``."""
     hoeffding = exp(-2 * samples * max(0.0, delta - risk) ** 2)
     if bound == "hoeffding":
         return hoeffding
@@ -44,7 +44,7 @@ def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
 
 
 def samples_needed(delta: float, epsilon: float, bound: Bound) -> int:
-    """How many samples without any loss it takes to tell that the risk is at most ``delta``."""
+    """Return how many samples without any loss it takes to conclude that the risk is at most ``delta``."""
     return ceil(log(1 / epsilon) / (2 * delta**2 if bound == "hoeffding" else -log(1 - delta)))
 
 
@@ -67,18 +67,18 @@ def fixed_sequence(
 
 
 def chosen(tested: Sequence[Tested], epsilon: float) -> Tested | None:
-    """The last that passed, None where the very first failed."""
+    """Return the last threshold that passed, None where the very first failed."""
     passed = [threshold for threshold in tested if threshold.p <= epsilon]
     return passed[-1] if passed else None
 
 
 def grid(count: int, nearest: float = 1e-3) -> list[float]:
-    """``count`` thresholds from 1 - ``nearest`` down to 0, whose distances to 1 grow by one factor."""
+    """Return ``count`` thresholds from 1 - ``nearest`` down to 0, whose distances to 1 grow by one factor."""
     return [1 - nearest ** (1 - index / (count - 1)) for index in range(count)]
 
 
 def dissimilarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Of the sequences [n, length] of two arrays, pair by pair: 1 - (longest common subsequence) / length, [n].
+    """Return 1 - (longest common subsequence) / length [n] for the sequences [n, length] of two arrays, pair by pair.
 
     For sequences of one length this is 1 - ROUGE-L, whichever its measure.
     """
@@ -93,7 +93,8 @@ def dissimilarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def upper_bound(losses: np.ndarray, confidence: float) -> float:
-    """A bound that the mean of independent losses [n] in [0, 1] exceeds with a probability of at most 1 - confidence.
+    """Return a bound that the mean of independent losses [n] in [0, 1] exceeds with a probability of at most 1 -
+    confidence.
 
     The largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence: Bentkus' inequality (2004).
     """
@@ -113,7 +114,7 @@ def _rounded_up(total: float) -> int:
 
 
 def _binomial(most: int, count: int, share: float) -> float:
-    """P(Bin(count, share) <= most)"""
+    """Return P(Bin(count, share) <= most)."""
     if share >= 1:
         return float(most >= count)
     if share <= 0:

@@ -1,4 +1,4 @@
-"""What a model makes of a stream before every prediction: with its state carried from end to end, or in windows."""
+"""Head inputs before every prediction of a stream: with the state carried from end to end, or in windows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kinformer.evaluation.windows import Windows, batches
 
 
 class Contexts(NamedTuple):
-    """What the head needs of every position (``head_inputs``), leaves [rows, n, ...]; the ``targets`` [rows, n] that
-    come next, and which are ``counted``, bool."""
+    """The head inputs of some positions (``head_inputs``), leaves [rows, n, ...]; the ``targets`` [rows, n] that come
+    next, and which are ``counted``, bool."""
 
     inputs: Any
     targets: Tensor
@@ -24,7 +24,7 @@ class Contexts(NamedTuple):
 
 
 def contexts(model: CausalModel, stream: EvaluationStream, windows: Windows | None) -> Iterator[Contexts]:
-    """The contexts of all predictions of ``stream``, each of them counted once, in order.
+    """Yield the contexts of all predictions of ``stream``, each of them counted once, in order.
 
     ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
     at least one window.

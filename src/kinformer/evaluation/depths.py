@@ -1,4 +1,4 @@
-"""How deep each token goes in a model that lets tokens halt or leave early: steps taken, or layers gone through."""
+"""The depth of each token in a model that lets tokens halt or leave early: steps taken, or layers used."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class Depths:
         self.last = torch.zeros(0, 0, dtype=torch.int64)
 
     def step(self, _: nn.Module, arguments: Any) -> None:
-        """Before a step of a stack whose tokens halt."""
+        """Record before a step of a stack whose tokens halt which of them take it."""
         progress: HaltingState = arguments[0]
         running = progress.running.long()
         self.last = running if progress.number == 0 else self.last + running
 
     def left(self, layers: Tensor, exits: Tensor, valid: Tensor | None) -> None:
-        """By which of the exits, behind so many ``layers``, the tokens of a chunk left."""
+        """Record by which of the exits, behind so many ``layers``, the tokens of a chunk left."""
         depth = layers.to(exits.device)[exits]
         self.last = depth if valid is None else depth.masked_fill(~valid, 0)
 
 
 @contextmanager
 def noting_depths(model: Any) -> Iterator[Depths | None]:
-    """The depths of all tokens that ``model``, a causal one, reads meanwhile; None where all go equally deep."""
+    """Record the depths of all tokens of ``model``, a causal one, within the
+    context; None where all go equally deep."""
     halting, exits = model.stack.halting, early_exit_stack(model)
     if halting is not None:
         depths = Depths(PONDER_STEPS)

@@ -1,4 +1,4 @@
-"""By which exit tokens leave a stack that lets them, and what that saves."""
+"""The exits by which tokens leave a stack with early exits, and the savings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Exited:
-    """``tokens`` by the exit that they left by, behind so many ``layers``, the last being all.
+    """The ``tokens`` by the exit that they left by, behind so many ``layers``, the last being all.
 
     ``flops_saved``: the share of the FLOPs of all layers and the head that was not spent. ``speedup``: how many times
     as long all layers would have taken. None where they were not measured.
@@ -39,7 +39,8 @@ class Exited:
 
     @property
     def saves(self) -> bool:
-        """Whether less is computed than by all layers, the predictions at the exits included, as far as is known."""
+        """Return whether less is computed than by all layers, the predictions at the
+        exits included, as far as was measured."""
         return self.flops_saved is None or self.flops_saved > 0
 
     @property
@@ -49,14 +50,14 @@ class Exited:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values as JSON-ready data."""
         by_layer = {str(layers): count for layers, count in zip(self.layers, self.tokens, strict=True)}
         facts = {LAYERS_PER_TOKEN.name: self.layers_per_token, "layers": self.layers[-1], "tokens_by_layers": by_layer}
         return facts | {"flops_saved": self.flops_saved, "speedup": self.speedup}
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """Return the values as one line of text."""
         parts = [f"{self.layers_per_token:.2f} of {self.layers[-1]} layers per token"]
         if self.flops_saved is not None:
             parts.append(f"{self.flops_saved:.0%} of the FLOPs saved")
@@ -66,7 +67,7 @@ class Exited:
 
 
 class EarlyExitRecorder:
-    """How many tokens of a model left by each exit so far."""
+    """The count of tokens of a model that left by each exit so far."""
 
     def __init__(self, stack: Stack | None) -> None:
         self.stack = stack
@@ -74,7 +75,7 @@ class EarlyExitRecorder:
 
     @property
     def result(self) -> Exited | None:
-        """None where nothing was read, or all tokens go through all layers anyway."""
+        """Return the counts; None where there were no tokens, or all tokens go through all layers anyway."""
         if self.stack is None or not sum(self.tokens):
             return None
         return Exited(layers=tuple(use + 1 for use in self.stack.exits), tokens=tuple(self.tokens))
@@ -87,7 +88,7 @@ class EarlyExitRecorder:
 
 
 def early_exit_stack(model: nn.Module | CausalModel) -> Any:
-    """The model's stack where its tokens may leave early, as its rule is now; else None."""
+    """Return the model's stack where its tokens may leave early, as its rule is now; else None."""
     assert isinstance(model, nn.Module)
     stacks: Iterator[Any] = (module for module in model.modules() if isinstance(module, Stack) and module.exits)
     return next((stack for stack in stacks if getattr(stack, "rule", None) is not None and not stack.rule.off), None)
@@ -95,7 +96,7 @@ def early_exit_stack(model: nn.Module | CausalModel) -> Any:
 
 @contextmanager
 def noting_exits(model: nn.Module | CausalModel) -> Iterator[EarlyExitRecorder]:
-    """Count by which exits all valid tokens leave that ``model`` reads meanwhile."""
+    """Count by which exits all valid tokens of ``model`` leave within the context."""
     stack = early_exit_stack(model)
     early_exit = EarlyExitRecorder(stack)
     hook = None if stack is None else stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch))
@@ -108,7 +109,7 @@ def noting_exits(model: nn.Module | CausalModel) -> Iterator[EarlyExitRecorder]:
 
 @contextmanager
 def with_rule(stack: Any, rule: ExitRule | None) -> Iterator[None]:
-    """Another rule meanwhile, or none: all tokens go through all layers."""
+    """Use another rule within the context, or none: all tokens go through all layers."""
     previous, stack.rule = stack.rule, rule
     try:
         yield
@@ -117,7 +118,7 @@ def with_rule(stack: Any, rule: ExitRule | None) -> Iterator[None]:
 
 
 class Forced(ExitRule):
-    """All tokens leave by one exit, after the ``rule`` was asked, which costs what it costs."""
+    """A rule by which all tokens leave by one exit, after the ``rule`` was evaluated at its usual cost."""
 
     def __init__(self, rule: ExitRule, exit: int) -> None:
         super().__init__(rule.exits)
@@ -132,9 +133,10 @@ class Forced(ExitRule):
 
 
 def saved(model: CausalModel, result: Exited, past: int, rows: int = 1) -> Exited:
-    """``result`` with what early exits save where tokens come one at a time after ``past`` others.
+    """Return ``result`` with what early exits save where tokens come one at a time after ``past`` others.
 
-    FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers."""
+    FLOPs are counted and times measured for a token that leaves by each exit and for one that passes all layers.
+    """
     stack = early_exit_stack(model)
     rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
     flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]

@@ -1,4 +1,4 @@
-"""Thresholds of every exit, found by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
+"""Thresholds of every exit by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
 
 What every exit would say of every token is written down once, with all tokens in all layers (as in aligned training);
 then each draw of thresholds costs nothing but comparisons. That tokens which left earlier are looked at in later
@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22
 
 
 class Draw(NamedTuple):
-    """``thresholds`` of every exit but the last, and the mean ``nats`` and ``layers`` per token with them."""
+    """A draw: ``thresholds`` of every exit but the last, and the mean ``nats`` and ``layers`` per token with them."""
 
     thresholds: tuple[float, ...]
     nats: float
@@ -34,15 +34,16 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlook:
-    """``confidence`` [exits - 1, n] and ``nats`` [exits, n] of n tokens at every exit, behind so many ``layers``."""
+    """The predictions of n tokens at every exit, behind so many ``layers``: ``confidence``
+    [exits - 1, n] and ``nats`` [exits, n]."""
 
     confidence: np.ndarray
     nats: np.ndarray
     layers: tuple[int, ...]
 
     def search(self, draws: int, seed: int) -> list[Draw]:
-        """``draws`` thresholds, each exit's evenly between its lowest and highest confidence, none of which is worse
-        than another in both nats and layers, fewest layers first."""
+        """Return those of ``draws`` random thresholds, each exit's evenly between its lowest and highest confidence,
+        that none beats in both nats and layers, fewest layers first."""
         generator = np.random.default_rng(seed)
         low, high = self.confidence.min(1), self.confidence.max(1)
         thresholds = generator.uniform(low, high, (draws, len(low)))
@@ -56,7 +57,7 @@ class Outlook:
         return retained
 
     def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
-        """Nats and layers [some draws, 2]."""
+        """Return nats and layers, [some draws, 2]."""
         layers, count = np.array(self.layers), self.nats.shape[1]
         for some in np.array_split(thresholds, max(1, len(thresholds) * count // _AT_ONCE)):
             exit = np.full((len(some), count), len(self.layers) - 1)
@@ -67,7 +68,8 @@ class Outlook:
 
 
 def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Outlook:
-    """What every exit of ``model``, whose stack has a threshold rule, makes of every token of ``split``."""
+    """Return the predictions of every exit of ``model``, whose stack has a
+    threshold rule, for every token of ``split``."""
     stack, last = model.stack, []
     recorder = _Recorder(stack.rule)
     with torch.inference_mode(), with_rule(stack, recorder):
@@ -83,7 +85,8 @@ def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Ou
 
 
 class _Recorder(ExitRule):
-    """Lets no token leave, and notes the ``rule``'s confidence and the nats of the ``targets`` at every exit."""
+    """A rule that lets no token leave, and notes the ``rule``'s confidence and the
+    nats of the ``targets`` at every exit."""
 
     targets: Tensor
 
@@ -99,5 +102,5 @@ class _Recorder(ExitRule):
         return torch.full(at.x.shape[:1], self.last, device=at.x.device)
 
     def nats_of(self, logits: Tensor) -> np.ndarray:
-        """-ln p of the targets [n]."""
+        """Return -ln p of the targets, [n]."""
         return functional.cross_entropy(logits.float(), self.targets, reduction="none").cpu().numpy()

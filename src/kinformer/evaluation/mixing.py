@@ -26,7 +26,7 @@ TEMPERATURES = tuple(float(1 << power) for power in range(11))
 
 
 class StoreModel(CausalModel, Protocol):
-    """A model whose head inputs are ``hidden``, which ``decoder`` makes logits of, and ``keys`` to search with."""
+    """A model whose head inputs are ``hidden``, from which ``decoder`` makes logits, and ``keys`` to search with."""
 
     @property
     def decoder(self) -> CausalModel: ...
@@ -34,7 +34,7 @@ class StoreModel(CausalModel, Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried; every weight with every temperature and every number of neighbours."""
+    """The grid of settings: every weight with every temperature and every number of neighbours."""
 
     weights: tuple[float, ...]
     temperatures: tuple[float, ...]
@@ -42,14 +42,14 @@ class Grid:
 
     @classmethod
     def up_to(cls, neighbours: int) -> Grid:
-        """Weights from 0 to 0.95, temperatures from 1 to 1024, powers of two up to ``neighbours``."""
+        """Return weights from 0 to 0.95, temperatures from 1 to 1024, powers of two up to ``neighbours``."""
         powers = (1 << power for power in range(neighbours.bit_length()))
         return cls(WEIGHTS, TEMPERATURES, tuple(sorted({*powers, neighbours})))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a store is mixed in."""
+    """The setting by which a store is mixed in."""
 
     weight: float
     temperature: float
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """``nats`` [weights, temperatures, neighbours] float64, summed over ``tokens`` predictions."""
+    """The result: ``nats`` [weights, temperatures, neighbours] float64, summed over ``tokens`` predictions."""
 
     grid: Grid
     nats: np.ndarray
@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def best(self) -> Setting:
-        """The point with the fewest bits."""
+        """Return the setting with the fewest bits."""
         best = np.unravel_index(int(self.nats.argmin()), self.nats.shape)
         return Setting(
             weight=self.grid.weights[best[0]],
@@ -76,7 +76,7 @@ class Sweep:
         )
 
     def bits_per_byte(self, setting: Setting) -> float:
-        """At a point of the grid."""
+        """Return the bits per byte at a setting of the grid."""
         grid = self.grid
         index = (
             grid.weights.index(setting.weight),
@@ -118,7 +118,8 @@ def sweep(
 
 
 def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
-    """Summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``model_log_probs`` [n] are the model's."""
+    """Return summed nats [weights, temperatures, neighbours] of ``targets`` [n];
+    ``model_log_probs`` [n] are the model's."""
     distances = neighbours.distances.double()
     finite = distances[:, :1].isfinite()
     rise = torch.where(finite, distances - distances[:, :1], torch.inf)
@@ -141,7 +142,7 @@ def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, gr
 
 
 class Watched:
-    """A searcher that keeps every ``stride``-th query and what was found, to tell its recall afterwards."""
+    """A searcher that stores every ``stride``-th query and its result, to compute its recall afterwards."""
 
     def __init__(self, searcher: Searcher, stride: int) -> None:
         self._searcher, self._stride, self._searched = searcher, max(1, stride), 0
@@ -157,7 +158,7 @@ class Watched:
 
     @property
     def queries(self) -> int:
-        """How many queries were kept."""
+        """Return how many queries were stored."""
         return sum(len(queries) for queries, _ in self._watched)
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
@@ -168,7 +169,7 @@ class Watched:
         return result
 
     def recall(self, exact: Searcher) -> float:
-        """The share of the true neighbours of the kept queries that were found."""
+        """Return the share of the true neighbours of the stored queries that the search returned."""
         queries, entries = (torch.cat(leaves) for leaves in zip(*self._watched, strict=True))
         true = exact.search(queries, entries.shape[1]).entries
         return float((true[:, :, None] == entries[:, None]).any(dim=2).double().mean())

@@ -34,7 +34,7 @@ THRESHOLD = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Recl:
-    """``length`` of one model; ``at_least`` where every step that was measured still gained.
+    """The result: ``length`` of one model; ``at_least`` where every step that was measured still gained.
 
     ``gains``: g_i of each step, from one context to the next.
     """
@@ -45,7 +45,8 @@ class Recl:
 
 
 def relative_gains(losses: Losses, hardest: float) -> Losses:
-    """g_i from each context to the next, [models, contexts - 1], from ``losses`` [models, contexts, tokens] in nats."""
+    """Return g_i from each context to the next, [models, contexts - 1], from
+    ``losses`` [models, contexts, tokens] in nats."""
     gains = np.empty((losses.shape[0], losses.shape[1] - 1))
     count = max(1, round(hardest * losses.shape[2]))
     for step in range(gains.shape[1]):
@@ -59,7 +60,7 @@ def relative_gains(losses: Losses, hardest: float) -> Losses:
 def recl(
     losses: Losses, contexts: Sequence[int], *, hardest: float = 0.1, threshold: float = THRESHOLD
 ) -> tuple[Recl, ...]:
-    """The RECL of each model of a group.
+    """Return the RECL of each model of a group.
 
     losses: [models, contexts, tokens] in nats: l_i(c, t), the same tokens for all.
     contexts: rising; the paper has equal steps.
@@ -89,7 +90,7 @@ def check(contexts: Sequence[int], hardest: float) -> None:
 
 
 def spread_positions(split: Split, longest: int, count: int) -> NDArray[np.int64]:
-    """At most ``count`` tokens of ``split``, evenly spread, each with ``longest`` tokens before it."""
+    """Return at most ``count`` tokens of ``split``, evenly spread, each with ``longest`` tokens before it."""
     split.require(longest + 1, f"a context of {longest}")
     last = len(split) - 1
     return np.unique(np.linspace(longest, last, min(count, last - longest + 1)).round().astype(np.int64))
@@ -104,7 +105,7 @@ def context_losses(
     chunk: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> Losses:
-    """l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
+    """Return l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
 
     A model whose positions end sooner sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
     """
@@ -126,7 +127,7 @@ def context_losses(
 
 
 def _last(model: CausalModel, tokens: Tensor) -> Tensor:
-    """-ln p of the last of ``tokens`` [rows, context + 1], float64."""
+    """Return -ln p of the last of ``tokens`` [rows, context + 1], float64."""
     inputs, _ = model.head_inputs(tokens[:, :-1])
     logits = model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
     return nn.functional.cross_entropy(logits.double(), tokens[:, -1], reduction="none")

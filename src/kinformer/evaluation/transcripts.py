@@ -1,4 +1,4 @@
-"""How far transcripts are from what was said: substitutions, deletions and insertions, counted by jiwer."""
+"""The errors of transcripts against references: substitutions, deletions and insertions, counted by jiwer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Errors(NamedTuple):
-    """Of some transcripts: edits of each kind, and of how many ``symbols`` what was said consists."""
+    """The errors of some transcripts: edits of each kind, and how many ``symbols`` the references have."""
 
     substitutions: int
     deletions: int
@@ -18,17 +18,17 @@ class Errors(NamedTuple):
 
     @property
     def edits(self) -> int:
-        """All of them."""
+        """Return the sum of all edits."""
         return self.substitutions + self.deletions + self.insertions
 
     @property
     def rate(self) -> float:
-        """Edits per symbol; above 1 where more is inserted than was said."""
+        """Return edits per symbol; above 1 where more is inserted than was said."""
         return self.edits / self.symbols
 
 
 def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Sequence[object]]) -> Errors:
-    """The fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
+    """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
 
     Errors: ``KinformerError`` where jiwer is not installed.
     """
@@ -42,7 +42,7 @@ def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Se
 
 
 def jiwer() -> Any:
-    """The library, or one sentence that says how to get it."""
+    """Return the library, or raise one sentence that says how to get it."""
     try:
         import jiwer
     except ImportError:

@@ -1,4 +1,4 @@
-"""How much of its memory a model uses: what every value weighed in all look-ups (Lample et al. 2019, section 4.5).
+"""The usage of a model's memory tables: the weight of every value in all look-ups (Lample et al. 2019, section 4.5).
 
 z_i = sum over tokens of the weight of value i, divided by the sum over all values
 used = share of the values with z_i > 0,    kl = log n + sum_i z_i log z_i    (0 where all are used alike)
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of the table ``part`` of ``values`` values: the share ``used``, and ``kl`` in nats from using all alike."""
+    """The usage of the table ``part`` of ``values`` values: the share ``used``,
+    and ``kl`` in nats from using all alike."""
 
     part: str
     values: int
@@ -27,7 +28,7 @@ class Usage:
 
 
 class Usages:
-    """What the look-ups of a model's tables have weighed so far."""
+    """The weights of a model's tables in all look-ups so far."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.EmbeddingBag)}
@@ -41,7 +42,7 @@ class Usages:
         self.weights[name].index_add_(0, slots.flatten(), weights.detach().double().flatten())
 
     def read(self) -> tuple[Usage, ...]:
-        """A table each, none where the model has none or nothing was looked up."""
+        """Return the usage of each table, none where the model has no table or made no look-up."""
         usages = []
         for name, weights in self.weights.items():
             if not (total := float(weights.sum())):
@@ -55,7 +56,7 @@ class Usages:
 
 @contextmanager
 def record_usage(model: nn.Module) -> Iterator[Usages]:
-    """Note every look-up that ``model`` makes in the tables (slots, weights) of its memories meanwhile."""
+    """Record every look-up that ``model`` makes in the tables (slots, weights) of its memories within the context."""
     usages = Usages(model)
 
     def hook(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How a stream is cut for models that cannot carry a state for ever: windows that together score every token once."""
+"""Windows over a stream, for models that cannot carry a state for ever: together they score every token once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Windows of ``context`` tokens, of which the share ``overlap`` was scored before and is context only."""
+    """The windows of ``context`` tokens, of which the share ``overlap`` was scored before and is context only."""
 
     context: int
     overlap: float = 0.0
@@ -25,8 +25,8 @@ class Windows:
 
 
 class ScoredWindow(NamedTuple):
-    """Inputs ``start .. start + size - 1`` predict the tokens one later; the first ``unscored`` predictions are not
-    counted."""
+    """A window: inputs ``start .. start + size - 1`` predict the tokens one later; the first
+    ``unscored`` predictions are not counted."""
 
     start: int
     size: int
@@ -34,7 +34,7 @@ class ScoredWindow(NamedTuple):
 
 
 def cut(predictions: int, windows: Windows) -> Iterator[ScoredWindow]:
-    """The windows over a stream of ``predictions`` inputs, in order; the last may be shorter."""
+    """Yield the windows over a stream of ``predictions`` inputs, in order; the last may be shorter."""
     repeated = int(windows.context * windows.overlap)
     start, scored = 0, 0
     while scored < predictions:
@@ -45,7 +45,7 @@ def cut(predictions: int, windows: Windows) -> Iterator[ScoredWindow]:
 
 
 def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[ScoredWindow]]:
-    """Windows of one size together, at most ``rows`` at a time."""
+    """Yield windows of one size together, at most ``rows`` at a time."""
     for _, alike in groupby(cut(predictions, windows), key=lambda window: window.size):
         group: list[ScoredWindow] = []
         for window in alike:

@@ -36,7 +36,7 @@ class BeamResult(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How is searched: the ids that begin and end a sequence, how many are followed, and alpha."""
+    """The settings of a search: the ids that begin and end a sequence, how many hypotheses are followed, and alpha."""
 
     bos: int
     eos: int
@@ -56,13 +56,13 @@ class _Running:
         return self.tokens.shape[2]
 
     def taken(self, rows: Tensor) -> _Running:
-        """Some of the sentences."""
+        """Return the sentences ``rows`` alone."""
         return _Running(self.sentences[rows], self.tokens[rows], self.scores[rows])
 
 
 @torch.inference_mode()
 def beam_search(model: CausalModel, state: Any, search: Search, most: Sequence[int]) -> BeamResult:
-    """The best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
+    """Return the best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
     ``most``: how many tokens a row's continuation may have; one that has so many must end, at the probability of EOS,
     so the model reads BOS and ``most`` tokens. A row's continuation does not depend on the others. The cache is
@@ -111,8 +111,8 @@ def _continued(
     hypotheses: list[list[Hypothesis]],
     most: Sequence[int],
 ) -> tuple[_Running, Tensor]:
-    """The hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each; what
-    finishes is added to ``hypotheses``. ``width``: how many a sentence has now."""
+    """Return the hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each;
+    finished ones are added to ``hypotheses``. ``width``: how many a sentence has now."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
     require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
@@ -138,7 +138,7 @@ def _continued(
 
 
 def _done(running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], most: Sequence[int]) -> bool:
-    """Whether a sentence has its translation."""
+    """Return whether a sentence has its translation."""
     sentence = int(running.sentences[row])
     finished, limit, best = hypotheses[sentence], most[sentence], float(running.scores[row, 0])
     if running.length > limit or len(finished) >= search.beam:

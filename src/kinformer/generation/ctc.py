@@ -1,4 +1,4 @@
-"""What connectionist temporal classification has heard: symbols of the class at each position (Graves et al. 2006).
+"""Decoding of connectionist temporal classification: symbols from the class at each position (Graves et al. 2006).
 
 A path gives a class to every position; its labelling drops repeats, then blanks. ``greedy`` takes the labelling of the
 most probable path, ``prefix_beam`` the labelling whose paths are most probable together, as far as its beam finds it
@@ -18,13 +18,13 @@ LEAST_PROBABILITY = 1e-4
 
 
 class Greedy:
-    """The most probable path, heard piece by piece."""
+    """The most probable path, decoded part by part."""
 
     def __init__(self) -> None:
         self._last = BLANK
 
     def feed(self, logits: Tensor) -> list[int]:
-        """The symbols that ``logits`` [time, classes] add to what was heard before."""
+        """Return the symbols that ``logits`` [time, classes] add to the earlier ones."""
         path = logits.argmax(-1).tolist()
         before = [self._last, *path][: len(path)]
         self._last = path[-1] if path else self._last
@@ -32,12 +32,13 @@ class Greedy:
 
 
 def greedy(logits: Tensor) -> list[int]:
-    """The labelling of the most probable path through ``logits`` [time, classes]."""
+    """Return the labelling of the most probable path through ``logits`` [time, classes]."""
     return Greedy().feed(logits)
 
 
 def prefix_beam(logits: Tensor, beam: int) -> list[int]:
-    """The most probable labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every position.
+    """Return the most probable labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every
+    position.
 
     Classes below 1 in 10,000 at a position are passed over.
     """
@@ -55,7 +56,8 @@ def prefix_beam(logits: Tensor, beam: int) -> list[int]:
 def _step(
     prefixes: dict[tuple[int, ...], tuple[float, float]], classes: dict[int, float]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Prefixes after one more position: of each the log-probabilities of its paths that end in a blank, or do not."""
+    """Return the prefixes after one more position: of each the log-probabilities of its
+    paths that end in a blank, or do not."""
     blanks: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
     others: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
     for prefix, (blank, other) in prefixes.items():
@@ -72,6 +74,6 @@ def _step(
 
 
 def _sum(a: float, b: float) -> float:
-    """log(exp a + exp b)."""
+    """Return log(exp a + exp b) without overflow."""
     low, high = min(a, b), max(a, b)
     return high if low == -inf else high + log1p(exp(low - high))

@@ -22,8 +22,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Least(NamedTuple):
-    """Of how many elements float32 matrices are packed: for one row, of a model whose matrices have less than ``cache``
-    bytes (``cached``) or more (``streamed``), and for ``more`` rows. ``where``: measured on what.
+    """The least number of elements of packed float32 matrices: for one row, of a model whose matrices have less than
+    ``cache`` bytes (``cached``) or more (``streamed``), and for ``more`` rows. ``where`` names the machine of the
+    measurement.
 
     Matrices of bfloat16 are always packed.
     """
@@ -67,12 +68,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _recorded() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """:func:`_linear` for recordings of a step, which take the operator's empty list in no other way."""
+    """The form of :func:`_linear` for recordings of a step, which take the operator's empty list in no other way."""
     return torch.jit.script(_linear)
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether this machine and build of PyTorch can pack ``model``: on a CPU, in float32 or bfloat16."""
+    """Return whether this machine and build of PyTorch can pack ``model``: on a CPU, in float32 or bfloat16."""
     weight = next(model.parameters())
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -84,7 +85,8 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
-    """A copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model`` itself.
+    """Return a copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model``
+    itself.
 
     The copy is for inference (it cannot be trained or saved); where :func:`can_pack` says no, ``model`` is returned.
     Chunks of any length still work, ``rows`` only decides the layout. ``least``: of how many elements a float32 matrix
@@ -106,7 +108,7 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
 
 
 def _least(model: nn.Module, rows: int) -> int:
-    """Of how many elements float32 matrices of ``model`` are packed here."""
+    """Return the least number of elements of packed float32 matrices of ``model`` on this machine."""
     table = LEAST[processor_class()]
     if rows > 1:
         return table.more

@@ -1,4 +1,4 @@
-"""What cannot be recorded of a step: what the host reads of the data, and shapes that depend on it."""
+"""The limits of recorded steps: nothing that the host reads of the data, and no shapes that depend on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class UnrecordableError(Exception):
-    """Why a step has to be made in Python; ``steps``: after how many more it may be otherwise, None where unknown."""
+    """The reason why a step has to be made in Python; ``steps``: after how many
+    more to try again, None where unknown."""
 
     def __init__(self, reason: str, steps: int | None = None) -> None:
         super().__init__(reason)
@@ -24,13 +25,13 @@ class UnrecordableError(Exception):
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Within it, what no recording can hold raises an :class:`UnrecordableError`."""
+    """Raise an :class:`UnrecordableError` for anything within the context that no recording can hold."""
     with _Watching(), _WatchedReads():
         yield
 
 
 class _Watching(TorchDispatchMode):
-    """Refuses operators whose result the host reads, or whose shape depends on the data."""
+    """A mode that refuses operators whose result the host reads, or whose shape depends on the data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _TAGS & set(func.tags) and not _plain_index(func, args):
@@ -41,13 +42,13 @@ class _Watching(TorchDispatchMode):
 
 
 def _plain_index(func: Any, args: Any) -> bool:
-    """Whether ``func`` indexes by numbers: only masks make a shape of their own."""
+    """Return whether ``func`` indexes by numbers: only masks make a shape that depends on the data."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
 
 
 class _WatchedReads(TorchFunctionMode):
-    """Refuses what reads tensors without an operator."""
+    """A mode that refuses reads of tensors without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS:

@@ -41,7 +41,7 @@ Way = Callable[[Tensor, Any], tuple[tuple[Tensor, ...], Any]]
 
 
 def logits_after(model: Any, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
+    """Return logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
     inputs, state = model.head_inputs(tokens, state)
     return model.logits(states.map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
@@ -62,7 +62,7 @@ class Recording:
         self.holds = Unchanged(parts).holds
 
     def begin(self, state: Any) -> RecordedStep | None:
-        """Steps from ``state`` on; None where that has other sizes, for which it was not checked."""
+        """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
         if autocast_dtype(next(states.tensors(state)).device) is not None or _form(state) != self._form:
             return None
         if any(now < then for now, then in zip(_past(state), self._past, strict=True)):
@@ -81,16 +81,16 @@ class RecordedStep:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the buffers hold another token and the model is what was recorded."""
+        """Return whether the buffers hold another token and the model is unchanged."""
         room = all(stop < part.capacity for part, (_, stop) in zip(self._parts, self._bounds, strict=True))
         return room and self.recording.holds()
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
+        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
         return self.go(tokens, 0)[0]
 
     def go(self, values: Tensor, way: int) -> Sequence[Tensor]:
-        """What comes out of a step of ``values`` by a ``way``, which the state absorbs."""
+        """Return the outputs of a step of ``values`` by a ``way``, which the state absorbs."""
         views: list[Tensor] = []
         after = []
         for part, (start, stop), retained in zip(self._parts, self._bounds, self.recording.retained, strict=True):
@@ -104,13 +104,13 @@ class RecordedStep:
         return outputs[:views_count]
 
     def release(self) -> Any:
-        """The state, for steps in Python; this object is then done with."""
+        """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
         return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
 def record(model: Any, tokens: Tensor, state: Any) -> Recording:
-    """The recorded step of ``model`` from ``state`` on, which is not stepped yet.
+    """Return the recorded step of ``model`` from ``state`` on, which is not stepped yet.
 
     ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
 
@@ -125,8 +125,8 @@ def record(model: Any, tokens: Tensor, state: Any) -> Recording:
 
 
 def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor, state: Any) -> Recording:
-    """The recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a model; otherwise
-    as :func:`record`."""
+    """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
+    model; otherwise like :func:`record`."""
     reserved = _parts(state)
     if any(part.slots.stop >= part.capacity for part in reserved):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
@@ -149,7 +149,7 @@ def record_ways(ways: Sequence[Way], parts: Sequence[nn.Module], values: Tensor,
 def _recorded(
     way: Way, values: Tensor, state: Any, weights: Sequence[Tensor]
 ) -> tuple[Run, list[int | None], list[Tensor]]:
-    """A ``way`` written down, how many past slots each reservation keeps, and what it gives and leaves as the state."""
+    """Return a recorded ``way``, how many past slots each reservation retains, and its outputs and state."""
     parts = _parts(state)
     opened = _opened(state, [(part.slots.start, part.slots.stop) for part in parts])
     random = torch.get_rng_state()
@@ -193,20 +193,20 @@ def _traced(way: Way, values: Tensor, opened: Any, weights: Sequence[Tensor]) ->
 
 
 def _inputs(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """The weights that a recording must be given, as it cannot hold them: those that learn or are packed."""
+    """Return the weights that a recording takes as inputs, as it cannot hold them: those that learn or are packed."""
     every = nn.ModuleList(parts)
     packed = [module.packed for module in every.modules() if isinstance(module, PackedLinear)]
     return [*packed, *(weight for weight in every.parameters() if weight.requires_grad)]
 
 
 def _same(one: Run, other: Run) -> bool:
-    """Whether two recordings are the same operators with the same constants."""
+    """Return whether two recordings are the same operators with the same constants."""
     pairs = zip_longest(_written(one), _written(other), fillvalue=(None, None, None))
     return all(a[:2] == b[:2] and _equal(a[2], b[2]) for a, b in pairs)
 
 
 def _written(run: Run) -> Iterator[tuple[Any, Any, Any]]:
-    """Of each operator its kind, the numbers of what it takes, and what it holds where it is a constant."""
+    """Return of each operator its kind, the numbers of its inputs, and its value where it is a constant."""
     graph = run.graph  # type: ignore[attr-defined]
     numbers = {value.debugName(): number for number, value in enumerate(graph.inputs())}
     for node in graph.nodes():
@@ -224,13 +224,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _form(state: Any) -> Any:
-    """What a recording does not read of the state again."""
+    """Return the parts of the state that a recording does not read again, such as types and sizes."""
     bounds = [(part.capacity, part.slots.full) for part in _parts(state)]
     return bounds, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _past(state: Any) -> list[int]:
-    """How many slots of each reservation are the past."""
+    """Return how many slots of each reservation are the past."""
     return [part.slots.stop - part.slots.start for part in _parts(state)]
 
 
@@ -241,13 +241,14 @@ def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def _longest(part: ReservedSlots, retained: int | None) -> tuple[int, int]:
-    """Bounds of the longest past, before a token, that the buffers of ``part`` can hold."""
+    """Return the bounds of the longest past, before a token, that the buffers of ``part`` can hold."""
     last = part.capacity - 1
     return (0, last) if retained is None else (max(0, last - retained), last)
 
 
 def _mapped(state: Any, part: Callable[[ReservedSlots], Any], leaf: Callable[[Tensor], Any]) -> Any:
-    """The structure of ``state`` with ``part`` of its reserved slots and ``leaf`` of its other tensors, in order."""
+    """Return the structure of ``state`` with ``part`` of its reserved slots and
+    ``leaf`` of its other tensors, in order."""
     if isinstance(state, Tensor):
         return leaf(state)
     if isinstance(state, ReservedSlots):
@@ -265,7 +266,7 @@ def _parts(state: Any) -> list[ReservedSlots]:
 
 
 def _leaves(state: Any) -> list[Tensor]:
-    """All tensors of a state but the buffers of reserved slots."""
+    """Return all tensors of a state but the buffers of reserved slots."""
     leaves: list[Tensor] = []
     _mapped(state, lambda part: leaves.append(part.seen), leaves.append)
     return leaves

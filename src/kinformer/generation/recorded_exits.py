@@ -1,4 +1,4 @@
-"""A step of a model whose tokens leave early, recorded in pieces, from exit to exit.
+"""A step of a model with early exits, recorded in segments from exit to exit.
 
 Behind each piece the host reads whether the token goes on. Every piece is recorded in two ways: the token runs through
 it, or it left before and the piece's layers only absorb it (``stacks.exits``). One sequence at a time, for the tokens
@@ -22,23 +22,24 @@ RUNS, HAS_LEFT = 0, 1
 
 
 def leaves_early(model: Any) -> bool:
-    """Whether tokens of ``model`` may leave by an exit before the last, and it can be stepped from exit to exit."""
+    """Return whether tokens of ``model`` may leave by an exit before the last,
+    and it can be stepped from exit to exit."""
     stack = getattr(model, "stack", None)
     return isinstance(stack, Stack) and stack.leaves_early and hasattr(model, "until_exit")
 
 
 class ExitsRecording:
-    """As :class:`Recording`, of ``pieces`` that step the states of the layers before each exit."""
+    """A :class:`Recording` per segment; ``pieces`` step the states of the layers before each exit."""
 
     def __init__(self, stack: Any, pieces: Sequence[Recording]) -> None:
         self._stack, self.pieces = stack, pieces
 
     def holds(self) -> bool:
-        """Whether the model is what was recorded."""
+        """Return whether the model is unchanged since the recording."""
         return all(piece.holds() for piece in self.pieces)
 
     def begin(self, state: Any) -> RecordedExits | None:
-        """Steps from ``state`` on; None where that has other sizes, for which it was not checked."""
+        """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
         steps = [piece.begin(part) for piece, part in zip(self.pieces, _split(self._stack, state), strict=True)]
         return None if None in steps else RecordedExits(self._stack, [step for step in steps if step is not None])
 
@@ -52,11 +53,11 @@ class RecordedExits:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the buffers hold another token and the model is what was recorded."""
+        """Return whether the buffers hold another token and the model is unchanged."""
         return all(piece.goes_on for piece in self._pieces)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
+        """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
         leaves, hidden, logits = len(self._pieces) - 1, tokens, tokens
         for number, (piece, asks) in enumerate(zip(self._pieces, self._asks, strict=True)):
             if number > leaves:
@@ -69,13 +70,13 @@ class RecordedExits:
         return logits[:, 0]
 
     def release(self) -> Any:
-        """The state, for steps in Python; this object is then done with."""
+        """Return the state, for steps in Python; this object must not be used any more."""
         states = [piece.release() for piece in self._pieces]
         return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
 
 
 def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
-    """The recorded step of ``model``, whose tokens may leave early; otherwise as ``recorded.record``."""
+    """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
     stack = model.stack
     if len(tokens) > 1:
         raise UnrecordableError("tokens of unlike rows leave by unlike exits")
@@ -91,6 +92,6 @@ def record_exits(model: Any, tokens: Tensor, state: Any) -> ExitsRecording:
 
 
 def _split(stack: Any, state: Any) -> Iterator[Any]:
-    """The states of the layers before each exit."""
+    """Return the states of the layers before each exit."""
     for number in range(len(stack.exits)):
         yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

@@ -1,5 +1,4 @@
-"""What recordings of steps share with their model: they are kept with it, freed with it, and hold as long as it is what
-it was when they were made."""
+"""The recordings of a model's steps: they are stored with it, freed with it, and valid as long as it is unchanged."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ class Recordings(list[Any]):
 
 
 def recordings_of(model: nn.Module) -> Recordings:
-    """Those kept with ``model``, in an attribute, so that garbage collection frees them together."""
+    """Return the recordings of ``model``, stored in an attribute, so that garbage collection frees them together."""
     kept: Recordings = vars(model).setdefault("_recordings", Recordings())
     kept[:] = [recording for recording in kept if recording.holds()]
     return kept
 
 
 class Unchanged:
-    """Whether some modules are what they were when this was made: the same submodules, parameters and buffers with the
-    same values, in the same mode, without hooks. Other attributes of modules are not looked at.
+    """A check whether some modules are unchanged: the same submodules, parameters and buffers with the same values, in
+    the same mode, without hooks. Other attributes of modules are not compared.
 
     A look takes some ten microseconds, since loops run in C: a step's lists and objects are made once.
     """
@@ -55,7 +54,7 @@ class Unchanged:
         self._then = self._facts()
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         items = self._present()
         if any(self._hooks) or len(items) != len(self._items) or not all(map(is_, items, self._items)):
             return False

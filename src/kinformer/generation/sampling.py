@@ -32,7 +32,8 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: ``temperature`` 0 takes the most probable, ``seed`` None is PyTorch's next number."""
+    """The settings of sampling: ``temperature`` 0 takes the most probable token,
+    ``seed`` None is PyTorch's next number."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -53,7 +54,7 @@ class Sampling:
 
 
 def sampling_of(options: SamplingOptions) -> Sampling:
-    """The keywords of a call as :class:`Sampling`; an unknown one is an error that names the nearest."""
+    """Return the keywords of a call as :class:`Sampling`; an unknown one is an error that names the nearest."""
     for name in options:
         if name not in SamplingOptions.__annotations__:
             raise KinformerError(
@@ -73,7 +74,7 @@ class UniformStreams:
         self._block = torch.empty(0)
 
     def next(self, device: torch.device) -> Tensor:
-        """The next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
+        """Return the next number of each row's stream, [batch, 1] float64, at least 0 and below 1 by 2^-48."""
         block, index = divmod(self.drawn, _BLOCK)
         self.drawn += 1
         if index == 0 or len(self._block) == 0:
@@ -95,13 +96,13 @@ class TokenSampler:
         self._uniforms = UniformStreams(sampling.seed, streams)
 
     def fork(self, copies: int) -> TokenSampler:
-        """Each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
+        """Return a sampler of each row ``copies`` times; row r's copy j draws from stream ``r * copies + j`` on."""
         forked = TokenSampler(self.sampling, range(len(self.streams) * copies) if copies > 1 else self.streams)
         forked._uniforms.drawn = self._uniforms.drawn
         return forked
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens [batch] int64 for ``logits`` [batch, vocab]."""
+        """Return tokens [batch] int64 for ``logits`` [batch, vocab]."""
         if self.sampling.temperature == 0:
             return logits.argmax(dim=-1)
         probabilities, tokens = candidates(logits, self.sampling)
@@ -117,7 +118,8 @@ def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Weights [batch, n] float64 (0 where excluded) and the tokens [batch, n] they belong to; None: all, in order."""
+    """Return weights [batch, n] float64 (0 where excluded) and the tokens [batch,
+    n] they belong to; None: all, in order."""
     tokens = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits, tokens = logits.topk(sampling.top_k, dim=-1)

@@ -74,23 +74,23 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The seed of all draws, also when none was given."""
+        """Return the seed of all draws, also when the caller named none."""
         assert self._sampler.sampling.seed is not None
         return self._sampler.sampling.seed
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, drawn ones included."""
+        """Return the number of tokens of the longest row, drawn ones included."""
         return max(self._lengths)
 
     @property
     def finished(self) -> bool:
-        """Whether every row has met a stop sequence."""
+        """Return whether every row has met a stop sequence."""
         return self._stops.all_ended
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the state holds now for all rows, reserved room included."""
+        """Return the bytes that the state holds now for all rows, reserved room included."""
         return 0 if self._state is None else states.nbytes(self._state)
 
     def require(self, draws: int, counts: Sequence[int] = ()) -> None:
@@ -141,7 +141,8 @@ class Session:
         return tokens.clone()
 
     def stream(self, max_new_tokens: int | None = None) -> Iterator[list[int]]:
-        """Each step's tokens, one per row, before the next are computed; ends with the last row's stop sequence."""
+        """Yield each step's tokens, one per row, before the next are computed;
+        end with the last row's stop sequence."""
         if max_new_tokens is not None:
             self.require(max_new_tokens)
         drawn = 0
@@ -150,7 +151,7 @@ class Session:
             drawn += 1
 
     def fork(self, copies: int = 1) -> Session:
-        """An independent session with each row ``copies`` times, one after the other; both may go on.
+        """Return an independent session with each row ``copies`` times, one after the other; both may go on.
 
         One copy draws what this session would; of several, row r's copy j draws from stream ``r * copies + j``.
         """
@@ -171,7 +172,7 @@ class Session:
         return forked
 
     def _absorb(self, tokens: Tensor, valid: Tensor | None) -> None:
-        """One chunk into the state; the logits after each row's last token (unchanged where a row has none)."""
+        """Absorb one chunk; return the logits after each row's last token (unchanged where a row has none)."""
         if valid is None:
             with few_rows(tokens.device, tokens.numel() < FEW):
                 self._logits, self._state = logits_after(self.model, tokens, self._state)
@@ -185,7 +186,7 @@ class Session:
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
 
     def _counts(self, tokens: Tensor, valid: Tensor | None) -> list[int]:
-        """How many tokens each row gains; wrong shapes, ids and empty rows are refused here."""
+        """Return how many tokens each row gains; wrong shapes, ids and empty rows are refused here."""
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or (valid is not None and valid.shape != tokens.shape):
             shapes = f"{tuple(tokens.shape)}" + ("" if valid is None else f" with valid {tuple(valid.shape)}")
             raise KinformerError(f"tokens must be [batch = {self.batch}, time], but have the shape {shapes}.")
@@ -213,7 +214,7 @@ class Session:
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """The model in eval mode, and back in training mode afterwards if it was."""
+    """Put the model in eval mode, and back in training mode afterwards if it was."""
     training = isinstance(model, nn.Module) and model.training
     if not isinstance(model, nn.Module) or not training:
         yield
@@ -234,7 +235,7 @@ def generate(
     valid: Tensor | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; returns the new ones [batch, new].
+    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; return the new ones [batch, new].
 
     The prompt may also be a NumPy array, or lists of ids of one length.
     ``valid`` [batch, time] bool marks the real tokens of prompts of different lengths. A row ends with the first of the
@@ -262,7 +263,7 @@ def generate(
 
 
 def _tokens(prompt: Tensor | np.ndarray | Sequence[Sequence[int]]) -> Tensor:
-    """The prompt as a tensor [batch, time]; of an array or lists int64."""
+    """Return the prompt as a tensor [batch, time]; of an array or lists int64."""
     if not isinstance(prompt, Tensor):
         try:
             ids = np.asarray(prompt)

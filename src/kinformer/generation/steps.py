@@ -1,4 +1,4 @@
-"""How a session makes its steps: in Python, and in long generation by a recording of one."""
+"""The steps of a session: in Python, and in long generation by a recording of one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ EARLY, LATE = 16, 256
 
 
 class Steps:
-    """Steps of ``model``; ``room`` tokens are expected, and with ``recorded`` they are recorded where that can be."""
+    """The steps of ``model``; ``room`` tokens are expected, and with
+    ``recorded`` they are recorded where that can be."""
 
     def __init__(self, model: Any, room: int, recorded: bool) -> None:
         self.model, self.recorded = model, recorded
@@ -35,10 +36,9 @@ class Steps:
         self._recording: Recording | ExitsRecording | None = None
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
+        """Return logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
 
-        While a recording runs it keeps the state; what is returned stands for it until it is asked for by
-        :meth:`settled`.
+        While a recording runs it holds the state; the state returned stands for it until :meth:`settled` resolves it.
         """
         self.require_dtype()
         self.made += 1
@@ -62,13 +62,13 @@ class Steps:
             )
 
     def settled(self, state: Any) -> Any:
-        """The state behind all steps; ``state`` is what the last one returned."""
+        """Return the state behind all steps; ``state`` is the one that the last step returned."""
         if self.running is not None:
             state, self.running = self.running.release(), None
         return state
 
     def _recorded(self, tokens: Tensor, state: Any) -> RecordedStep | RecordedExits | None:
-        """The step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
         if not self.recorded:
             return None
         for recording in self._earlier():
@@ -85,7 +85,7 @@ class Steps:
         return None
 
     def _earlier(self) -> Sequence[Recording | ExitsRecording]:
-        """Recordings that may serve: this session's last one, and now and then those of others of the model."""
+        """Return recordings that may serve: this session's last one, and now and then those of others of the model."""
         if self._recording is not None and not self._recording.holds():
             self._recording, self.record_at = None, self.made + EARLY
         if self._recording is not None:
@@ -94,12 +94,12 @@ class Steps:
 
 
 def _dtype(model: Any) -> torch.dtype | None:
-    """Of the first weight that is no whole number."""
+    """Return the dtype of the first weight that is not an integer."""
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
 def _has_slots(state: Any) -> bool:
-    """Whether each row attends to slots of its own."""
+    """Return whether each row attends to slots of its own."""
     if isinstance(state, Tensor):
         return False
     return isinstance(state, ReservedState) or bool(getattr(state, "slots", ())) or any(map(_has_slots, state))

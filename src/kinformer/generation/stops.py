@@ -1,4 +1,4 @@
-"""Where generation ends: sequences of tokens, or strings in the text."""
+"""The end of generation: sequences of tokens, or strings in the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class StopTokens:
-    """Watches each row for any of some token sequences, however steps cut them; ended rows repeat their last token."""
+    """A watch on each row for any of some token sequences, however steps cut
+    them; ended rows repeat their last token."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], batch: int) -> None:
         self.sequences = [_ids(sequence) for sequence in sequences]
@@ -29,7 +30,7 @@ class StopTokens:
         return bool(self.sequences) and all(self.ended)
 
     def watch(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [batch] as they are reported: those of ended rows replaced by the row's last token."""
+        """Return ``tokens`` [batch] as they are reported: those of ended rows replaced by the row's last token."""
         fresh = tokens.tolist()
         held = [tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)]
         for row, token in enumerate(held):
@@ -39,7 +40,7 @@ class StopTokens:
         return tokens if held == fresh else tokens.new_tensor(held)
 
     def fork(self, copies: int) -> StopTokens:
-        """Each row ``copies`` times."""
+        """Return a watch on each row ``copies`` times."""
         forked = StopTokens(self.sequences, 0)
         forked.tails = [tail for tail in self.tails for _ in range(copies)]
         forked.ended = [ended for ended in self.ended for _ in range(copies)]
@@ -56,7 +57,7 @@ def _ids(sequence: Sequence[int]) -> tuple[int, ...]:
 
 
 class StopText:
-    """Passes text on until one of some strings appears in it; what may be the beginning of one waits.
+    """A filter that passes text on until one of some strings appears in it; a possible beginning of one waits.
 
     The stop string itself is not passed on, and nothing after it.
     """
@@ -69,7 +70,7 @@ class StopText:
         self._waiting = ""
 
     def feed(self, text: str) -> str:
-        """What of the text so far can be shown now."""
+        """Return the part of the text so far that can be shown now."""
         if self.stopped:
             return ""
         text = self._waiting + text
@@ -82,12 +83,12 @@ class StopText:
         return text[:shown]
 
     def finish(self) -> str:
-        """What was waiting when the text ended without a stop."""
+        """Return the text that was waiting when generation ended without a stop."""
         text, self._waiting = self._waiting, ""
         return text
 
     def _beginning(self, text: str) -> int:
-        """Length of the longest end of ``text`` with which some stop string begins."""
+        """Return the length of the longest end of ``text`` with which some stop string begins."""
         most = max((len(string) - 1 for string in self.strings), default=0)
         sizes = range(min(most, len(text)), 0, -1)
         return next((n for n in sizes if any(string.startswith(text[-n:]) for string in self.strings)), 0)

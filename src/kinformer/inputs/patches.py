@@ -121,6 +121,7 @@ class Patches(Input):
         grid, patch = self.grid(values), self.config.patch
         x = self._normalised(values)
         x = functional.pad(x, (0, grid[1] * patch - x.shape[3], 0, grid[0] * patch - x.shape[2]))
+        # A convolution whose stride is its kernel is one product of flattened patches.
         x = x.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch))  # [batch, channels, rows, p, columns, p]
         x = self.projection(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         if self.config.activation != "none":

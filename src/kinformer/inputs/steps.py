@@ -104,6 +104,7 @@ class Steps(Input):
         states = self._product(self.states, self._normalised(local[..., : self.config.state_dim]))
         actions = self._product(self.actions, local[..., : self.config.action_dim])
         kind = kind[..., None]
+        # All three products are computed everywhere: picking rows by kind would give shapes that depend on the data.
         x = torch.where(kind == RETURN, returns, torch.where(kind == STATE, states, actions))
         x = x + self.timesteps(timestep.long().clamp(0, self.config.timesteps - 1))
         return x if self.norm is None else self.norm(x)

@@ -85,10 +85,12 @@ class ACT(nn.Module):
         """Decide after a step from x to y, [batch, time, dim] each; y of halted tokens is ignored."""
         number, out, halted, running = progress
         p = ((x.to(halted.dtype) * self.w.to(halted.dtype)).sum(-1) + self.b).sigmoid()
+        # h + p > threshold halts the token now, with the remainder 1 - h as its weight.
         still = running & (halted + p <= self.config.threshold)
         rest = torch.where(running & ~still, 1 - halted, 0.0)
         share = torch.where(still, p, rest)[..., None]
         if self.config.output == "basic":
+            # u y + (1 - u) out
             out = torch.lerp(out, y.to(out.dtype), share)
         else:
             out = out + share * y.to(out.dtype)

@@ -63,6 +63,7 @@ class ThresholdRule(ExitRule):
         level = self.thresholds[at.number]
         if self.decay_tokens is None:
             return level
+        # Equation 5, with lambda the level and t the position
         return (0.9 * level + 0.1 * (-at.positions.double() / self.decay_tokens).exp()).clamp(0.0, 1.0)
 
     def forward(self, at: AtExit) -> Tensor:
@@ -139,6 +140,7 @@ class ExitClassifier(ThresholdRule):
             item = functional.binary_cross_entropy_with_logits(logits, agrees.to(logits.dtype), reduction="none")
             classes = []
             for which in (agrees & seen.valid, ~agrees & seen.valid):
+                # The mean within each answer, so that both weigh alike however rare one is.
                 classes.append(torch.where(which, item, 0.0).sum() / which.sum().clamp_min(1))
             costs.append(0.5 * (classes[0] + classes[1]))
         return torch.stack(costs).mean()

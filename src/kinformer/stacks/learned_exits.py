@@ -110,6 +110,7 @@ class Geometric(ThresholdRule):
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
         logits = torch.stack([self._logits(x, number) for number, x in enumerate(hidden[:-1])], dim=-1)
+        # ln prod_{m <= n} (1 - chi^m), by logarithms so that long products do not underflow
         stays = functional.logsigmoid(-logits).cumsum(-1)
         before = functional.pad(stays[..., :-1], (1, 0))
         return torch.cat([functional.logsigmoid(logits) + before, stays[..., -1:]], dim=-1)
@@ -140,6 +141,7 @@ def smoothed(scores: Tensor, seen: AllExits, width: float) -> Tensor:
     if width == 0:
         return scores
     time = torch.arange(scores.shape[-1], device=scores.device, dtype=scores.dtype)
+    # exp(-|t - t'|^2 / sigma)
     weights = torch.exp(-((time[:, None] - time) ** 2) / width)
     same = (seen.sequence[:, :, None] == seen.sequence[:, None]) & seen.valid[:, None]
     return torch.einsum("btu,ebu->ebt", torch.where(same, weights, 0.0), scores)

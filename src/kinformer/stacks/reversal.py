@@ -89,6 +89,7 @@ class LayerUse:
             undo_state = mixers.pop() if branch.mixes else ((), [], ())
             with self.autocast(), drawn():
                 added, grads = self._undone(branch, a, undo_state, of_b, weights)
+            # x = y - F(..): the streams before the branch
             a, b = b - added, a
             of_a, of_b = of_b, _sum(of_a, grads[0])
             count = 1 + len(undo_state[1])

@@ -130,6 +130,7 @@ class Reversible(Stack):
         for part in states.reserved_parts(state):
             part.refuse_graph()
         trail = Trail()
+        # y - F(..) restores x up to the rounding of the streams, which are therefore float32 at least.
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
         for number, index in enumerate(self.order):

@@ -130,6 +130,7 @@ class Universal(Stack):
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
+                # A halted token's vector stays as it is, whatever the layer returned for it.
                 x = torch.where(self._running(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)

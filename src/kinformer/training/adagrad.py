@@ -15,7 +15,7 @@ EPS = 1e-10
 
 
 class ClippedAdagrad(Optimizer):
-    """With g the gradient of one parameter tensor (Sukhbaatar et al. 2019, the authors' code):
+    """The optimiser; with g the gradient of one parameter tensor (Sukhbaatar et al. 2019, the authors' code):
 
         sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps)
 
@@ -28,7 +28,7 @@ class ClippedAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update by the gradients that there are."""
+        """Make one update from the present gradients."""
         assert closure is None, "the loss is not computed again"
         for group in self.param_groups:
             for parameter in group["params"]:

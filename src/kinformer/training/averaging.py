@@ -30,27 +30,27 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after update number ``step``, counted from 0."""
+        """Add the weights after update number ``step``, counted from 0."""
         if self.named:
             torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
 
     def applied(self) -> AbstractContextManager[None]:
-        """The model with the mean for its weights meanwhile."""
+        """Give the model the mean for its weights within the context."""
         return _swapped(self.named, self.means)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The means by the names of their parameters, spread over processes as these are."""
+        """Return the means by the names of their parameters, sharded over processes as these are."""
         return self.means
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from the means of a checkpoint, whole tensors by name."""
+        """Continue from the means of a checkpoint, whole tensors by name."""
         for name, mean in self.means.items():
             mean.copy_(like(mean, tensors[name]))
 
 
 def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int]) -> dict[str, Tensor]:
-    """The mean of the weights of ``model`` and of the checkpoints of ``steps``, spread over processes as the model's
-    are; what is no floating-point number is the model's."""
+    """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
+    model's are; tensors that are not floating-point are the model's."""
     local = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
     total = {name: weight.to(torch.float64, copy=True) for name, weight in local.items()}
     for step in steps:
@@ -61,14 +61,14 @@ def mean_weights(model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int
 
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """``model`` with other weights meanwhile, by name, spread over processes as the model's are."""
+    """Give ``model`` other weights within the context, by name, sharded over processes as the model's are."""
     local = model.state_dict()
     return _swapped({name: local[name] for name in weights}, weights)
 
 
 @contextmanager
 def _swapped(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """``weights`` tensors with what the ``others`` hold meanwhile."""
+    """Give the tensors ``weights`` the values of ``others`` within the context."""
     before = {name: value.detach().clone() for name, value in weights.items()}
     _put(weights, others)
     try:

@@ -1,6 +1,6 @@
-"""What is common to all batches: a task's own NamedTuple of tensors [rows, ...], states or None, a row for each
-example, whose ``size`` is how many positions it holds (tokens, frames), padding included: what speed is counted in. The
-first field that is there is a tensor."""
+"""The form of all batches: a task's NamedTuple of tensors [batch, ...], states or None, a row for each
+example. Its ``size`` is how many positions it holds (tokens, frames), padding included: the unit of speed.
+The first field that is there is a tensor."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ B = TypeVar("B")
 
 
 def map_fields(batch: B, change: Callable[[Tensor], Tensor]) -> B:
-    """``change`` of every tensor."""
+    """Apply ``change`` to every tensor of a batch."""
     fields: Any = batch
     return type(fields)(*(None if field is None else states.map_tensors(change, field) for field in fields))
 
 
 def rows_of(batch: Any) -> int:
-    """How many it has."""
+    """Return the number of rows of a batch."""
     return next(len(field) for field in batch if field is not None)
 
 
 def take_rows(batch: B, part: slice) -> B:
-    """Some of its rows."""
+    """Return the rows ``part`` of a batch."""
     return map_fields(batch, lambda field: field[part])
 
 
 def device_of(batch: Any) -> torch.device:
-    """Where its tensors are."""
+    """Return the device of a batch's tensors."""
     return next(field.device for field in batch if field is not None)

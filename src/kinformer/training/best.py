@@ -1,4 +1,4 @@
-"""The best weights of a run: ``model.safetensors``, whose metadata says at which step they were and how good.
+"""The best weights of a run: ``model.safetensors``, whose metadata has their step and their metrics.
 
 A run that was never validated keeps its newest weights there, without figures.
 """
@@ -24,8 +24,8 @@ _FIGURES, _STEP = "figures", "step"
 
 
 def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
-    """The figures of the best validation in a run folder, the deciding one first, and its step; None if there is
-    none."""
+    """Return the metrics of the best validation in a run folder, the deciding one
+    first, and its step; None if there is none."""
     if not (folder / WEIGHTS).exists():
         return None
     metadata = load_tensors(folder / WEIGHTS)[1]
@@ -46,7 +46,7 @@ class Best:
             self.metrics, self.step = best
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are better than the best so far."""
+        """Return whether these metrics are better than the best so far."""
         best = self.metrics
         if best is None:
             return isfinite(metrics[self.metrics_in_order[0].name])
@@ -54,10 +54,10 @@ class Best:
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
-        """These are the best now."""
+        """Record ``metrics`` of step ``step`` as the best so far."""
         self.metrics, self.step = dict(metrics), step
 
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Keep the weights of ``step``."""
+        """Write the weights of ``step`` to the file."""
         noted = {} if self.metrics is None else {_FIGURES: json.dumps(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})

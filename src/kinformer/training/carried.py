@@ -1,4 +1,4 @@
-"""States that are carried from step to step: one per accumulated part of each process, kept in checkpoints by row."""
+"""States that are carried from step to step: one per accumulated part of each process, stored in checkpoints by row."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Carried:
         self.states: list[Any] = [None] * parts
 
     def clear(self) -> None:
-        """Reset to the initial state."""
+        """Reset all parts to the initial state."""
         self.states = [None] * len(self.states)
 
     def put(self, part: int, state: Any) -> None:
-        """Keep ``state`` for the next step, cut from its graph."""
+        """Store ``state`` for the next step, cut from its graph."""
         self.states[part] = states.detach(state)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
-        """Every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
+        """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
         if self.states[0] is None:
             return {}
         local = [leaf for state in self.states for leaf in states.tensors(state)]
@@ -42,7 +42,7 @@ class Carried:
         return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
 
     def load(self, tensors: Mapping[str, Tensor], template: Any, group: Group) -> None:
-        """Put back this process's share of what :meth:`tensors` gave. ``template`` is any state of the model."""
+        """Restore this process's share of the tensors of :meth:`tensors`. ``template`` is any state of the model."""
         if not tensors:
             return
         rows: dict[str, list[Tensor]] = {}
@@ -58,7 +58,7 @@ class Carried:
 
 
 def rebuilt(template: Any, leaves: list[Tensor]) -> Any:
-    """A state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
+    """Return a state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
     if len(leaves) != len(list(states.tensors(template))):
         raise KinformerError(
             f"the checkpoint's carried state has {len(leaves)} tensors but this model's has "

@@ -32,7 +32,7 @@ PAUSE = "KINFORMER_PAUSE"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``files``: named groups of tensors, on the CPU. ``numbers``: what JSON can hold."""
+    """A checkpoint: ``files`` are named groups of tensors, on the CPU, ``numbers`` anything that JSON can hold."""
 
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
@@ -46,12 +46,12 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, in order."""
+        """Return the steps that have a complete checkpoint, in order."""
         names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
         return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
 
     def path(self, step: int) -> Path:
-        """The folder of step ``step``."""
+        """Return the folder of step ``step``."""
         return self.folder / f"{_PREFIX}{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -77,7 +77,7 @@ class Checkpoints:
         self.tidy()
 
     def load(self) -> Checkpoint | None:
-        """The newest checkpoint, verified to the last byte; None if there is none."""
+        """Return the newest checkpoint, verified to the last byte; None if there is none."""
         steps = self.steps()
         if not steps:
             return None
@@ -98,13 +98,13 @@ class Checkpoints:
             raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
 
     def tidy(self) -> None:
-        """Remove what is older than the ones to keep, and what an interrupted write or removal left behind."""
+        """Remove checkpoints older than the ones to keep, and the remains of an interrupted write or removal."""
         self.clean()
         for step in self.steps()[: -self.keep]:
             self._remove(self.path(step))
 
     def clean(self) -> None:
-        """Remove what an interrupted write or removal left behind; only one process may write at a time."""
+        """Remove the remains of an interrupted write or removal; only one process may write at a time."""
         for path in self.folder.glob(f".{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -118,7 +118,8 @@ class Checkpoints:
 
     @contextmanager
     def surviving(self, place: Path) -> Iterator[None]:
-        """Where ``place`` cannot be written inside, one sentence says from where the run can go on."""
+        """Report in one sentence, where ``place`` cannot be written within the
+        context, from where the run can go on."""
         try:
             yield
         except (KinformerError, OSError) as error:

@@ -26,7 +26,7 @@ _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_ent
 
 
 def in_pieces(model: Any, rows: int) -> bool:
-    """Whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
+    """Return whether the cross-entropies of so many ``rows`` of a causal model are to be summed by :func:`summed`."""
     if not large(model, rows) or model._compiled_call_impl is not None:
         return False
     weight = model.head.product(model.input)[0]
@@ -34,13 +34,13 @@ def in_pieces(model: Any, rows: int) -> bool:
 
 
 def large(model: Any, rows: int) -> bool:
-    """Whether the logits of so many ``rows`` are one product, and many."""
+    """Return whether the logits of so many ``rows`` are one product, and many."""
     head = getattr(model, "head", None)
     return isinstance(head, OutputProduct) and rows * len(head.product(model.input)[0]) >= LOGITS
 
 
 def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """The sum over rows of the cross-entropies of ``targets`` [rows] int64, a scalar in float32 or wider.
+    """Return the sum over rows of the cross-entropies of ``targets`` [rows] int64, a scalar in float32 or wider.
 
     x: [rows, dim]; weight: [vocab, dim]; bias: [vocab] or None. Under autocast the products are in its type.
     """

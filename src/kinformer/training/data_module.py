@@ -1,4 +1,4 @@
-"""The rows of a task: those that a step learns from, those that validate, and the figures that come of them."""
+"""The data module of a task: the rows of a training step, the rows of a validation, and the metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kinformer.training.metric import Metric
 
 
 class DataModule:
-    """What a trainer asks of a task's data. Rows are a function of the step's number alone, so that nothing is to be
-    kept, unless the model itself makes them: see :meth:`begin` and :meth:`kept`.
+    """The interface between a trainer and a task's data. Rows are a function of the step's number alone, so that
+    checkpoints need not store any, unless the model itself makes them: see :meth:`begin` and :meth:`state_tensors`.
 
     ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
     minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
@@ -27,30 +27,31 @@ class DataModule:
 
     @property
     def validations(self) -> int:
-        """Batches of a validation."""
+        """Return how many batches a validation has."""
         raise NotImplementedError
 
     def begin(self, model: Any, state_tensors: Mapping[str, Tensor]) -> None:
-        """Before the first step: the ``model`` that learns from the rows, for those who ask it for them, and what
-        :meth:`kept` gave when the run that goes on was stopped (of a new one nothing)."""
+        """Prepare for the first step: take the ``model`` that learns from the rows, for tasks that need it, and the
+        tensors of :meth:`state_tensors` when the run was stopped (of a new run none)."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the next rows depend on besides the step's number and the weights, for a checkpoint."""
+        """Return the tensors on which the next rows depend besides the step's
+        number and the weights, for a checkpoint."""
         return {}
 
     def batch(self, step: int, rank: int, world: int) -> Any:
-        """The rows of process ``rank`` of ``world``, on the CPU."""
+        """Return the rows of process ``rank`` of ``world``, on the CPU."""
         raise NotImplementedError
 
     def validation(self, rank: int, world: int) -> Iterator[Any]:
-        """The process's rows of a fixed part of the validation split, as many batches for all processes."""
+        """Yield the process's rows of a fixed part of the validation split, as many batches for all processes."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, float] | None:
-        """The means of :attr:`sums` where validating is acting, with the model of :meth:`begin` in eval mode; None
-        where the objective scores the rows of :meth:`validation`."""
+        """Return the means of :attr:`sums` where validating is acting, with the model of :meth:`begin` in eval mode;
+        None where the objective scores the rows of :meth:`validation`."""
         return None
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        """The metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
+        """Return the metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
         raise NotImplementedError

@@ -41,11 +41,11 @@ class Group:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the files."""
+        """Return whether this process writes the files."""
         return self.rank == 0
 
     def wrap(self, step: nn.Module) -> nn.Module:
-        """``step`` under the strategy's engine; with FSDP the layers and what is left are sharded in place."""
+        """Wrap ``step`` by the strategy's engine; with FSDP the layers and the rest are sharded in place."""
         check_shared(step, self)
         if self.world == 1:
             return step
@@ -62,7 +62,7 @@ class Group:
         return cast(nn.Module, fully_shard(step, mesh=mesh))
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-        """Whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
+        """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
         if self.world > 1 and self.strategy == "fsdp":
             cast(Any, engine).set_requires_gradient_sync(wanted)
         elif self.world > 1 and not wanted:
@@ -70,18 +70,18 @@ class Group:
         return nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over processes."""
+        """Return the mean of ``values`` over processes."""
         return self.sum(values) / self.world
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes."""
+        """Return the sum of ``values`` over processes."""
         if self.world > 1:
             values = values.clone()
             distributed.all_reduce(values)
         return values
 
     def most(self, *numbers: float) -> list[float]:
-        """The largest of each number over processes."""
+        """Return the largest of each number over processes."""
         if self.world == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -89,7 +89,8 @@ class Group:
         return values.tolist()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What ``function`` gives on the first process, on all of them; so are its :class:`KinformerError`."""
+        """Return the result of ``function`` on the first process to all of
+        them, or raise its :class:`KinformerError`."""
         if self.world == 1:
             return function()
         outcome: list[Any] = [None, None]
@@ -104,7 +105,8 @@ class Group:
         return outcome[0]
 
     def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Each process's ``tensors`` (as many, of any shapes) on the CPU of the first, in order of rank; else []."""
+        """Return each process's ``tensors`` (as many, of any shapes) on the CPU of
+        the first, in order of rank; else []."""
         tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
         if self.world == 1:
             return [tensors]
@@ -122,7 +124,7 @@ class Group:
 
 
 def check_shared(model: nn.Module, group: Group) -> None:
-    """Refuse what several processes cannot train together."""
+    """Refuse models that several processes cannot train together."""
     if group.world == 1:
         return
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
@@ -144,13 +146,14 @@ def check_shared(model: nn.Module, group: Group) -> None:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun (or another launcher that sets its variables) started."""
+    """Return whether this process is one of several that torchrun (or another
+    launcher that sets its variables) started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 @contextmanager
 def join(device: str, strategy: Strategy) -> Iterator[Group]:
-    """The group that the launcher's environment variables describe, left in good order at the end.
+    """Join the group that the launcher's environment variables describe, and leave it in good order at the end.
 
     Hold no model or optimiser outside of the block.
     """
@@ -170,14 +173,14 @@ def join(device: str, strategy: Strategy) -> Iterator[Group]:
 
 
 def shutdown() -> None:
-    """Leave the process group: what still holds communication buffers is let go first, since exits abort otherwise."""
+    """Leave the process group: holders of communication buffers are freed first, since exits abort otherwise."""
     gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: int) -> T:
-    """Run ``function(*arguments)`` in ``processes`` new processes of this machine; returns what the first one returned.
+    """Run ``function(*arguments)`` in ``processes`` new processes of this machine; return the result of the first one.
 
     A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended them; a
     function that obeys a signal has to leave with ``SystemExit(128 + signal)``, since its result is not awaited then.
@@ -224,7 +227,8 @@ def launch(function: Callable[..., T], arguments: tuple[Any, ...], processes: in
 
 
 class _Withheld(logging.Filter):
-    """Keeps back what PyTorch's launcher says meanwhile, which of a killed process is nothing but its own stack."""
+    """A filter that holds back the messages of PyTorch's launcher, which for a killed
+    process are nothing but its own stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,11 +250,11 @@ class _Withheld(logging.Filter):
 
     @property
     def text(self) -> str:
-        """What was kept back, in lines."""
+        """Return the messages held back, in lines."""
         return "\n".join(record.getMessage() for record in self._records)
 
     def tell(self) -> None:
-        """Let out what was kept back."""
+        """Let out the messages held back."""
         for record in self._records:
             logging.getLogger(record.name).handle(record)
 

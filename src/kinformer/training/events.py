@@ -17,7 +17,8 @@ from kinformer.runtime.progress import note
 
 
 class EventFile:
-    """One file of events in ``folder``, from behind step ``resumed`` on: what an earlier file has beyond it is void."""
+    """One file of events in ``folder``, from behind step ``resumed`` on: points
+    of an earlier file beyond it are void."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -34,7 +35,7 @@ class EventFile:
             self._write(Event(wall_time=begun, step=resumed + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """A point of every curve."""
+        """Write a point of every curve."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -42,12 +43,12 @@ class EventFile:
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest and close the file."""
         with suppress(OSError):
             self._file.close()
 
     def _write(self, event: Any) -> None:
-        """Training goes on without curves where they cannot be written; its metrics stand in another file."""
+        """Write an event; where that fails, training goes on without curves, as its metrics stand in another file."""
         if self._file.closed:
             return
         try:

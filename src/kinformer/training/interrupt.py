@@ -15,9 +15,9 @@ ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """While entered, the first signal is only noted in ``signal``, and said to be unless ``quiet``; a second one leaves
-    at once. SIGHUP comes in pairs where a terminal closes, so a second one of those changes nothing; under nohup it
-    stays ignored.
+    """A handler of signals: while entered, the first signal is only noted in ``signal``, and reported unless ``quiet``;
+    a second one leaves at once. SIGHUP comes in pairs where a terminal closes, so a second one of those changes
+    nothing; under nohup it stays ignored.
 
     A launcher passes on the signal that a terminal has already given to all processes: with ``echoed`` a second one
     within a second counts as the same.
@@ -46,7 +46,7 @@ class Interrupt:
             os._exit(128 + number)
 
     def _say(self, text: str) -> None:
-        """Straight to standard error: Python's own stream may be in the midst of a write."""
+        """Write straight to standard error: Python's own stream may be in the midst of a write."""
         if not self.quiet:
             with suppress(OSError):
                 os.write(2, text.encode())

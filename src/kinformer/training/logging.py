@@ -1,4 +1,4 @@
-"""What a run reports: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
+"""The reports of a run: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ QUIET_SECONDS = 10.0
 
 
 class Log:
-    """Appends records to the run folder; a resumed run first drops those beyond the step that it resumes."""
+    """The log of a run folder, which records are appended to; a resumed run first drops
+    those beyond the step that it resumes."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
@@ -29,14 +30,14 @@ class Log:
         self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line of JSON and one point per curve."""
+        """Write one line of JSON and one point per curve."""
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
         if self._events is not None:
             self._events.scalars(values, step)
 
     def close(self) -> None:
-        """Flush everything."""
+        """Flush and close all files."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -64,7 +65,7 @@ def _step(line: str) -> float:
 
 
 class TrainingProgress:
-    """How good it is, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
         self.total, self.done, self._begun = total, done, done
@@ -84,8 +85,8 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """``done`` steps are done, the last with ``metrics``, and so many ``tokens`` in ``seconds`` so far; the speed
-        shown is that since it was last shown."""
+        """Show that ``done`` steps are done, the last with ``metrics``, and so many ``tokens`` in ``seconds`` so far;
+        the speed is that since it was last shown."""
         self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:
@@ -96,7 +97,7 @@ class TrainingProgress:
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
-        """So many steps are foreseen from now on."""
+        """Expect so many steps in all from now on."""
         self.total = total
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=total)
@@ -106,7 +107,7 @@ class TrainingProgress:
         return f"{(tokens - last_tokens) / max(seconds - last_seconds, 1e-9):,.0f} tokens/s"
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of text beside the bar."""
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
@@ -114,16 +115,16 @@ class TrainingProgress:
 
 
 class Silence(TrainingProgress):
-    """For processes that are not the first, and for quiet runs."""
+    """The display of processes that are not the first, and of quiet runs: it shows nothing."""
 
     def __init__(self) -> None:
         self._bar = None
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing, where a progress would be shown."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing, where a line would be printed."""
 
 
 def _clock(seconds: float) -> str:

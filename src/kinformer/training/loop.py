@@ -40,8 +40,7 @@ PROBE_SHARE, FORWARD_SHARE = 0.01, 0.4
 
 
 class Trainer:
-    """Trains ``model`` on ``data`` for ``objective`` as ``settings`` say; goes on from the newest checkpoint in
-    ``folder``.
+    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder``.
 
     ``model`` is any module that the objective can ask; where the data carries, one with ``initial_state(batch)``. It is
     changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports nothing.
@@ -108,12 +107,12 @@ class Trainer:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run, as far as they can be foreseen."""
+        """Return the steps of the whole run, as far as they can be foreseen."""
         return self.course.total
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run so far, over all times it was resumed."""
+        """Return the wall time of the run so far, over all times it was resumed."""
         return self.spent + time.monotonic() - self.begun
 
     def run(self) -> Result:
@@ -171,13 +170,13 @@ class Trainer:
                 break
 
     def _rate(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         settings = self.settings
         schedule = Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, self.total, settings.schedule)
         return schedule(self.course.at(self.step))
 
     def _look(self, pace: Pace) -> int:
-        """Foresee again how many steps the minutes buy; returns the step after which to do so the next time."""
+        """Foresee again how many steps the minutes buy; return the step after which to do so the next time."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.turn(self.step, max(self.step, total))
@@ -185,7 +184,7 @@ class Trainer:
         return pace.next_look(self.step, self.total)
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
-        """The signal that came, whether the time is over, whether the newest checkpoint is old: the same everywhere."""
+        """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
         if self.group.world > 1 and self.step % self.settings.log_every:
             return 0, False, False
         limit = 60 * (self.settings.minutes or math.inf) - end
@@ -196,7 +195,7 @@ class Trainer:
         return int(signal), bool(over), bool(old)
 
     def _report(self, rate: float) -> None:
-        """Look at the losses since the last time; anything that is not finite ends the run."""
+        """Report the losses since the last time; a loss that is not finite ends the run."""
         losses, norms, sums = self.window.read()
         first = self.step - len(losses) + 1
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
@@ -224,8 +223,8 @@ class Trainer:
         )
 
     def _finish(self, measures: bool) -> None:
-        """What belongs to the end of a run: all of it is done before the last checkpoint, which says that the run is
-        over, so that a run that is killed here makes its last steps and its end again."""
+        """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
+        that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time is over
             self.course.turn(self.step, self.step)
         earlier = self.checkpoints.steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
@@ -238,7 +237,7 @@ class Trainer:
             self._measure("validation", "validation")
 
     def _measure(self, what: str, prefix: str) -> None:
-        """Validate the weights as they are, and keep them where they are the best."""
+        """Validate the weights as they are, and write them where they are the best."""
         means = self.validation(self.engine)
         metrics = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
@@ -268,7 +267,7 @@ class Trainer:
             self.best.write(weights, self.step)
 
     def _require_home(self) -> None:
-        """Whoever moves the folder meanwhile must not get a second one, with half a run."""
+        """Raise where the folder was moved meanwhile, rather than begin a second one with half a run."""
         if self.home is not None and not is_here(self.folder, self.home):
             raise KinformerError(
                 f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
@@ -284,7 +283,7 @@ class Trainer:
         self.checkpoints.save(checkpoint)
 
     def _pace(self) -> Pace:
-        """How many steps the minutes buy, and how often to validate and to save meanwhile."""
+        """Return how many steps the minutes buy, and how often to validate and to save meanwhile."""
         budget = 60 * (self.settings.minutes or 0)
         seconds = self.each_step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
         each = self.group.on_first(lambda: seconds)

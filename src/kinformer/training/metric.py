@@ -1,4 +1,4 @@
-"""A figure by which a model is measured: its name, its unit, and whether less of it is better."""
+"""A metric by which a model is evaluated: its name, its unit, and whether less of it is better."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ SHARE = "share"
 
 @dataclass(frozen=True)
 class Metric:
-    """``name`` as in records (``bits_per_byte``); ``unit`` as it is read ("bits per byte"), SHARE for a share of 1."""
+    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` as it is read
+    ("bits per byte"), SHARE for a share of 1."""
 
     name: str
     unit: str
     lower_is_better: bool = True
 
     def better(self, value: float, than: float) -> bool:
-        """Whether ``value`` is better than another; nothing is that is not finite."""
+        """Return whether ``value`` is better than another; a value that is not finite never is."""
         return isfinite(value) and (value < than if self.lower_is_better else value > than)
 
     def text(self, value: float) -> str:
-        """``1.2345 bits per byte``, ``accuracy 51.2%``."""
+        """Return ``value`` with its unit: ``1.2345 bits per byte``, ``accuracy 51.2%``."""
         return f"{self.name.replace('_', ' ')} {value:.1%}" if self.unit == SHARE else f"{value:.4f} {self.unit}"
 
 
@@ -41,12 +42,12 @@ CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 
 def bits_per_masked(unit: str) -> Metric:
-    """The figure, by what a token is: a byte, or a tokenizer's token."""
+    """Return the metric of masked tokens, by what a token is: a byte, or a tokenizer's token."""
     return Metric(f"bits_per_masked_{unit}", f"bits per masked {unit}")
 
 
 def flops(count: float) -> str:
-    """``count`` operations in thousands, millions, ...: 7.62 M."""
+    """Return ``count`` operations in thousands, millions, ...: 7.62 M."""
     for unit in ("", "K", "M", "G", "T"):
         if count < 1000:
             return f"{count:.3g} {unit}".rstrip()
@@ -55,7 +56,7 @@ def flops(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
+    """Return ``count`` bytes in the binary unit that suits it: 512 B, 32.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

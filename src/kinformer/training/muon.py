@@ -30,7 +30,7 @@ class StackedMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Matrices that are spread over processes are PyTorch's, one by one."""
+        """Make one update. Matrices that are sharded over processes are PyTorch's, one by one."""
         if any(is_sharded(item) for group in self.param_groups for item in group["params"]):
             return super().step(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -55,7 +55,7 @@ class StackedMuon(Muon):
 
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Indices of ``matrices``, those of one shape and device together where they are small."""
+    """Return indices of ``matrices``, those of one shape and device together where they are small."""
     groups: dict[Any, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alone = index if matrix.numel() > SMALL else None
@@ -64,7 +64,7 @@ def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
 
 
 def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A matrix, or each of a stack [n, rows, columns], with singular values of 0.5 to 1.5 instead of its own."""
+    """Return a matrix, or each of a stack [n, rows, columns], with singular values of 0.5 to 1.5 instead of its own."""
     a, b, c = coefficients
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]

@@ -1,4 +1,4 @@
-"""What is minimised: ``loss, metrics, state = objective(model, batch, state, progress)``.
+"""The objective that training minimises: ``loss, metrics, state = objective(model, batch, state, progress)``.
 
 ``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached scalars:
 ``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``. ``progress`` runs
@@ -43,13 +43,13 @@ def require_metrics(metrics: Mapping[str, Any], names: Iterable[str], objective:
 
 
 class Objective(Protocol):
-    """Called once per forward pass."""
+    """The protocol of objectives, called once per forward pass."""
 
     def __call__(self, model: nn.Module, batch: Any, state: Any, progress: float) -> ObjectiveOutput: ...
 
 
 class ObjectiveModule(nn.Module):
-    """A model and its objective as one module, so that whatever an objective asks of the model is seen by the engine.
+    """A model and its objective as one module, so that the engine sees every call of the model by the objective.
 
     Side costs (sums over positions, one per row) in the state, and those of readings (``core.learning``), are added to
     the loss as a mean over positions; in training also the penalties of parts that have one (see ``core.learning``).
@@ -62,7 +62,7 @@ class ObjectiveModule(nn.Module):
 
     @property
     def extras(self) -> nn.Module:
-        """What is trained with the model: the objective's own weights, or nothing."""
+        """Return the modules trained beside the model: the objective if it has weights, or none."""
         return self.objective if isinstance(self.objective, nn.Module) else nn.Module()
 
     def forward(self, batch: Any, state: Any, progress: float) -> ObjectiveOutput:

@@ -20,7 +20,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """Some of PyTorch's optimisers over all parameters of a model, and of ``extras`` trained with it.
+    """The optimiser of all parameters of a model, and of ``extras`` trained with it, made of some of PyTorch's.
 
     Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
     the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
@@ -55,7 +55,7 @@ class Optimiser:
             self.optimisers.append(SparseAdam([parameter for _, parameter in tables]))
 
     def step(self, rate: float) -> None:
-        """One update with learning rate ``rate``; the gradients are let go. At the rate 0 nothing moves."""
+        """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
         for optimiser in self.optimisers:
             rate_ = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
@@ -69,8 +69,8 @@ class Optimiser:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
-        """The norm of all gradients, a scalar tensor; the gradients are scaled down to ``largest`` unless it is 0 or
-        the optimiser clips each parameter by itself."""
+        """Return the norm of all gradients, a scalar tensor; they are scaled down to ``largest`` unless it is 0 or the
+        optimiser clips each parameter by itself."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = gathered(nn.utils.get_total_norm(gradients))
         if largest and not self.clips_itself:
@@ -78,7 +78,7 @@ class Optimiser:
         return norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The state as (``"parameter:key"``, tensor) pairs; sharded ones are still sharded."""
+        """Yield the state as (``"parameter:key"``, tensor) pairs; sharded ones are still sharded."""
         for optimiser, names in zip(self.optimisers, self.names, strict=True):
             parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
             for name, parameter in zip(names, parameters, strict=True):
@@ -86,7 +86,7 @@ class Optimiser:
                     yield f"{name}:{key}", torch.as_tensor(value)
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
-        """Put back what :meth:`tensors` gave, whole, whatever the number of processes was then and is now."""
+        """Restore whole tensors of :meth:`tensors`, whatever the number of processes was then and is now."""
         valid_names_value = {name for names in self.names for name in names}
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
@@ -110,7 +110,7 @@ class Optimiser:
 
 
 def sparse_tables(model: nn.Module) -> set[Tensor]:
-    """The tables of ``model`` whose gradients are sparse."""
+    """Return the tables of ``model`` whose gradients are sparse."""
     lookups = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return {lookup.weight for lookup in lookups if lookup.sparse}
 
@@ -138,7 +138,7 @@ def _build(kind: str, groups: list[dict], settings: Settings) -> Optimizer:
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Every tensor whole, one at a time; processes that do not ``keep`` them only take part."""
+    """Return every tensor whole, one at a time; processes that do not ``keep`` them only take part."""
     retained = {}
     for name, tensor in named:
         value = whole(tensor)
@@ -148,5 +148,5 @@ def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]
 
 
 def finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether no tensor holds NaN or infinity."""
+    """Return whether no tensor holds NaN or infinity."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())

@@ -1,4 +1,5 @@
-"""How many steps a time buys: foreseen from a few that change nothing, then again and again from those that count."""
+"""The pace of a run of limited time: how many steps it buys, foreseen from a few
+trial steps, then again from real ones."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ EXIT = 0.8
 
 
 def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
-    """The mean of the later half of at most ``PROBES`` steps, after one more that may take as long as it likes; where
-    that one took ``ENOUGH`` times the limit, it is the only one, and its time the answer.
+    """Return the mean time of the later half of at most ``PROBES`` steps, after one more of any length; where that one
+    took ``ENOUGH`` times the limit, it is the only one, and its time the answer.
 
     It is a mean because rows of different lengths take different times, and a run takes their sum.
 
@@ -39,7 +40,7 @@ def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callabl
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long ``work`` takes."""
+    """Return how many seconds ``work`` takes."""
     begun = time.monotonic()
     work()
     return time.monotonic() - begun
@@ -47,7 +48,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 @dataclass
 class Course:
-    """How many steps a run has in all, and how far it is.
+    """The course of a run: how many steps it has in all, and how far it is.
 
     Where the ``total`` is foreseen anew, the learning rate goes on from where it is, and the rest of its way is spread
     over the steps that are left: ``since`` is the step at which that was done last, ``share`` how far the run was then.
@@ -58,19 +59,19 @@ class Course:
     share: float = 0.0
 
     def at(self, step: int) -> float:
-        """Where in a run of ``total`` steps, all foreseen at once, update number ``step`` stands: ``step`` itself, if
-        they were."""
+        """Return where in a run of ``total`` steps, all foreseen at once, update number ``step``
+        stands: ``step`` itself, if they were."""
         left = max(1, self.total - self.since)
         return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
 
     def turn(self, step: int, total: int) -> None:
-        """Foresee ``total`` steps from number ``step`` on."""
+        """Change the forecast to ``total`` steps from number ``step`` on."""
         self.share, self.since, self.total = self.at(step) / self.total, step, total
 
 
 @dataclass
 class Pace:
-    """What takes how long in a run of limited time.
+    """The times of a run of limited time, by what took them.
 
     each: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next, and
     from one checkpoint to the next; 0 where there is none but the last. aside: seconds that were no steps.
@@ -85,31 +86,33 @@ class Pace:
 
     @property
     def end(self) -> float:
-        """Seconds from the last step to the end of the process."""
+        """Return the seconds from the last step to the end of the process."""
         return self.validation + self.checkpoint + EXIT
 
     def steps(self, seconds: float) -> int:
-        """How many steps can be made in ``seconds``, with the validations and checkpoints between them and the end."""
+        """Return how many steps can be made in ``seconds``, with the validations and
+        checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
         item = self.per_step + sum(cost / every for cost, every in costs if every)
         return max(0, math.floor((seconds - self.end) / item))
 
     def validations(self, seconds: float) -> int:
-        """How many are made in ``seconds`` of training: as many as parts of a run, where they take little of it."""
+        """Return how many validations are made in ``seconds`` of training: as many as parts
+        of a run, where they take little of it."""
         return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
 
     def spent(self, validation: float, checkpoint: float) -> None:
-        """Note what a validation and a checkpoint took between two steps; 0 for one that was not made."""
+        """Record the time of a validation and a checkpoint between two steps; 0 for one that was not made."""
         self.aside += validation + checkpoint
         self.validation, self.checkpoint = validation or self.validation, checkpoint or self.checkpoint
 
     def look(self, step: int, now: float) -> None:
-        """Learn from the steps since the last look how long one takes."""
+        """Update the time of a step from the steps since the last look."""
         if self._mark and step > self._mark[0]:
             recent = (now - self.aside - self._mark[1]) / (step - self._mark[0])
             self.per_step = (self.per_step + recent) / 2
         self._mark = (step, now - self.aside)
 
     def next_look(self, step: int, total: int) -> int:
-        """The step after which to look again: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
+        """Return the step after which to look again: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
         return step + max(1, (total - step) // 10, total // LOOKS)

@@ -1,4 +1,4 @@
-"""The dtypes of products in a training step."""
+"""The precision of a training step: the dtypes of its products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """The context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
+    """Return the context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)

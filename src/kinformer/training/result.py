@@ -1,4 +1,4 @@
-"""What came of a training."""
+"""The result of a training run, for its caller and its records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Result:
-    """``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
+    """The result: ``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
 
     ``validation``: the best one's figures, such as ``bits_per_byte``; the first is None in a run that was never
     validated.

@@ -9,8 +9,9 @@ from math import cos, pi
 
 @dataclass(frozen=True)
 class Schedule:
-    """``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by ``kind``: ``cosine``, with ``floor *
-    peak`` at the last of ``steps``, or ``inverse-sqrt``, peak * sqrt(warmup / step), not below ``floor * peak``."""
+    """The schedule: ``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by
+    ``kind``: ``cosine``, with ``floor * peak`` at the last of ``steps``, or ``inverse-sqrt``, peak *
+    sqrt(warmup / step), not below ``floor * peak``."""
 
     peak: float
     floor: float
@@ -19,7 +20,7 @@ class Schedule:
     kind: str = "cosine"
 
     def __call__(self, step: float) -> float:
-        """Learning rate of update number ``step``, counted from 0."""
+        """Return the learning rate of update number ``step``, counted from 0."""
         rise = round(self.warmup * self.steps) if self.warmup < 1 else round(self.warmup)
         if step < rise:
             return self.peak * (step + 1) / (rise + 1)

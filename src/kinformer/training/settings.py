@@ -1,4 +1,4 @@
-"""How a model is trained: every option that is not about the model, the data or the machine. Free of PyTorch."""
+"""The settings of training: every option that is not about the model, the data or the machine. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM_UP_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
-    """What decides the weights that come out, and when they are measured and kept."""
+    """The settings that decide the final weights, and when they are validated and saved."""
 
     steps: int | None = None
     """Optimiser steps in all (1000 if `minutes` is not given either)."""
@@ -95,7 +95,7 @@ class Settings(Checked):
         super().__post_init__()
 
     def rows(self, world: int) -> int:
-        """Rows of each accumulated part of each of ``world`` processes."""
+        """Return the rows of each accumulated part of each of ``world`` processes."""
         if self.batch_size % (world * self.accumulate):
             raise KinformerError(
                 f"`batch_size` {self.batch_size} cannot be shared by {world} process{'es' if world > 1 else ''} "
@@ -104,8 +104,8 @@ class Settings(Checked):
         return self.batch_size // (world * self.accumulate)
 
     def cadences(self, total: int) -> tuple[int, int]:
-        """Steps from one validation to the next and from one checkpoint to the next, in a run of ``total``: as given,
-        or a tenth of the run."""
+        """Return the steps from one validation to the next and from one checkpoint to the next, in a run of ``total``:
+        those of the options, or a tenth of the run."""
         tenth = max(1, -(-total // PARTS_OF_A_RUN))
         every = (self.validate_every, self.checkpoint_every)
         return tuple(tenth if flag is None else flag for flag in every)  # type: ignore[return-value]

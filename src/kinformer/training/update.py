@@ -26,7 +26,7 @@ _FEATURES = 0x46454154
 
 
 class Done(NamedTuple):
-    """Of an update: ``loss`` and ``norm`` of the gradient, scalars; the means of the data's ``metrics`` over
+    """The result of an update: ``loss`` and ``norm`` of the gradient, scalars; the means of the data's ``metrics`` over
     predictions; the ``size`` of all processes' rows."""
 
     loss: Tensor
@@ -36,7 +36,7 @@ class Done(NamedTuple):
 
 
 class Updater:
-    """Makes update number ``step`` of the weights behind ``engine``, a wrapped ``Step``."""
+    """The maker of updates to the weights behind ``engine``, a wrapped ``Step``."""
 
     def __init__(
         self,
@@ -54,12 +54,13 @@ class Updater:
         self.regularized = modules_of(engine, Regularized)
 
     def forget(self) -> None:
-        """Let go of the optimiser's state and the carried states, as before the first step."""
+        """Reset the optimiser's state and the carried states, as before the first step."""
         self.optimiser.forget()
         self.carried.clear()
 
     def seconds_per_step(self, limit: float) -> float:
-        """How long an update takes, by some with learning rate 0 that are then forgotten, in some ``limit`` seconds."""
+        """Return how long an update takes, by some with learning rate 0 that are then
+        forgotten, in some ``limit`` seconds."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         item = seconds_per_step(
             lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.most(time.monotonic())[0]
@@ -70,7 +71,7 @@ class Updater:
         return item
 
     def __call__(self, step: int, rate: float, progress: float) -> Done:
-        """What came of this process's rows, still on the device."""
+        """Make update number ``step``; return the results of this process's rows, still on the device."""
         self._draw_anew(step)
         self._seed_masks(step)
         batch = self._batch(step)
@@ -101,7 +102,7 @@ class Updater:
         return torch.stack([loss.detach(), *means])
 
     def _draw_anew(self, step: int) -> None:
-        """Random features, which all processes share; states that were made with the old ones are let go of."""
+        """Resample random features, which all processes share; states made with the old ones are dropped."""
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
@@ -123,8 +124,8 @@ class Updater:
 
 
 class Window:
-    """Updates since the last reading, left on the device until then; the speed meanwhile, and the ``tokens`` of all
-    readings in how many ``seconds``."""
+    """The updates since the last look, left on the device until then; the speed meanwhile, and the ``tokens``
+    of all looks in how many ``seconds``."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -134,12 +135,12 @@ class Window:
         self.restart()
 
     def add(self, done: Done) -> None:
-        """Note one step's."""
+        """Record the result of one step."""
         self.updates.append(done)
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
-        """Losses, norms and metrics (means over the processes) of the steps since the last look; waits for the
-        device."""
+        """Return losses, norms and metrics (means over the processes) of the steps since the
+        last look; this waits for the device."""
         if not self.updates:
             return [], [], []
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])

@@ -1,4 +1,4 @@
-"""How good the weights are now, on a fixed piece of the validation split."""
+"""Validation of the present weights, on a fixed piece of the validation split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kinformer.training.objective import PREDICTED, require_metrics
 
 
 class Validation:
-    """Measures on the validation rows of ``data``; where it carries, the state goes on from one batch to the next.
+    """The validation on rows of ``data``; where it carries, the state goes on from one batch to the next.
 
     The rows of a batch are spread over the processes, and the result does not depend on how many there are.
     """
@@ -23,7 +23,8 @@ class Validation:
         self.data, self.group = data, group
 
     def __call__(self, engine: nn.Module) -> dict[str, float]:
-        """The means of the metrics over all predictions; ``engine`` is a wrapped ``Step``, left in training mode."""
+        """Return the means of the metrics over all predictions; ``engine`` is a
+        wrapped ``Step``, left in training mode."""
         engine.eval()
         if (means := self.data.validate()) is not None:
             engine.train()
