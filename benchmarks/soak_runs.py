@@ -2,11 +2,13 @@
 
 All lives of a run are forks of this process, which itself computes nothing. A life is killed where it touches the disk
 for the k-th time (an audit hook counts what opens, renames, removes or makes something in the run's folder, and fsync),
-or after a random time. Then weights, metrics, evaluation and what is generated must be those of the run never killed.
+or after a random time, or finds the disk full. Then weights, metrics, evaluation and what is generated must be those of
+the run never killed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -55,7 +57,7 @@ EVALUATION = {
 }
 GENERATION = {
     "next-token": ["--prompt", "abc", "--max-new-tokens", "20"],
-    "algorithm": ["--prompt", "12=", "--max-new-tokens", "6"],
+    "algorithm": ["--prompt", "12="],
     "image": ["--out", "PICTURE"],
     "trajectories": [],
     "control": [],
@@ -142,27 +144,29 @@ class Trial:
             return "refused"
         require(code == 0, f"the run that nobody kills ended with {code}: {said[-3000:]}")
         for _ in range(self.random.randint(1, 4)):
-            if self.random.random() < 0.7:
-                when: dict[str, Any] = {"call": self.random.randint(1, max(1, calls))}
-            else:
-                when = {"after": self.random.uniform(0.0, seconds)}
-            code, said, *_ = self._live(self.killed, **when)
-            self.found["kills"].append(when | {"ended": code})
-            require(code in (0, -signal.SIGKILL), f"a life ended with {code}: {said[-3000:]}")
+            end = self.random.choices(("call", "after", "full"), (5, 3, 2))[0]
+            when = self.random.uniform(0.0, seconds) if end == "after" else self.random.randint(1, max(1, calls))
+            code, said, *_ = self._live(self.killed, **{end: when})
+            self.found["kills"].append({end: when, "ended": code})
+            meant = (0, 2) if end == "full" else (0, -signal.SIGKILL)
+            sentence = code != 2 or ("kinformer: " in said and "Traceback" not in said)
+            require(code in meant and sentence, f"a life ended with {code}: {said[-3000:]}")
         code, said, *_ = self._live(self.killed)
         require(code == 0, f"the last life ended with {code}: {said[-3000:]}")
         self._compare()
         return "kept"
 
-    def _live(self, out: Path, call: int = 0, after: float = 0.0) -> tuple[int, str, int, float]:
+    def _live(self, out: Path, call: int = 0, after: float = 0.0, full: int = 0) -> tuple[int, str, int, float]:
         """A process that begins the run in ``out`` or goes on with it, killed at the disk call ``call`` or ``after`` so
-        many seconds: how it ended, what it said, how often it touched the disk, how long it took."""
+        many seconds, or on a disk that is full from the call ``full`` on: how it ended, what it said, how often it
+        touched the disk, how long it took."""
         words = [*self.words, "--out", str(out)]
         if (out / "config.json").exists():
             words = ["train", self.words[1], "--out", str(out), "--threads", "1", "--resume"]
         begun = time.monotonic()
-        code, said = forked(lambda: main(words), self.folder, lambda: _count(out, self.folder / "calls", call), after)
-        return code, said, int((self.folder / "calls").read_text() or 0), time.monotonic() - begun
+        count = self.folder / "calls"
+        code, said = forked(lambda: main(words), self.folder, lambda: _count(out, count, call, full), after)
+        return code, said, int(count.read_text() or 0), time.monotonic() - begun
 
     def _compare(self) -> None:
         """Weights, metrics, evaluation and generation of both."""
@@ -193,8 +197,8 @@ class Trial:
         require(code in (0, 2), f"{words} ended with {code}: {said[-3000:]}")
         self.found.setdefault("said", []).append(f"{command[0]} {code}")
         if code:
-            return said.replace(run.name, "RUN")
-        told = _plain(json.loads((self.folder / "stdout").read_text().replace(run.name, "RUN")))
+            return said.replace(str(run), "RUN")
+        told = _plain(json.loads((self.folder / "stdout").read_text().replace(str(run), "RUN")))
         return told, picture.read_bytes().hex() if picture.exists() else ""
 
 
@@ -215,23 +219,26 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _count(out: Path, file: Path, call: int) -> None:
-    """Count how often this process touches the disk in ``out``, and die at the call ``call``; tells by ``file``."""
+def _count(out: Path, file: Path, call: int, full: int) -> None:
+    """Count how often this process touches the disk in ``out``, and die at the call ``call``; tells by ``file``. From
+    the call ``full`` on there is no space for new files and for what is flushed."""
     told, place = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), str(out)
     done, flush = [0], os.fsync
 
-    def touch() -> None:
+    def touch(writes: bool) -> None:
         done[0] += 1
         os.pwrite(told, str(done[0]).encode(), 0)
         if done[0] == call:
             os.kill(os.getpid(), signal.SIGKILL)
+        if writes and full and done[0] >= full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and any(isinstance(each, (str, os.PathLike)) and place in str(each) for each in arguments):
-            touch()
+            touch(event == "open" and bool(set("wxa") & set(arguments[1] or "")))
 
     def flushed(handle: int) -> None:
-        touch()
+        touch(True)
         flush(handle)
 
     os.fsync = flushed
