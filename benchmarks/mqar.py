@@ -45,7 +45,7 @@ from kinformer.models.decoder import Decoder
 from kinformer.positions.none import NoPosition
 from kinformer.projections.short_convolution import ShortConvolution
 from kinformer.tasks.recall.rows import RecallLoss
-from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from kinformer.training.objective import ObjectiveModule
 
 DIM, DEPTH, WIDTH, LENGTH = 64, 2, 4, 64
@@ -142,7 +142,7 @@ def accuracy(model: Decoder, split: str) -> float:
     right = queries = 0
     with torch.inference_mode():
         for part in range(8):
-            found = answers(model, AskedBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
+            found = answers(model, ScoredBatch.of(DATA.rows(split, part, EXAM // 8, LENGTH)))
             right, queries = right + int(found.right.sum()), queries + len(found.labels)
     return right / queries
 
@@ -160,7 +160,7 @@ def train(run: Run, steps: int, rows: int) -> dict[str, Any]:
         for number, module in due_for_resampling(features, step):
             module.draw(1000 * (1 + run.seed) + step + number)
         model.train()
-        batch = AskedBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
+        batch = ScoredBatch.of(DATA.rows("train", step, rows, LENGTH, run.seed))
         engine(batch, None, step / steps)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()

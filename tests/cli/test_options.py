@@ -122,7 +122,7 @@ def test_a_file_of_options(tmp_path):
     )
     options = parsed("train", "--config", str(path), "--lr", "0.5", "--set", "dim=8")
     assert (options.member, options.out, options.batch_size, options.lr) == ("gpt", "here", 16, 0.5)
-    assert (options.resume, options.compile, options.steps, dict(options.own)) == (
+    assert (options.resume, options.compile, options.steps, dict(options.task_options)) == (
         True,
         False,
         2000,

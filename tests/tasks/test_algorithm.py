@@ -13,7 +13,7 @@ from kinformer.evaluation.early_exit import noting_exits
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.algorithm.depth import ByDifficulty
 from kinformer.tasks.algorithm.rows import AlgorithmLoss, solved
-from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "algorithm", "recipe": "tiny", "length": 32, "batch_size": 4, "steps": 2, "threads": 1}
@@ -65,7 +65,7 @@ class Copying(torch.nn.Module):
 
 
 def test_a_problem_is_solved_where_all_its_tokens_are_right():
-    batch = AskedBatch.of(AlgorithmData().rows("test", 0, 5, digits=3))
+    batch = ScoredBatch.of(AlgorithmData().rows("test", 0, 5, digits=3))
     _, metrics, _ = AlgorithmLoss()(Copying(), batch, None, 0.0)
     assert {name: int(count) for name, count in metrics.items() if name != "nats"} == {
         "predicted": 20,
@@ -80,7 +80,7 @@ def test_a_problem_is_solved_where_all_its_tokens_are_right():
 @pytest.mark.parametrize("member", CAUSAL)
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=len(SYMBOLS))
-    batch = AskedBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))
+    batch = ScoredBatch.of(AlgorithmData(algorithm="addition", most=4).rows("train", 0, 3))
     loss, _, _ = AlgorithmLoss()(model, batch, None, 0.0)
     loss.backward()
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
@@ -117,14 +117,14 @@ def test_carries_are_followed_through_nines():
 def test_how_deep_tokens_go_is_told_by_their_difficulty():
     """By the halting of two rows whose tokens take as many steps as this test says."""
     data = AlgorithmData(algorithm="addition", least=3, most=3)
-    batch = AskedBatch.of(data.rows("test", 0, 50, digits=3))
+    batch = ScoredBatch.of(data.rows("test", 0, 50, digits=3))
     model = kinformer.build("universal", recipe="tiny", vocab_size=len(SYMBOLS))
     with noting_depths(model) as depths, torch.no_grad():
         by = ByDifficulty("addition", 3, depths)
         right = answers(model, batch).right
         assert torch.equal(depths.last > 0, batch.valid)
         arrived = torch.from_numpy(carried(batch.tokens.numpy(), 3))
-        place = (batch.asked.cumsum(1) - 1).clamp_min(0)
+        place = (batch.scored.cumsum(1) - 1).clamp_min(0)
         depths.last = torch.where(batch.valid, 1 + arrived.gather(1, place), 0)
         by.note(batch, right)
     carries = by.facts["by_carry"]
@@ -135,7 +135,7 @@ def test_how_deep_tokens_go_is_told_by_their_difficulty():
 
 def test_layers_of_tokens_that_leave_early():
     model = kinformer.build("calm", recipe="tiny", vocab_size=len(SYMBOLS), set={"stack.rule.thresholds": [0.05]})
-    model, batch = model.eval(), AskedBatch.of(AlgorithmData(most=4).rows("test", 0, 9))
+    model, batch = model.eval(), ScoredBatch.of(AlgorithmData(most=4).rows("test", 0, 9))
     with noting_depths(model) as depths, noting_exits(model) as exits, torch.no_grad():
         answers(model, batch)
     assert float(depths.last[batch.valid].double().mean()) == pytest.approx(exits.result.layers_per_token)

@@ -75,7 +75,7 @@ def test_the_teacher_is_the_running_mean_of_the_student(level):
         for weight in objective.student.parameters():
             weight.add_(1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    told = objective.told.clone()
+    told = objective.teacher_sums.clone()
     objective.learn(lambda total: total)
     share = (1 - 0.996) / 2  # half-way of the cosine from 0.996 to 1
     own = {id(weight) for name, weight in teacher.named_parameters() if "encoder" not in name}
@@ -83,7 +83,7 @@ def test_the_teacher_is_the_running_mean_of_the_student(level):
         assert torch.allclose(
             weight - before[name], torch.full_like(weight, share if id(weight) in own else 0), atol=1e-6
         )
-    assert torch.allclose(objective.centre, 0.1 * told[:-1] / 12) and objective.told is None
+    assert torch.allclose(objective.centre, 0.1 * told[:-1] / 12) and objective.teacher_sums is None
 
 
 def test_what_is_measured_does_not_depend_on_draws():

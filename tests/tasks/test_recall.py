@@ -10,7 +10,7 @@ from kinformer.cli.main import main
 from kinformer.data.mqar import Recall
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.recall.rows import RecallLoss, accuracy_of
-from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from tests.members import CAUSAL
 
 SMALL = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 2, "threads": 1, "device": "cpu"}
@@ -31,7 +31,7 @@ class Knowing(torch.nn.Module):
 
 def test_the_objective_counts_queries_by_their_pairs():
     rows = Recall(pairs=(2, 6), symbols=30, random_fillers=False).rows("test", 0, 40, 24)
-    batch = AskedBatch.of(rows)
+    batch = ScoredBatch.of(rows)
     loss, metrics, _ = RecallLoss((2, 6))(Knowing(), batch, None, 0.0)
     asked = {number: int((rows.pairs == number).sum()) * number for number in (2, 6)}
     assert loss < 1e-6 and {number: int(metrics[f"asked_{number}"]) for number in (2, 6)} == asked
@@ -43,7 +43,7 @@ def test_the_objective_counts_queries_by_their_pairs():
 
 def test_only_queries_are_scored():
     model = kinformer.build("gpt", recipe="tiny", vocab_size=30)
-    batch = AskedBatch.of(Recall(pairs=(2, 6), symbols=30).rows("test", 0, 5, 24))
+    batch = ScoredBatch.of(Recall(pairs=(2, 6), symbols=30).rows("test", 0, 5, 24))
     logits, labels, rows, _ = answers(model, batch)
     whole = model(batch.tokens)[0]
     asked = batch.labels >= 0
@@ -80,7 +80,7 @@ def test_from_python(tmp_path):
 @pytest.mark.parametrize("member", CAUSAL)
 def test_every_causal_member_can(member):
     model = kinformer.build(member, recipe="tiny", vocab_size=30)
-    batch = AskedBatch.of(Recall(pairs=(2, 6), symbols=30).rows("train", 0, 3, 24))
+    batch = ScoredBatch.of(Recall(pairs=(2, 6), symbols=30).rows("train", 0, 3, 24))
     loss, _, _ = RecallLoss((2, 6))(model, batch, None, 0.0)
     loss.backward()
     assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())

@@ -36,7 +36,7 @@ def settings(**changes):
 
 
 def test_a_row_holds_returns_states_and_actions(walks):
-    found = walks.found
+    found = walks.trajectories
     one, two = np.argsort(found.lengths)[[0, -1]]
     batch = rows_of(found, 4, np.array([one, two]), np.array([0, 15]), 24)
     assert batch.real.sum(1).tolist() == [found.lengths[one], found.lengths[two] - 15]
@@ -71,9 +71,9 @@ def test_episodes_are_drawn_by_their_return_too(walks):
         batch = TrajectoryRows(data, settings(length=72, batch_size=4000), None).batch(0, 0, 1)
         return float((batch.values[:, 0, 2] == 1).float().mean())
 
-    train = walks.found.splits["train"]
-    won = walks.found.returns[train] == 1
-    lengths = walks.found.lengths[train]
+    train = walks.trajectories.splits["train"]
+    won = walks.trajectories.returns[train] == 1
+    lengths = walks.trajectories.lengths[train]
     share = lengths[won].sum() / lengths.sum()
     assert 0 < share < 0.2 and abs(drawn(0.0) - share) < 0.02
     assert abs(drawn(3.0) - np.e**3 * share / (np.e**3 * share + 1 - share)) < 0.03
@@ -82,7 +82,7 @@ def test_episodes_are_drawn_by_their_return_too(walks):
 def test_validation_reads_every_held_out_step_once(walks):
     module = TrajectoryRows(walks, settings(length=30, batch_size=4, validation_tokens=100000), None)
     read = sum(int(batch.real.sum()) for batch in module.validation(0, 1))
-    assert read == len(walks.found.steps_of(walks.found.splits["validation"]))
+    assert read == len(walks.trajectories.steps_of(walks.trajectories.splits["validation"]))
     assert sum(1 for _ in module.validation(0, 2)) == module.validations
 
 
@@ -97,7 +97,7 @@ class Knowing(torch.nn.Module):
 
 
 def test_the_objective_reads_actions_at_states(walks):
-    batch = rows_of(walks.found, 4, np.array([3, 5]), np.array([0, 4]), 24)
+    batch = rows_of(walks.trajectories, 4, np.array([3, 5]), np.array([0, 4]), 24)
     loss, metrics, _ = ActionLoss()(Knowing(), batch, None, 0.0)
     assert loss < 1e-6 and int(metrics["predicted"]) == int(metrics["correct"]) == int(batch.real.sum())
     wrong = batch._replace(actions=(batch.actions + 1) % 4)
@@ -134,16 +134,16 @@ def test_an_agent_that_carries_its_state_is_one_forward_over_the_episode(walks, 
         "decision", recipe="tiny",
         set={"input.state_dim": 6, "input.action_dim": 4, "head.actions": 4, "layers.*.mixer": mixer},
     ).eval()  # fmt: skip
-    episode = int(walks.found.lengths.argmax())
-    carried = said_of(model, None, walks.found, episode)
-    length = walks.found.lengths[episode]
-    batch = rows_of(walks.found, 4, np.array([episode]), np.array([0]), int(length))
+    episode = int(walks.trajectories.lengths.argmax())
+    carried = said_of(model, None, walks.trajectories, episode)
+    length = walks.trajectories.lengths[episode]
+    batch = rows_of(walks.trajectories, 4, np.array([episode]), np.array([0]), int(length))
     with torch.no_grad():
         whole = model(batch.values)[0][0, 1::3]
     assert (carried - whole).abs().max() < 1e-5
-    window = said_of(model, 4, walks.found, episode)
+    window = said_of(model, 4, walks.trajectories, episode)
     assert (window[:4] - whole[:4]).abs().max() < 1e-5
-    last = rows_of(walks.found, 4, np.array([episode]), np.array([int(length) - 4]), 4)
+    last = rows_of(walks.trajectories, 4, np.array([episode]), np.array([int(length) - 4]), 4)
     with torch.no_grad():
         assert (window[-1] - model(last.values)[0][0, -2]).abs().max() < 1e-5
     assert (window[-1] - whole[-1]).abs().max() > 1e-6

@@ -71,7 +71,7 @@ def test_without_sacrebleu_it_is_one_sentence(run, monkeypatch):
 
 
 def options(**own):
-    return GenerateOptions(device="cpu", seed=0, own=own)
+    return GenerateOptions(device="cpu", seed=0, task_options=own)
 
 
 def test_lines_are_translated_in_order(run):

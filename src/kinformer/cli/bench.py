@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kinformer.cli.options import Changes, CommonOptions, asked
+from kinformer.cli.options import Changes, CommonOptions, options_as
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.comparison.options import BenchOptions
 from kinformer.tasks.evaluation import TextTable
@@ -33,47 +33,47 @@ def run(options: Options) -> int:
     """Time, and print; returns 1 where the gate refused a member."""
     from kinformer.comparison.bench import bench
 
-    found = bench(options.members, asked(BenchOptions, options))
+    timed = bench(options.members, options_as(BenchOptions, options))
     if options.json:
-        print_json(found.as_json)
+        print_json(timed.as_json)
     else:
-        print_blocks(_text(found))
-    return int(bool(found.failed))
+        print_blocks(_text(timed))
+    return int(bool(timed.failed))
 
 
-def _text(found: Bench) -> Iterator[str | TextTable]:
-    from kinformer.comparison.bench import PLAIN, TOLD
+def _text(timed: Bench) -> Iterator[str | TextTable]:
+    from kinformer.comparison.bench import PLAIN, WORK_NAMES
     from kinformer.comparison.machine import described
 
-    facts, floor = found.facts, found.floor
+    facts, floor = timed.facts, timed.floor
     yield (
         f"recipe {facts['recipe']}, {facts['batch']} {'row' if facts['batch'] == 1 else 'rows'}, medians of "
-        f"{facts['rounds']} rounds in turns; {described(found.machine)}\n"
+        f"{facts['rounds']} rounds in turns; {described(timed.machine)}\n"
         f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, "
         f"{floor.narrow_flops / 1e9:,.0f} in bfloat16, {floor.bandwidth / 1e9:,.1f} GB/s read, "
         f"{1e6 * floor.operator:.2f} microseconds an operator"
     )
     if facts["peers"]:
         yield "beside them: " + ", ".join(f"{name} ({version})" for name, version in facts["peers"].items())
-    for work in dict.fromkeys(each.work for each in found.timings):
-        base = found.seconds(PLAIN, work)
+    for work in dict.fromkeys(item.work for item in timed.timings):
+        base = timed.seconds(PLAIN, work)
         rows = []
-        for each in found.timings:
-            if each.work != work:
+        for timing in timed.timings:
+            if timing.work != work:
                 continue
-            ratio = f"{base[each.length] / each.seconds:.2f}" if each.length in base else "-"
-            share = "-" if each.share is None else f"{each.share:.0%}"
-            tokens = facts["batch"] * (1 if work == "decode" else each.length) / each.seconds
-            rows.append((each.length, each.member, f"{1000 * each.seconds:,.2f}", f"{tokens:,.0f}", ratio, share))
-        yield f"\n{TOLD[work]}"
+            ratio = f"{base[timing.length] / timing.seconds:.2f}" if timing.length in base else "-"
+            share = "-" if timing.share is None else f"{timing.share:.0%}"
+            tokens = facts["batch"] * (1 if work == "decode" else timing.length) / timing.seconds
+            rows.append((timing.length, timing.member, f"{1000 * timing.seconds:,.2f}", f"{tokens:,.0f}", ratio, share))
+        yield f"\n{WORK_NAMES[work]}"
         yield TextTable(("length", "member", "ms", "tokens/s", f"x {PLAIN}", "of floor"), rows, (0, 2, 3, 4, 5))
-    if found.memory:
+    if timed.memory:
         yield "\nhighest memory of a training step, above the model itself"
-        sizes = sorted({length for each in found.memory.values() for length in each})
-        held = [(name, *(size(each[n]) if n in each else "-" for n in sizes)) for name, each in found.memory.items()]
+        sizes = sorted({length for item in timed.memory.values() for length in item})
+        held = [(name, *(size(item[n]) if n in item else "-" for n in sizes)) for name, item in timed.memory.items()]
         yield TextTable(("member", *map(str, sizes)), held, range(1, len(sizes) + 1))
-    if found.crossings:
+    if timed.crossings:
         yield ""
-        yield from found.crossings
-    for name, reason in found.failed.items():
+        yield from timed.crossings
+    for name, reason in timed.failed.items():
         yield f"{name} is not timed: {reason}"

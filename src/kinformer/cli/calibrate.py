@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.calibration.options import CalibrateOptions
-from kinformer.cli.options import Printing, RunFolder, asked
+from kinformer.cli.options import Printing, RunFolder, options_as
 from kinformer.cli.output import print_blocks, print_json
 
 
@@ -26,7 +26,7 @@ def run(options: Options) -> int:
     """Calibrate and report."""
     from kinformer.calibration.run import calibrate
 
-    result = calibrate(options.folder, asked(CalibrateOptions, options), quiet=options.json or options.quiet)
+    result = calibrate(options.folder, options_as(CalibrateOptions, options), quiet=options.json or options.quiet)
     if options.json:
         print_json(result.facts)
     else:

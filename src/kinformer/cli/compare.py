@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.cli.options import Changes, CommonOptions, Hidden, asked
+from kinformer.cli.options import Changes, CommonOptions, Hidden, options_as
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.comparison.options import CompareOptions
 
@@ -30,7 +30,7 @@ class Options(CompareOptions, CommonOptions):
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
     """Compute nothing: put this comparison and those that stand behind it, all of one task and data, together, as in
     --merge A.json B.json, and report on all."""
-    own: Hidden = field(default_factory=dict)
+    task_options: Hidden = field(default_factory=dict)
 
 
 def run(options: Options) -> int:
@@ -38,7 +38,7 @@ def run(options: Options) -> int:
     from kinformer.comparison.record import as_json
     from kinformer.comparison.run import report
 
-    written = report(options.members, asked(CompareOptions, options), options.merge, _command())
+    written = report(options.members, options_as(CompareOptions, options), options.merge, _command())
     if options.json:
         print_json(as_json(written.comparison))
     else:

@@ -37,12 +37,12 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the script."""
-    known = words()
+    words_by_command = words()
     if options.json:
-        print_json(known)
+        print_json(words_by_command)
         return 0
-    cases = "\n".join(f'    {name}) words="{" ".join(each)}" ;;' for name, each in known.items())
-    script = _SCRIPT.format(cases=cases, commands=" ".join(known))
+    cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
+    script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
     print(_ZSH + script if options.shell == "zsh" else script, end="")
     return 0
 
@@ -51,10 +51,10 @@ def words() -> dict[str, list[str]]:
     """What may follow each command."""
     from kinformer.cli.main import COMMANDS
 
-    known = {}
+    words_by_command = {}
     for name, command in COMMANDS.items():
         module: Any = import_module(command.module)
-        found = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
-        first = list(FAMILY) if "member" in found else []
-        known[name] = first + [f"--{flag}" for flag, hint in found.items() if not is_positional(hint)]
-    return known
+        options_text = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
+        first = list(FAMILY) if "member" in options_text else []
+        words_by_command[name] = first + [f"--{flag}" for flag, hint in options_text.items() if not is_positional(hint)]
+    return words_by_command

@@ -19,26 +19,26 @@ from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_toml
 
 
-def read(path: str, known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read(path: str, valid_names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The positional arguments by name, and the options as arguments. ``known`` are all with their types."""
     require_file(Path(path))
     try:
-        given = parse_toml(Path(path).read_text(encoding="utf-8"))
+        settings = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise KinformerError(f"--config {path}: cannot be read ({error.strerror}); give a TOML file.") from None
     except ValueError as error:
         raise KinformerError(f"--config {path}: is not TOML ({error}); write name = value in each line.") from None
     positional: dict[str, Any] = {}
     arguments: list[str] = []
-    for name, value in given.items():
+    for name, value in settings.items():
         flag = name.replace("_", "-")
-        if name in RARE and "set" in known:
+        if name in RARE and "set" in valid_names:
             raise KinformerError(f'{path}: {name!r} is rarely changed; write set = {{"training.{name}" = {value}}}.')
-        if flag not in known or flag == "config":
-            raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(known) - {'config'})}")
-        place, hint = f"{path}: {name}", bare(known[flag])
-        if is_positional(known[flag]):
-            values = [_text(place, each) for each in value] if isinstance(value, list) else [_text(place, value)]
+        if flag not in valid_names or flag == "config":
+            raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(valid_names) - {'config'})}")
+        place, hint = f"{path}: {name}", bare(valid_names[flag])
+        if is_positional(valid_names[flag]):
+            values = [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
             positional[flag.replace("-", "_")] = tuple(values) if hint == tuple[str, ...] else " ".join(values)
         elif hint is bool:
             arguments += _switch(place, flag, value)
@@ -56,8 +56,8 @@ def _switch(place: str, flag: str, value: Any) -> list[str]:
 def _texts(place: str, value: Any) -> list[str]:
     """An option's value as it is written on the command line; of a list or a table several."""
     if isinstance(value, dict):
-        return [f"{path}={_setting(each)}" for path, each in value.items()]
-    return [_text(place, each) for each in value] if isinstance(value, list) else [_text(place, value)]
+        return [f"{path}={_setting(item)}" for path, item in value.items()]
+    return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
 
 
 def _setting(value: Any) -> str:

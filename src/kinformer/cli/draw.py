@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.cli.options import Changes, CommonOptions, asked
+from kinformer.cli.options import Changes, CommonOptions, options_as
 from kinformer.cli.output import print_json
 from kinformer.runs.drawing.options import DrawOptions
 
@@ -27,7 +27,7 @@ def run(options: Options) -> int:
     """Draw, and print the picture's name."""
     from kinformer.runs.drawing.draw import draw
 
-    drawing = draw(asked(DrawOptions, options))
+    drawing = draw(options_as(DrawOptions, options))
     if options.json:
         print_json(drawing.facts)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kinformer.cli.options import Changes, CommonOptions, Member, asked
+from kinformer.cli.options import Changes, CommonOptions, Member, options_as
 from kinformer.cli.output import print_json, print_table
 from kinformer.estimation.options import EstimateOptions
 from kinformer.training.metric import flops, size
@@ -28,7 +28,7 @@ def run(options: Options) -> int:
     """Print the estimate; returns the exit status."""
     from kinformer.runs.estimate import estimate_member
 
-    result = estimate_member(asked(EstimateOptions, options))
+    result = estimate_member(options_as(EstimateOptions, options))
     if options.json:
         print_json(asdict(result))
     else:

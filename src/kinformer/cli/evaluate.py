@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kinformer.cli.options import Changes, CommonOptions, Hidden, RunFolders, asked
+from kinformer.cli.options import Changes, CommonOptions, Hidden, RunFolders, options_as
 from kinformer.cli.output import print_blocks, print_json
 from kinformer.runs.options import EvaluateOptions
 
@@ -19,14 +19,14 @@ class Options(EvaluateOptions, CommonOptions):
     """The run folder; several are measured one after the other and shown side by side."""
     set: Changes = ()  # type: ignore[assignment]
     """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
-    own: Hidden = field(default_factory=dict)
+    task_options: Hidden = field(default_factory=dict)
 
 
 def run(options: Options) -> int:
     """Measure and print."""
     from kinformer.runs.evaluate import evaluate
 
-    report = evaluate(options.folders, asked(EvaluateOptions, options), quiet=options.json or options.quiet)
+    report = evaluate(options.folders, options_as(EvaluateOptions, options), quiet=options.json or options.quiet)
     if options.json:
         print_json(report.facts)
     else:

@@ -57,49 +57,51 @@ def form_of(
 
     ``defaults``: what is taken where nothing is given, by name. ``only``: the tasks whose options are shown (all).
     """
-    known = _entries(options, defaults or {})
-    named = {name for names in GROUPS.values() for name in names if name in known and _has_default(known[name][2])}
-    flat = [name for name in FIRST if name in known]
-    rest = [name for name in known if name not in flat and name not in named]
-    needed = [name for name in rest if not _has_default(known[name][2])]
-    entries = [known[name] for name in dict.fromkeys(flat + needed + rest)]
+    by_name = _entries(options, defaults or {})
+    named = {name for names in GROUPS.values() for name in names if name in by_name and _has_default(by_name[name][2])}
+    flat = [name for name in FIRST if name in by_name]
+    rest = [name for name in by_name if name not in flat and name not in named]
+    needed = [name for name in rest if not _has_default(by_name[name][2])]
+    ordered = [by_name[name] for name in dict.fromkeys(flat + needed + rest)]
     groups = [
-        _group(title, [known[name] for name in names if name in known and name in named])
+        _group(title, [by_name[name] for name in names if name in by_name and name in named])
         for title, names in GROUPS.items()
-        if any(name in named and name in known for name in names)
+        if any(name in named and name in by_name for name in names)
     ]
-    own = [] if kind is None else list(_task_groups(kind, set(known), only))
-    return make_dataclass(options.__name__, [*entries, *own, *groups], frozen=True, kw_only=True)
+    task_groups = [] if kind is None else list(_task_groups(kind, set(by_name), only))
+    return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
 
 
 def filled(options: type[O], form: Any) -> O:
     """``options`` with what the parser filled in; the tasks' own options that were given stand in ``own``."""
-    names = {each.name for each in fields(options)}  # type: ignore[arg-type]
+    names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    for each in fields(form):
-        value = getattr(form, each.name)
+    changed: dict[str, Any] = {}
+    for item in fields(form):
+        value = getattr(form, item.name)
         if not is_dataclass(value):
-            values[each.name] = value
-        elif each.name in GROUPS:
+            values[item.name] = value
+        elif item.name in GROUPS:
             values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
         else:
-            given = {inner.name: getattr(value, inner.name) for inner in fields(value)}
-            own |= {inner.name: given[inner.name] for inner in fields(value) if given[inner.name] != inner.default}
-    return options(**values | ({"own": own} if "own" in names else {}))
+            option = {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            changed |= {
+                inner.name: option[inner.name] for inner in fields(value) if option[inner.name] != inner.default
+            }
+    return options(**values | ({"task_options": changed} if "task_options" in names else {}))
 
 
 def flags(form: type) -> dict[str, Any]:
     """The names of all options as they are written after ``--``, and of positional arguments; each with its type."""
-    found: dict[str, Any] = {}
-    for each in fields(form):  # type: ignore[arg-type]
-        inner, *marks = get_args(each.type) if get_origin(each.type) is Annotated else (each.type,)
+    flags_by_name: dict[str, Any] = {}
+    for item in fields(form):  # type: ignore[arg-type]
+        inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
         if is_dataclass(inner):
-            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(each.name.removesuffix('_task'))}."
-            found |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
+            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
+            flags_by_name |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
         else:
-            found[_flag(each.name)] = each.type
-    return found
+            flags_by_name[_flag(item.name)] = item.type
+    return flags_by_name
 
 
 def is_positional(hint: Any) -> bool:
@@ -116,30 +118,30 @@ def _entries(options: type, defaults: Mapping[str, Any]) -> dict[str, tuple[str,
     """Of every option its name, its type with what the parser is to know, and its default."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
-    for each in fields(options):
-        hint = hints[each.name]
-        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (each.name in RARE and "set" in hints):
+    for item in fields(options):
+        hint = hints[item.name]
+        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (item.name in RARE and "set" in hints):
             continue
-        kept: Any = field(default=defaults[each.name]) if each.name in defaults else _default(each)
-        entries[each.name] = (each.name, _parsed(hint, docs.get(each.name, ""), kept), kept)
+        retained: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
+        entries[item.name] = (item.name, _parsed(hint, docs.get(item.name, ""), retained), retained)
     return entries
 
 
 def _parsed(hint: Any, docs: str, default: Field[Any]) -> Any:
     """``hint`` with its help, a word for its value, and how a count is read."""
     inner = bare(hint)
-    known: dict[str, Any] = {"help": docs}
+    valid_names: dict[str, Any] = {"help": docs}
     if default.default is None:
-        known["help_behavior_hint"] = ""
+        valid_names["help_behavior_hint"] = ""
     if inner in _PLACEHOLDERS and not _named(hint):
-        known["metavar"] = _PLACEHOLDERS[inner]
+        valid_names["metavar"] = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
-        known["metavar"] = "{" + ",".join(map(str, choices)) + "}"
+        valid_names["metavar"] = "{" + ",".join(map(str, choices)) + "}"
     if inner in (int, int | None):
-        return Annotated[hint, _COUNT, tyro.conf.arg(**known)]
+        return Annotated[hint, _COUNT, tyro.conf.arg(**valid_names)]
     if inner in (float, float | None):
-        return Annotated[hint, _NUMBER, tyro.conf.arg(**known)]
-    return Annotated[hint, tyro.conf.arg(**known)]
+        return Annotated[hint, _NUMBER, tyro.conf.arg(**valid_names)]
+    return Annotated[hint, tyro.conf.arg(**valid_names)]
 
 
 def _named(hint: Any) -> bool:
@@ -157,24 +159,24 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
         owners.setdefault(getattr(task, kind), task.name)
     wanted = [getattr(task, kind) for task in tasks() if only is not None and task.name in only]
     shown = set[tuple[str, Any, Any]]()
-    for own, name in owners.items():
+    for owners_of, name in owners.items():
         entries = {}
-        for each, entry in _entries(own, {}).items():
-            if (same := (each, *_meant(own, each))) not in shown:
+        for key, entry in _entries(owners_of, {}).items():
+            if (same := (key, *_meant(owners_of, key))) not in shown:
                 others = (
-                    task for other, task in owners.items() if other is not own and same[1:] == _meant(other, each)
+                    task for other, task in owners.items() if other is not owners_of and same[1:] == _meant(other, key)
                 )
-                entries[each] = _noted(entry, list(others))
+                entries[key] = _noted(entry, list(others))
                 shown.add(same)
         if not entries:
             continue
         shown_here = [
             entry
             for option, entry in entries.items()
-            if only is None or any(_meant(other, option) == _meant(own, option) for other in wanted)
+            if only is None or any(_meant(other, option) == _meant(owners_of, option) for other in wanted)
         ]
         about = {"__doc__": f"Options of the task {name if only is None else ' and '.join(only)}."}
-        group: Any = make_dataclass(own.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
+        group: Any = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
         hint: Any = Annotated[group, tyro.conf.arg(name=name)]
         if not entries.keys() & taken:
             hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
@@ -185,19 +187,19 @@ def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> I
 
 def _meant(options: type, name: str) -> tuple[Any, Any]:
     """The type and the default of an option, by which tasks share it; none where there is no such."""
-    found = {each.name: (each.type, each.default) for each in fields(options)}  # type: ignore[arg-type]
-    return found.get(name, (None, MISSING))
+    flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}  # type: ignore[arg-type]
+    return flags_by_name.get(name, (None, MISSING))
 
 
 def _noted(entry: tuple[str, Any, Any], also: list[str]) -> tuple[str, Any, Any]:
     """``entry``, whose help says which tasks have the option too."""
     if not also:
         return entry
-    name, hint, kept = entry
+    name, hint, retained = entry
     inner, *marks = get_args(hint)
     help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
     marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
-    return name, Annotated[(inner, *marks)], kept
+    return name, Annotated[(inner, *marks)], retained
 
 
 def _count(text: str) -> int:
@@ -259,10 +261,10 @@ def option_docs(options: type) -> dict[str, str]:
     return docs
 
 
-def _default(each: Field[Any]) -> Any:
-    if each.default_factory is not MISSING:
-        return field(default_factory=each.default_factory)
-    return field() if each.default is MISSING else field(default=each.default)
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return field(default_factory=option.default_factory)
+    return field() if option.default is MISSING else field(default=option.default)
 
 
 def _has_default(entry: Field[Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, asked
+from kinformer.cli.options import Changes, Hidden, Printing, RunFolder, options_as
 from kinformer.cli.output import print_json
 from kinformer.runs.options import GenerateOptions
 from kinformer.runtime.errors import KinformerError
@@ -32,7 +32,7 @@ class Options(GenerateOptions, Printing):
     """Write the continuation only, without the prompt before it."""
     json: bool = False
     """Print one JSON object instead of text, at the end."""
-    own: Hidden = field(default_factory=dict)
+    task_options: Hidden = field(default_factory=dict)
 
 
 def run(options: Options) -> int:
@@ -45,7 +45,7 @@ def run(options: Options) -> int:
     prompt = _prompt(options, by_line)
     echo = "" if options.no_echo or prompt is None or by_line else _text(prompt)
     write = None if options.json else _Echo(echo)
-    result = generate(options.folder, prompt, asked(GenerateOptions, options), write)
+    result = generate(options.folder, prompt, options_as(GenerateOptions, options), write)
     if hasattr(result, "facts"):
         _print_facts(options, result)
     else:
@@ -98,7 +98,7 @@ def _print_facts(options: Options, result: Any) -> None:
 def _print(options: Options, result: Any, echo: str) -> None:
     speed, state = result.tokens_per_second, result.state_bytes
     if options.json:
-        samples = [{"text": each.text, "tokens": each.tokens, "stopped": each.stopped} for each in result.samples]
+        samples = [{"text": item.text, "tokens": item.tokens, "stopped": item.stopped} for item in result.samples]
         facts: dict[str, Any] = {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
         if result.exits is not None:
             facts["exits"] = result.exits.facts

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.cli.options import CommonOptions, RunFolder, asked
+from kinformer.cli.options import CommonOptions, RunFolder, options_as
 from kinformer.cli.output import print_json
 from kinformer.runs.options import IndexOptions
 from kinformer.training.metric import size
@@ -30,7 +30,7 @@ def run(options: Options) -> int:
     """Build, or go on building, and report."""
     from kinformer.runs.index import index
 
-    done = index(options.folder, asked(IndexOptions, options), quiet=options.json or options.quiet)
+    done = index(options.folder, options_as(IndexOptions, options), quiet=options.json or options.quiet)
     store, new = done.store, done.new
     if options.json:
         print_json(done.facts)

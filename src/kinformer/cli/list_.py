@@ -26,20 +26,20 @@ class Options(CommonOptions):
 
 def run(options: Options) -> int:
     """Print the family."""
-    found = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
+    records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
     if options.json:
-        listed = [member.facts for member in found]
-        groups = None if options.by is None else _groups(found, options.by)
+        listed = [member.facts for member in records]
+        groups = None if options.by is None else _groups(records, options.by)
         print_json(
-            listed if groups is None else {name: [each.facts for each in group] for name, group in groups.items()}
+            listed if groups is None else {name: [item.facts for item in group] for name, group in groups.items()}
         )
         return 0
     if options.by is not None:
-        _print_tree(_groups(found, options.by))
+        _print_tree(_groups(records, options.by))
         return 0
     rows = [
         (member.name, member.year, member.growth, _short(member.title, 24), _short(", ".join(member.axes) or "-", 18))
-        for member in found
+        for member in records
     ]
     print_table(("member", "year", "state", "title", "changes"), rows)
     return 0
@@ -61,7 +61,7 @@ COSTS = {
 }
 
 
-def _groups(found: Sequence[Member], by: str) -> dict[str, list[Member]]:
+def _groups(records_: Sequence[Member], by: str) -> dict[str, list[Member]]:
     """The members under what they have in common, in the order of the table; under every axis that they change."""
     names: dict[str, Callable[[Member], Sequence[str]]] = {
         "axis": lambda member: member.axes or ("nothing",),
@@ -71,7 +71,7 @@ def _groups(found: Sequence[Member], by: str) -> dict[str, list[Member]]:
         "year": lambda member: (str(member.year),),
     }
     groups: dict[str, list[Member]] = {}
-    for member in found:
+    for member in records_:
         for name in names[by](member):
             groups.setdefault(name, []).append(member)
     return dict(sorted(groups.items())) if by == "year" else groups

@@ -151,10 +151,10 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
     command = COMMANDS[name]
     module: Any = import_module(command.module)
-    own = getattr(module, "TASK_OPTIONS", None)
-    options: Any = parse(module.Options, own, rest, prog=f"kinformer {name}", description=command.summary)
+    task_options = getattr(module, "TASK_OPTIONS", None)
+    options: Any = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
-        if own is not None:
+        if task_options is not None:
             print(_tasks_of_help(name, rest))
         print(f"example:\n  {command.example}")
         return 0

@@ -21,7 +21,17 @@ RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(meta
 Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
 Hidden = Annotated[Mapping[str, Any], tyro.conf.Suppress]
 
-__all__ = ["Changes", "CommonOptions", "Hidden", "Member", "Printing", "RunFolder", "RunFolders", "asked", "require"]
+__all__ = [
+    "Changes",
+    "CommonOptions",
+    "Hidden",
+    "Member",
+    "Printing",
+    "RunFolder",
+    "RunFolders",
+    "options_as",
+    "require",
+]
 
 O = TypeVar("O")
 
@@ -52,9 +62,9 @@ class CommonOptions(Printing):
         super().__post_init__()
 
 
-def asked(request: type[O], options: Any) -> O:
+def options_as(request: type[O], options: Any) -> O:
     """What a function is asked for by ``options``, the changes as a table."""
-    values = {each.name: getattr(options, each.name) for each in fields(request)}  # type: ignore[arg-type]
+    values = {field.name: getattr(options, field.name) for field in fields(request)}  # type: ignore[arg-type]
     if "set" in values:
         changes = overrides(options.set)
         values["set"] = {path: value for path, value in changes.items() if not path.startswith(TRAINING)}
@@ -68,7 +78,7 @@ TRAINING = "training."
 
 def _of_training(request: type, changes: Mapping[str, str]) -> dict[str, Any]:
     """The settings of training among the changes, by name, as numbers."""
-    names = {each.name for each in fields(Settings)} & {each.name for each in fields(request)}
+    names = {field.name for field in fields(Settings)} & {field.name for field in fields(request)}
     values: dict[str, Any] = {}
     for path, text in changes.items():
         name = path.removeprefix(TRAINING)
@@ -78,5 +88,5 @@ def _of_training(request: type, changes: Mapping[str, str]) -> dict[str, Any]:
             values[name] = json.loads(text)
         except ValueError:
             values[name] = text
-    require_types(SimpleNamespace(**{each.name: each.default for each in fields(Settings)} | values), Settings)
+    require_types(SimpleNamespace(**{field.name: field.default for field in fields(Settings)} | values), Settings)
     return values

@@ -28,12 +28,12 @@ def parse(
     options of tasks there are too. None when help was asked for (and printed)."""
     name = prog.removeprefix("kinformer ")
     shape = form.form_of(options, kind)
-    given = list(arguments)
-    if (path := _config(given)) is not None:
+    written_options = list(arguments)
+    if (path := _config(written_options)) is not None:
         defaults, written = read(path, form.flags(shape))
-        shape, given = form.form_of(options, kind, defaults), written + given
-    if {"-h", "--help"} & set(given):
-        shape, given = form.form_of(options, kind, only=tasks_meant(given)), ["--help"]
+        shape, written_options = form.form_of(options, kind, defaults), written + written_options
+    if {"-h", "--help"} & set(written_options):
+        shape, written_options = form.form_of(options, kind, only=tasks_meant(written_options)), ["--help"]
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -41,7 +41,7 @@ def parse(
                 shape,
                 prog=prog,
                 description=description,
-                args=given,
+                args=written_options,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
             )
         return form.filled(options, filled)
@@ -93,13 +93,13 @@ def sentence(box: str, prog: str) -> str:
     message, *hints = re.split(r"\n[─-]{3,}\n", textwrap.dedent("\n".join(rows)).strip("\n"))
     if message.startswith("Missing from"):
         names = re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE)
-        said = "needs " + " and ".join(names)
+        sentence_text = "needs " + " and ".join(names)
     else:
-        said = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
-        said = said.removeprefix("Options: ")
-    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", said):
+        sentence_text = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
+        sentence_text = sentence_text.removeprefix("Options: ")
+    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", sentence_text):
         names = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
-        said = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
+        sentence_text = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
-    return f"{prog.removeprefix('kinformer ')}: {said}; {remedy}"
+    return f"{prog.removeprefix('kinformer ')}: {sentence_text}; {remedy}"

@@ -57,7 +57,7 @@ def _print(page: dict[str, Any], config: dict[str, Any]) -> None:
     changes = f" (changes: {', '.join(page['axes'])})" if page["axes"] else ""
     print(f"{page['title']}{changes}\n{page['paper']}\n")
     _print_formulas(page)
-    for title, text in (("exact limit", page["exact_limit"]), *(("departure", each) for each in page["departures"])):
+    for title, text in (("exact limit", page["exact_limit"]), *(("departure", item) for item in page["departures"])):
         print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="  "))
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
     print("\n".join(tree(config, "  ")))
@@ -106,8 +106,8 @@ def folded(config: Any) -> Any:
         return [folded(item) for item in config]
     if not isinstance(config, Config):
         return config
-    known = {each.name: each for each in fields(config)}  # type: ignore[arg-type]
-    same = [name for name in field_types(type(config)) if getattr(config, name) == known[name].default]
+    field_by_name = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
+    same = [name for name in field_types(type(config)) if getattr(config, name) == field_by_name[name].default]
     shown = {name: folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
     return tags(config) | shown | ({DEFAULTS: ", ".join(same)} if same else {})
 

@@ -74,23 +74,23 @@ SENTENCES = {
 """To an option that the command must have for this to be said, and what is said."""
 
 
-def meant(arguments: Sequence[str], known: Collection[str]) -> str | None:
+def meant(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
     """What the first of ``arguments`` that is no option of ``known`` but a usual name of one means, in words."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()
-        if not argument.startswith("--") or name in known:
+        if not argument.startswith("--") or name in valid_names:
             continue
         after = arguments[index + 1] if index + 1 < len(arguments) else "--"
         value = value or ("" if after.startswith("--") else after)
-        given = f"--{name} {value}".rstrip()
-        if name in SENTENCES and SENTENCES[name][0] in known:
-            return f"{given}: {SENTENCES[name][1]}"
-        if name in OPTIONS and OPTIONS[name] in known:
-            return f"{given}: did you mean --{OPTIONS[name]}?"
-        if name.replace("-", "_") in RARE and {"set", "steps", "member"} <= set(known):
+        flag_text = f"--{name} {value}".rstrip()
+        if name in SENTENCES and SENTENCES[name][0] in valid_names:
+            return f"{flag_text}: {SENTENCES[name][1]}"
+        if name in OPTIONS and OPTIONS[name] in valid_names:
+            return f"{flag_text}: did you mean --{OPTIONS[name]}?"
+        if name.replace("-", "_") in RARE and {"set", "steps", "member"} <= set(valid_names):
             change = f"training.{name.replace('-', '_')}={value or 'VALUE'}"
-            return f"{given}: is a setting that is rarely changed; give --set {change}."
-        if name in MODEL and "set" in known:
-            return f"{given}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
+            return f"{flag_text}: is a setting that is rarely changed; give --set {change}."
+        if name in MODEL and "set" in valid_names:
+            return f"{flag_text}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, asked
+from kinformer.cli.options import Changes, CommonOptions, Hidden, Member, options_as
 from kinformer.cli.output import BEGUN, print_json
 from kinformer.runs.options import TrainOptions
 from kinformer.runtime.errors import KinformerError
@@ -29,7 +29,7 @@ class Options(TrainOptions, CommonOptions):
     """The run folder: new, or with --resume an existing one."""
     set: Changes = ()  # type: ignore[assignment]
     """A change to the recipe, as in --set layers.*.dropout=0.1; may be given again."""
-    own: Hidden = field(default_factory=dict)
+    task_options: Hidden = field(default_factory=dict)
 
 
 def run(options: Options) -> int:
@@ -39,7 +39,7 @@ def run(options: Options) -> int:
 
     first = not started_by_torchrun() or os.environ["RANK"] == "0"
     try:
-        summary = train(asked(TrainOptions, options), options.quiet, BEGUN.get())
+        summary = train(options_as(TrainOptions, options), options.quiet, BEGUN.get())
     except KinformerError:
         if first:
             raise

@@ -27,7 +27,7 @@ from kinformer.runtime.progress import note
 
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
-TOLD = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}
+WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,14 @@ def step_peaks(data: Mapping[str, Any], lengths: Sequence[int], batch: int, devi
     return peaks
 
 
-def _crossings(found: Bench, options: BenchOptions) -> list[str]:
+def _crossings(timed: Bench, options: BenchOptions) -> list[str]:
     if len(options.sizes) < 2:
         return []
     sentences = []
     for work in options.works:
-        base = found.seconds(PLAIN, work)
-        for name in found.members:
-            ours = found.seconds(name, work)
+        base = timed.seconds(PLAIN, work)
+        for name in timed.members:
+            ours = timed.seconds(name, work)
             if name != PLAIN and len(ours.keys() & base.keys()) > 1:
-                sentences.append(words.crossover(name, PLAIN, TOLD[work], ours, base))
+                sentences.append(words.crossover(name, PLAIN, WORK_NAMES[work], ours, base))
     return sentences

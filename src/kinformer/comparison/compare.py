@@ -223,7 +223,11 @@ def _comparison(
 def _record(contestant: Contestant, options: CompareOptions, where: dict[str, Any], figure: Metric) -> EntrantRecord:
     got, base = contestant.results, contestant.base
     page = got.get("facts") or {}
-    settings = settings_of(base.settings()) | {"lr": got.get("lr"), "own": dict(base.own), "recipe": base.recipe}
+    settings = settings_of(base.settings()) | {
+        "lr": got.get("lr"),
+        "own": dict(base.task_options),
+        "recipe": base.recipe,
+    }
     runs = [one for one in got.get("runs", ()) if "measured" in one]
     return EntrantRecord(
         name=contestant.name,

@@ -71,7 +71,7 @@ class CompareOptions(Machine):
     """The folder of results: what is there already is not computed again."""
     seed: int = 0
     """The first seed."""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class Contestant:
         content = {
             "model": storable(self.config),
             "data": self.identity,
-            "task": [self.task.name, dict(options.own)],
+            "task": [self.task.name, dict(options.task_options)],
             "training": vars(options.settings()),
             "versions": [__version__, torch.__version__, options.device],
         }
@@ -112,14 +112,14 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     recipe = options.recipe
     shared = ("data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "device", "threads")
     shared_values = {name: getattr(options, name) for name in shared}
-    task_options = {**entrant.needs(task.Options), **options.own}
+    task_options = {**entrant.needs(task.Options), **options.task_options}
     return TrainOptions(
         member=entrant.member,
         out=options.out,
         task=task.name,
         recipe=recipe,
         set=dict(entrant.changes),
-        own=task_options,
+        task_options=task_options,
         **shared_values,
     )
 

@@ -195,7 +195,7 @@ def measured(
         task_options["baseline"] = True
     most = None if "data" in task.data.refused else options.max_bytes
     evaluation_options = EvaluateOptions(
-        max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, own=task_options
+        max_bytes=most, device=options.device, threads=options.threads, seed=options.seed, task_options=task_options
     )
 
     def make() -> dict[str, Any]:
@@ -237,13 +237,13 @@ def command_of(options: TrainOptions) -> str:
     plain = {item.name: item.default for item in fields(Settings)}
     for field in fields(TrainOptions):
         value = getattr(options, field.name)
-        if field.name in ("member", "set", "own", "resume", "out") or value is None:
+        if field.name in ("member", "set", "task_options", "resume", "out") or value is None:
             continue
         if value != field.default and not (
             field.name in plain and value == plain[field.name] and field.name != "length"
         ):
             words += [flag_of(field.name), f"{value:g}" if isinstance(value, float) else str(value)]
-    for name, value in options.own.items():
+    for name, value in options.task_options.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():
         text = json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)

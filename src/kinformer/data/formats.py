@@ -68,14 +68,14 @@ def check_plain(path: Path) -> None:
 
 def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
     """Refuse a folder that is mostly packed files, tables or documents; where there are few of them, a note says so."""
-    found = {file: packed for file in files if (packed := _packed(_head(Path(file.path)))) is not None}
-    if not found:
+    result = {file: packed for file in files if (packed := _packed(_head(Path(file.path)))) is not None}
+    if not result:
         return
-    first, (what, remedy) = next(iter(found.items()))
-    if 2 * sum(file.size for file in found) > sum(file.size for file in files):
+    first, (what, remedy) = next(iter(result.items()))
+    if 2 * sum(file.size for file in result) > sum(file.size for file in files):
         raise KinformerError(f"{folder}: {first.name} is {what}; {remedy}.")
     note_once(
-        f"note: {folder}: {len(found)} of {len(files)} files are packed or no text ({first.name} is {what}) and are "
+        f"note: {folder}: {len(result)} of {len(files)} files are packed or no text ({first.name} is {what}) and are "
         "learnt byte by byte; remove them, or write their text into text files."
     )
 

@@ -48,10 +48,10 @@ class AssociativeRetrieval:
         self.writes = 2 * num_keys if replace else num_keys
         self.generator = torch.Generator().manual_seed(seed)
 
-    def batch(self, rows: int, asked: int = 1) -> Retrieval:
-        """``rows`` sequences, each with ``asked`` queries."""
+    def batch(self, rows: int, num_queries: int = 1) -> Retrieval:
+        """``rows`` sequences, each with ``num_queries`` queries."""
         keys, values = self._symbols(rows), self._symbols(rows)
-        steps = torch.randint(self.writes, (rows, asked), generator=self.generator)
+        steps = torch.randint(self.writes, (rows, num_queries), generator=self.generator)
         queries = keys.gather(1, steps)
         return Retrieval(keys, values, queries, values.gather(1, last_write(keys, queries)))
 

@@ -115,26 +115,26 @@ def _retrieving(run: StoredRun, model: Any, open_run: OpenRun, options: StoreOpt
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
             raise KinformerError(f"{marked(name)}: is for kNN-LM; the gate of {run.folder} was trained; leave it out.")
-    said: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
+    record: dict[str, Any] = {"neighbours": GATED_NEIGHBOURS} | dict(run.data.get(RETRIEVAL) or {})
     names = ("datastore", "retriever", "neighbours")
-    said |= {name: given for name in names if (given := getattr(options, name)) is not None}
-    if "datastore" not in said:
+    record |= {name: option for name in names if (option := getattr(options, name)) is not None}
+    if "datastore" not in record:
         return model
-    if options.probes is not None or "probes" not in said:
-        said["probes"] = probes_of(said["datastore"], options.probes)
-    if "retriever" not in said:
+    if options.probes is not None or "probes" not in record:
+        record["probes"] = probes_of(record["datastore"], options.probes)
+    if "retriever" not in record:
         raise KinformerError(
-            f"`datastore` {said['datastore']}: {run.folder} was trained without; give `retriever` RUN, which made it."
+            f"`datastore` {record['datastore']}: {run.folder} was trained without; give `retriever` RUN, which made it."
         )
-    retriever = open_run(said["retriever"])
+    retriever = open_run(record["retriever"])
     keys = keyed(retriever, retriever.model().to(next(model.parameters()).device))
-    store = Datastore(said["datastore"], origin_of(retriever, keys))
+    store = Datastore(record["datastore"], origin_of(retriever, keys))
     assert run.tokenizer is not None
     if store.record.origin.tokenizer != run.tokenizer.fingerprint:
         raise KinformerError(f"{store.folder}: its tokens are not those of {run.folder}; give one of its tokenizer.")
     if rows is not None:
         keys = keyed(retriever, pack(keys.decoder, rows))
-    return RetrievingDecoder(model, keys, searcher(store, said["probes"]), said["neighbours"])
+    return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 
 def store_of(model: Any) -> Datastore | None:
@@ -143,8 +143,8 @@ def store_of(model: Any) -> Datastore | None:
 
     if not isinstance(model, RetrievingDecoder):
         return None
-    found: Any = model.searcher
-    return found.store
+    result: Any = model.searcher
+    return result.store
 
 
 def lookup_facts(model: Any) -> dict[str, Any] | None:
@@ -166,12 +166,12 @@ def note_stored(record: Record, data: Mapping[str, Any], holdout: float | None) 
             )
 
 
-def probes_of(folder: str | Path, asked: int | None) -> int | None:
+def probes_of(folder: str | Path, requested: int | None) -> int | None:
     """How many of a datastore's lists are looked into, None for exact search: as ``asked`` (0: exact), else in lists
     where it has some."""
     from kinformer.datastore.lists import default_probes
 
-    return default_probes(Path(folder)) if asked is None else asked or None
+    return default_probes(Path(folder)) if requested is None else requested or None
 
 
 def search_words(probes: int | None) -> str:

@@ -74,36 +74,38 @@ class _Job:
     quiet: bool
 
 
-def evaluate_datastore(runs: Sequence[StoredRun], options: Any, own: Any, quiet: bool) -> EvaluationReport:
+def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
     """Evaluate a run with the datastore that ``options`` (``runs.options.EvaluateOptions``) name; ``own`` are its
     task's evaluation options."""
-    sizes = _sizes(runs, options, own)
+    sizes = _sizes(runs, options, task_options)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))
     attached = attach_mixture(run, model, options)
-    if own.plot is not None:
+    if task_options.plot is not None:
         from kinformer.figures.style import check
 
-        check(Path(own.plot))
-    windows = main_windows(run, model, own)
+        check(Path(task_options.plot))
+    windows = main_windows(run, model, task_options)
     check_positions(model, windows)
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
     options = replace(options, probes=probes_of(store.folder, options.probes))
     job = _Job(options, run, attached, store, windows, quiet)
-    held = held_out(run, options, own.holdout)
-    note_stored(store.record, held.identity, run.data.get("holdout") if own.holdout is None else own.holdout)
+    held = held_out(run, options, task_options.holdout)
+    note_stored(
+        store.record, held.identity, run.data.get("holdout") if task_options.holdout is None else task_options.holdout
+    )
     tuning, reported = _parts(held, options)
     done = [
         _measure(job, tuning, reported, size)
-        for size in (*(each for each in sizes if each < store.entries), store.entries)
+        for size in (*(item for item in sizes if item < store.entries), store.entries)
     ]
-    return _report(job, held, reported, done, own.plot)
+    return _report(job, held, reported, done, task_options.plot)
 
 
-def _sizes(runs: Sequence[StoredRun], options: Any, own: Any) -> list[int]:
+def _sizes(runs: Sequence[StoredRun], options: Any, task_options: Any) -> list[int]:
     """The numbers of entries that are tried too; raises for what does not go together with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
-        if getattr(own, flag, None):
+        if getattr(task_options, flag, None):
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
     if len(runs) > 1:
         raise KinformerError("`datastore`: belongs to one run; give one DIR.")
@@ -170,7 +172,7 @@ def _report(
     if plot is not None:
         from kinformer.figures.datastore import plot as draw
 
-        sizes = [(float(each.entries), each.bits) for each in done] if len(done) > 1 else []
+        sizes = [(float(item.entries), item.bits) for item in done] if len(done) > 1 else []
         draw(whole.at(0.0), weights, sizes, Path(plot))
         note(f"drew {plot}")
     evaluation = evaluated(
@@ -204,7 +206,7 @@ def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasuremen
         | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
         | {"approximate": job.options.probes is not None, "probes": job.options.probes}
         | _metrics(whole)
-        | {"sizes": [_metrics(each) for each in done]}
+        | {"sizes": [_metrics(item) for item in done]}
     )
 
 
@@ -232,8 +234,8 @@ def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasureme
     blocks.append(TextTable(("weight", "bits per byte"), rows, (0, 1)))
     if len(done) > 1:
         sizes = [
-            (f"{each.entries:,}", f"{each.setting.weight:g}", f"{each.setting.temperature:g}", f"{each.bits:.4f}")
-            for each in done
+            (f"{item.entries:,}", f"{item.setting.weight:g}", f"{item.setting.temperature:g}", f"{item.bits:.4f}")
+            for item in done
         ]
         blocks += ["", TextTable(("entries", "weight", "temperature", "bits per byte"), sizes, range(4))]
     return blocks

@@ -56,7 +56,9 @@ class Stores:
 
         return lookup_facts(model)
 
-    def evaluate(self, runs: Sequence[StoredRun], options: Any, own: Any, quiet: bool) -> EvaluationReport | None:
+    def evaluate(
+        self, runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool
+    ) -> EvaluationReport | None:
         """A run with and without the datastore that ``options`` mix into its predictions; None where there is none."""
         from kinformer.datastore.attach import looks_up
 
@@ -64,7 +66,7 @@ class Stores:
             return None
         from kinformer.datastore.evaluate import evaluate_datastore
 
-        return evaluate_datastore(runs, options, own, quiet)
+        return evaluate_datastore(runs, options, task_options, quiet)
 
     def note_text(self, facts: Mapping[str, Any] | None, data: Mapping[str, Any], holdout: float | None) -> None:
         """Tell where the datastore of :meth:`facts` holds the very text ``data`` that was evaluated on."""

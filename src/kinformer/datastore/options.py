@@ -39,11 +39,11 @@ class StoreOptions(Checked):
 
     def check_store(self) -> None:
         """Refuse the options of a store where none is named."""
-        given = [each.name for each in fields(type(self)) if self._is_given(each)]
-        if given and self.datastore is None:
-            raise KinformerError(f"{marked(given[0])}: says how a datastore is used; give `datastore` FOLDER too.")
+        option = [field.name for field in fields(type(self)) if self._is_set(field)]
+        if option and self.datastore is None:
+            raise KinformerError(f"{marked(option[0])}: says how a datastore is used; give `datastore` FOLDER too.")
 
-    def _is_given(self, option: Field[Any]) -> bool:
+    def _is_set(self, option: Field[Any]) -> bool:
         """Whether an option of a store, but not the store itself, differs from its default."""
-        own = {each.name for each in fields(StoreOptions)} | {"tune", "sizes"}
-        return option.name in own - {"datastore"} and getattr(self, option.name) != option.default
+        local = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
+        return option.name in local - {"datastore"} and getattr(self, option.name) != option.default

@@ -69,9 +69,9 @@ class TakesNeighbours(Protocol):
 
 def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
     """What a new run's ``data`` says of its retrieval."""
-    given = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
+    named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
-        for name, value in given.items():
+        for name, value in named.items():
             if value is not None:
                 raise KinformerError(f"{marked(name)}: says how a datastore is used; give `datastore` FOLDER too.")
         if looks_up(config):
@@ -96,19 +96,21 @@ def choose_retrieval(options: Any, config: ModelConfig) -> dict[str, Any]:
 
 def resume_retrieval(run: StoredRun, options: Any) -> dict[str, Any]:
     """What a resumed run's ``data`` says: as it was, but for folders that were moved."""
-    kept = run.data.get(RETRIEVAL)
+    retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)
-        moved = kept is not None and name in ("datastore", "retriever")
-        if value is not None and not moved and (kept is None or (value or None) != kept[name]):
+        moved = retrieval is not None and name in ("datastore", "retriever")
+        if value is not None and not moved and (retrieval is None or (value or None) != retrieval[name]):
             raise KinformerError(
                 f"`{name}` {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
                 "leave it out, or give another `out`."
             )
-    if kept is None:
+    if retrieval is None:
         return {}
     paths = {name: getattr(options, name) for name in ("datastore", "retriever")}
-    return {RETRIEVAL: kept | {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}}
+    return {
+        RETRIEVAL: retrieval | {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}
+    }
 
 
 def with_neighbours(
@@ -120,39 +122,39 @@ def with_neighbours(
     if not isinstance(rows, TakesNeighbours):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
     corpus, settings = plan.data, plan.settings
-    found = _open(run, open_run, corpus, device)
-    _check_settings(run, found, settings, rows.carries)
-    rows_plan = _plan(found, "train", len(corpus.splits["train"]) - 1, {})
-    if not is_whole(found.store, rows_plan):
-        how = search_words(found.probes)
+    searcher_ = _open(run, open_run, corpus, device)
+    _check_settings(run, searcher_, settings, rows.carries)
+    rows_plan = _plan(searcher_, "train", len(corpus.splits["train"]) - 1, {})
+    if not is_whole(searcher_.store, rows_plan):
+        how = search_words(searcher_.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
         train = table(
-            found.store,
+            searcher_.store,
             rows_plan,
-            neighbours_without_self(found.store, found.searcher, found.first, rows_plan),
+            neighbours_without_self(searcher_.store, searcher_.searcher, searcher_.first, rows_plan),
             progress,
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
         source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
-        rows_plan = _plan(found, "validation", len(held_out) - 1, source)
+        rows_plan = _plan(searcher_, "validation", len(held_out) - 1, source)
         validation = table(
-            found.store,
+            searcher_.store,
             rows_plan,
-            lambda done: neighbours_of(_keys(found, held_out), found.searcher, rows_plan, done),
+            lambda done: neighbours_of(_keys(searcher_, held_out), searcher_.searcher, rows_plan, done),
             progress,
         )
     return rows.with_neighbours(train, validation)
 
 
 def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Retrieval:
-    said = run.data[RETRIEVAL]
-    retriever = open_run(said["retriever"])
+    record = run.data[RETRIEVAL]
+    retriever = open_run(record["retriever"])
     keys = keyed(retriever, retriever.model().to(device))
-    store = Datastore(said["datastore"], origin_of(retriever, keys))
+    store = Datastore(record["datastore"], origin_of(retriever, keys))
     part, first = _train_part(store, run, corpus)
-    found = searcher(store, said["probes"])
-    return _Retrieval(keys, store, found, said["neighbours"], said["probes"], part, first)
+    searcher_ = searcher(store, record["probes"])
+    return _Retrieval(keys, store, searcher_, record["neighbours"], record["probes"], part, first)
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
@@ -161,19 +163,19 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
         raise _foreign(store, run, corpus, "its tokens are those of another tokenizer")
-    first, found = 0, []
+    first, searcher_ = 0, []
     for part in store.record.parts:
         source = part.source
         if source.get("fingerprint") == corpus.fingerprint:
-            kept = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
-            if kept == (["train"], run.data.get("holdout"), None):
-                found.append((part, first))
+            retrieval = (source.get("splits"), source.get("holdout"), source.get("max_bytes"))
+            if retrieval == (["train"], run.data.get("holdout"), None):
+                searcher_.append((part, first))
             else:
                 reason = "it holds another part of it"
         first += part.total
-    if len(found) != 1 or reason != "it holds other data" or not _same_tokens(store, *found[0], corpus):
+    if len(searcher_) != 1 or reason != "it holds other data" or not _same_tokens(store, *searcher_[0], corpus):
         raise _foreign(store, run, corpus, reason)
-    return found[0]
+    return searcher_[0]
 
 
 def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
@@ -197,9 +199,9 @@ def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> K
     )
 
 
-def _check_settings(run: StoredRun, found: _Retrieval, settings: Settings, segments: bool) -> None:
+def _check_settings(run: StoredRun, retrieval_: _Retrieval, settings: Settings, segments: bool) -> None:
     """The objective must look things up; the retriever reads what the model reads, and must not end before it."""
-    reader, where = found.keys.decoder, run.data[RETRIEVAL]["retriever"]
+    reader, where = retrieval_.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
@@ -214,15 +216,15 @@ def _check_settings(run: StoredRun, found: _Retrieval, settings: Settings, segme
         )
 
 
-def _plan(found: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> NeighbourTable:
-    own = {"first": found.first, "probes": found.probes}
-    return NeighbourTable(name=name, tokens=tokens, neighbours=found.neighbours, source=own | dict(source))
+def _plan(retrieval_: _Retrieval, name: str, tokens: int, source: Mapping[str, Any]) -> NeighbourTable:
+    settings = {"first": retrieval_.first, "probes": retrieval_.probes}
+    return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval_.neighbours, source=settings | dict(source))
 
 
-def _keys(found: _Retrieval, split: Split) -> Iterator[Tensor]:
+def _keys(retrieval_: _Retrieval, split: Split) -> Iterator[Tensor]:
     """The retriever's keys of ``split``, read as the datastore's text was."""
-    source = found.part.source
+    source = retrieval_.part.source
     context = source.get("context")
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
     text = IndexedText([split], windows, source["chunk"], {})
-    return (keys for keys, _, _ in entries_of(found.keys, text, 0, ()))
+    return (keys for keys, _, _ in entries_of(retrieval_.keys, text, 0, ()))

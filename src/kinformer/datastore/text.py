@@ -76,11 +76,11 @@ def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequen
     for split in text.splits:
         entries = len(split) - 1
         if done < first + entries:
-            kept = leaves if done > first else ()
+            retained = leaves if done > first else ()
             skipped = max(0, done - first)
             with torch.inference_mode():
                 if text.windows is None:
-                    yield from _carried(model, EvaluationStream(split, text.chunk), skipped, kept)
+                    yield from _carried(model, EvaluationStream(split, text.chunk), skipped, retained)
                 else:
                     yield from _windowed(model, split, text, skipped)
         first += entries

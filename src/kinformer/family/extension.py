@@ -50,8 +50,8 @@ class WeightSource:
         """``count`` rows."""
         import torch
 
-        found = weights[self.name][self.first : self.last]
-        return torch.cat([found] * -(-count // len(found)))[:count]
+        source = weights[self.name][self.first : self.last]
+        return torch.cat([source] * -(-count // len(source)))[:count]
 
 
 def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) -> Encoder.Config:
@@ -59,11 +59,11 @@ def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) 
 
     Where the depths differ, a layer has the attention of the layer at its depth in the recipe's stack.
     """
-    own: Any = short
+    fields_here: Any = short
     long: Any = recipe
-    depth = len(own.layers)
+    depth = len(fields_here.layers)
     layers = []
-    for index, layer in enumerate(own.layers):
+    for index, layer in enumerate(fields_here.layers):
         mixer = long.layers[index * len(long.layers) // depth].mixer
         if layer.mixer.kind not in FROM or mixer.kind not in TO:
             raise KinformerError(
@@ -71,8 +71,8 @@ def extended_config(short: ModelConfig, recipe: ModelConfig, place: Path | str) 
                 "begin with a run of 'bert', or with none."
             )
         layers.append(layer.replace(mixer=_mixer(layer.mixer, mixer, index)))
-    own = own.replace(layers=tuple(layers), position=long.position)
-    return own.replace(global_input=long.global_input, global_tokens=long.global_tokens)
+    fields_here = fields_here.replace(layers=tuple(layers), position=long.position)
+    return fields_here.replace(global_input=long.global_input, global_tokens=long.global_tokens)
 
 
 def _mixer(short: Any, long: Any, layer: int) -> Any:
@@ -80,10 +80,10 @@ def _mixer(short: Any, long: Any, layer: int) -> Any:
     changes = {name: getattr(short, name) for name in ("num_heads", "head_dim", "bias", "dropout")}
     pattern, projection = getattr(long, "pattern", None), getattr(long, "projection", None)
     if pattern is not None:
-        own = {field.name: getattr(pattern, field.name) for field in fields(pattern)}
+        fields_here = {field.name: getattr(pattern, field.name) for field in fields(pattern)}
         changes["pattern"] = pattern.replace(
-            **({"seed": layer} if "seed" in own else {}),
-            **({"num_heads": short.num_heads} if own.get("num_heads") else {}),
+            **({"seed": layer} if "seed" in fields_here else {}),
+            **({"num_heads": short.num_heads} if fields_here.get("num_heads") else {}),
         )
     if projection is not None:
         changes["projection"] = projection.replace(bias=short.projection.bias)
@@ -96,7 +96,7 @@ def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path |
     Errors: ``KinformerError`` where the long model lacks a weight of the short one, or has another that is of a
     different size or comes from nowhere. ``place`` is where the short one is.
     """
-    found: dict[str, WeightSource] = {}
+    source: dict[str, WeightSource] = {}
     for name, shape in long.items():
         origin = _origin(name, short)
         if origin is None:
@@ -111,13 +111,13 @@ def origins(short: Mapping[str, Shape], long: Mapping[str, Shape], place: Path |
                 f"{place}: {origin.name} is {short[origin.name]}, but {name} of the model to be trained is {shape}; "
                 "what begins with another run keeps its width and its vocabulary, so leave such a `set` out."
             )
-        found[name] = origin
-    used = {origin.name for origin in found.values()} | {POSITIONS}
+        source[name] = origin
+    used = {origin.name for origin in source.values()} | {POSITIONS}
     if lost := sorted(short.keys() - used):
         raise KinformerError(
             f"{place}: has {lost[0]}, which the model to be trained has not; begin with a run of 'bert', or with none."
         )
-    return found
+    return source
 
 
 def _origin(name: str, short: Mapping[str, Shape]) -> WeightSource | None:
@@ -138,9 +138,12 @@ def _origin(name: str, short: Mapping[str, Shape]) -> WeightSource | None:
 
 def extended_weights(weights: Mapping[str, Tensor], model: nn.Module, place: Path | str) -> dict[str, Tensor]:
     """The ``weights`` of a short model, found at ``place``, as those of the long ``model``; new ones are its own."""
-    own = model.state_dict()
-    found = origins(shapes(weights), shapes(own), place)
-    return {name: found[name].rows(weights, len(weight)) if name in found else weight for name, weight in own.items()}
+    fields_here = model.state_dict()
+    source = origins(shapes(weights), shapes(fields_here), place)
+    return {
+        name: source[name].rows(weights, len(weight)) if name in source else weight
+        for name, weight in fields_here.items()
+    }
 
 
 def check_extension(short: ModelConfig, long: ModelConfig, place: Path | str) -> None:

@@ -30,9 +30,9 @@ class Recordings(list[Any]):
 
 def recordings_of(model: nn.Module) -> Recordings:
     """Return the recordings of ``model``, stored in an attribute, so that garbage collection frees them together."""
-    kept: Recordings = vars(model).setdefault("_recordings", Recordings())
-    kept[:] = [recording for recording in kept if recording.holds()]
-    return kept
+    retained: Recordings = vars(model).setdefault("_recordings", Recordings())
+    retained[:] = [recording for recording in retained if recording.holds()]
+    return retained
 
 
 class Unchanged:

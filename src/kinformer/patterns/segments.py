@@ -20,7 +20,7 @@ class Segments(Pattern):
 
     segment: int
     memory: int
-    own: bool = True
+    same_segment: bool = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
@@ -40,11 +40,11 @@ class Segments(Pattern):
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         start = q // self.segment * self.segment
-        return (k >= start - self.memory) & (k <= q if self.own else k < start)
+        return (k >= start - self.memory) & (k <= q if self.same_segment else k < start)
 
     def cover(self, boxes: Boxes) -> Cover:
         first, last = (side // self.segment * self.segment for side in boxes[:2])
-        earliest, latest = (boxes.q_low, boxes.q_high) if self.own else (first - 1, last - 1)
+        earliest, latest = (boxes.q_low, boxes.q_high) if self.same_segment else (first - 1, last - 1)
         some = (boxes.k_high >= first - self.memory) & (boxes.k_low <= latest)
         every = (boxes.k_low >= last - self.memory) & (boxes.k_high <= earliest)
         return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)

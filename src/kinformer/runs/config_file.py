@@ -37,7 +37,7 @@ _RETRIEVAL: Mapping[str, tuple[type, ...]] = {
     "neighbours": (int,),
     "probes": (int, NoneType),
 }
-_TOLD = {str: "text", dict: "a table", NoneType: "null", int: "a whole number", float: "a number"}
+_TYPE_NAMES = {str: "text", dict: "a table", NoneType: "null", int: "a whole number", float: "a number"}
 
 
 def read_config(place: Path) -> dict[str, Any]:
@@ -85,5 +85,5 @@ def settings_in(training: Mapping[str, Any]) -> Settings:
 def _check(data: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
     for name, expected in types.items():
         if name in data and (not isinstance(data[name], expected) or isinstance(data[name], bool)):
-            kind = " or ".join(_TOLD[each] for each in expected)
+            kind = " or ".join(_TYPE_NAMES[item] for item in expected)
             raise KinformerError(f"{place}: {prefix}{name} is {data[name]!r}, not {kind}; restore it from a copy.")

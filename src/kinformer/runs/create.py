@@ -37,7 +37,7 @@ def create(options: TrainOptions, device: str, begun: float, quiet: bool = True)
     require_empty(folder)
     base = base_of(options)
     task = task_for(options.task, recipe_config(options, base, None), options.member)
-    training_options(task, options.own)
+    training_options(task, options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
     with creating(folder):
@@ -85,8 +85,8 @@ def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
 
 def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
     """The config that the minutes change; None where a recipe, all layers or a model to begin with was given."""
-    given = base is not None or options.recipe is not None or "layers" in options.set
-    return None if given else recipe_config(options, base, None)
+    named = base is not None or options.recipe is not None or "layers" in options.set
+    return None if named else recipe_config(options, base, None)
 
 
 def _checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:

@@ -58,7 +58,10 @@ def describe(
         "computes": [formula._asdict() for formula in formulas(config)],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
-        "parameters": {"total": sum(each.numel() for each in model.parameters()), "parts": _parameters(model)},
+        "parameters": {
+            "total": sum(parameter.numel() for parameter in model.parameters()),
+            "parts": _parameters(model),
+        },
         "max_length": model.max_length,
         "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
         "patterns": pictures(model),
@@ -83,10 +86,10 @@ def _parameters(model: Any) -> dict[str, int]:
     for name, child in model.named_children():
         inner = [(name, child)]
         if child is model.stack:
-            inner = [(f"layers.*.{part}", each) for unit in child.units for part, each in unit.named_children()]
+            inner = [(f"layers.*.{part}", item) for unit in child.units for part, item in unit.named_children()]
             inner.append(("shared", child.shared))
         for part, module in inner:
-            parts[part] = parts.get(part, 0) + sum(each.numel() for each in module.parameters())
+            parts[part] = parts.get(part, 0) + sum(parameter.numel() for parameter in module.parameters())
     return {part: count for part, count in parts.items() if count}
 
 

@@ -26,17 +26,20 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     options.check_store()
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
-    own = [evaluation_options(run.task, options.own, str(run.folder)) for run in runs]
+    options_of_task = [evaluation_options(run.task, options.task_options, str(run.folder)) for run in runs]
     with spooled(options.data) as data:
         options = replace(options, data=data)
-        if (report := STORES.evaluate(runs, options, own[0], quiet)) is not None:
+        if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:
             return report
-        measuring = EvaluationSettings(
-            **{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)}
+        evaluation_settings = EvaluationSettings(
+            **{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)}
         )
         if len({run.task.name for run in runs}) == 1:
-            return _measured(runs, options, measuring, own[0], quiet)
-        parts = [_measured([run], options, measuring, each, quiet) for run, each in zip(runs, own, strict=True)]
+            return _measured(runs, options, evaluation_settings, options_of_task[0], quiet)
+        parts = [
+            _measured([run], options, evaluation_settings, item, quiet)
+            for run, item in zip(runs, options_of_task, strict=True)
+        ]
         return EvaluationReport([part.evaluations[0] for part in parts])
 
 
@@ -51,7 +54,11 @@ def _check_alike(runs: Sequence[Run]) -> None:
 
 
 def _measured(
-    runs: Sequence[Run], options: EvaluateOptions, measuring: EvaluationSettings, own: Any, quiet: bool
+    runs: Sequence[Run],
+    options: EvaluateOptions,
+    evaluation_settings: EvaluationSettings,
+    task_options: Any,
+    quiet: bool,
 ) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     lookups: dict[Path, Any] = {}
@@ -65,11 +72,11 @@ def _measured(
         return LoadedRun(run, model, changes, lookups[run.folder])
 
     with ExitStack() as open_counts:
-        report = runs[0].task.evaluate(runs, load, measuring, own, quiet)
-    told = [_with_steps(each, taken[run.folder]) for run, each in zip(runs, report.evaluations, strict=True)]
-    report = replace(report, evaluations=told)
+        report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)
+    evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
+    report = replace(report, evaluations=evaluations)
     for run, evaluation in zip(runs, report.evaluations, strict=True):
-        holdout = getattr(own, "holdout", None)
+        holdout = getattr(task_options, "holdout", None)
         holdout = run.data.get("holdout") if holdout is None else holdout
         STORES.note_text(lookups.get(run.folder), evaluation.data, holdout)
     return report

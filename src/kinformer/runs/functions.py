@@ -58,7 +58,7 @@ def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: Opt
     Errors: ``KinformerError`` for an unknown name, and for a value of another type.
     """
     texts = {option.name for option in fields(kind) if option.type in ("str", "str | None")}  # type: ignore[arg-type]
-    general = {option.name for option in fields(kind)} - {"own"}  # type: ignore[arg-type]
+    general = {option.name for option in fields(kind)} - {"task_options"}  # type: ignore[arg-type]
     of_tasks = {} if tasks is None else option_names(tasks)
     for name in options:
         if name not in general and name not in of_tasks:
@@ -66,7 +66,7 @@ def request(kind: type[O], options: Mapping[str, Any], function: str, tasks: Opt
             raise KinformerError(f"kinformer.{function}: {name!r} is not an option; {nearest(name, names)}")
     values = {name: _text(value, name in texts) for name, value in options.items()}
     if tasks is not None:
-        values["own"] = {name: values.pop(name) for name in list(values) if name not in general}
+        values["task_options"] = {name: values.pop(name) for name in list(values) if name not in general}
     defaults = {option.name: option.default for option in fields(kind)}  # type: ignore[arg-type]
     require_types(SimpleNamespace(**defaults | values), kind)
     return kind(**values)

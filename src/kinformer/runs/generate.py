@@ -31,12 +31,12 @@ def generate(
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    own = generation_options(run.task, options.own, str(run.folder))
+    task_options = generation_options(run.task, options.task_options, str(run.folder))
     _check_prompt(run.task, prompt)
     check_drawing(run.task, options)
     options = replace(
         options,
-        own=own,
+        task_options=task_options,
         seed=secrets.randbits(32) if options.seed is None else options.seed,
         temperature=run.task.generation.temperature if options.temperature is None else options.temperature,
     )

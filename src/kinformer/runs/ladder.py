@@ -55,7 +55,7 @@ class Ladder:
     changes; None where the model is given. begun: since when the minutes count.
     """
 
-    asked: TrainOptions
+    requested: TrainOptions
     options: TrainOptions
     task: Task
     plan: Callable[[TrainOptions], TrainingPlan]
@@ -80,25 +80,25 @@ class Ladder:
     def _rungs(self) -> list[tuple[TrainOptions, str]]:
         """The options of every rung that can be planned, from cheap to dear, and the names of their recipes; those of
         the last are the usual ones."""
-        given = self.options
-        usual = int(given.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = given.devices * given.accumulate
-        shares = ROWS if given.batch_size is None else (1.0,)
+        option = self.options
+        usual = int(option.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
+        share = option.devices * option.accumulate
+        shares = ROWS if option.batch_size is None else (1.0,)
         rows = {max(share, int(usual * part) // share * share) for part in shares}
         recipes = (
-            [name for name in RECIPES if name in member(given.member).recipes] if self.recipe is not None else [None]
+            [name for name in RECIPES if name in member(option.member).recipes] if self.recipe is not None else [None]
         )
         rungs = []
         for recipe, number in product(recipes, sorted(rows)):
             options = replace(
-                given,
-                recipe=given.recipe if recipe in (None, "small") else recipe,
-                batch_size=given.batch_size if number == usual else number,
+                option,
+                recipe=option.recipe if recipe in (None, "small") else recipe,
+                batch_size=option.batch_size if number == usual else number,
             )
             with suppress(KinformerError):
                 self.plan(options)
-                rungs.append((options, recipe or given.recipe or "small"))
-        return rungs or [(given, given.recipe or "small")]
+                rungs.append((options, recipe or option.recipe or "small"))
+        return rungs or [(option, option.recipe or "small")]
 
     def _measured(self, options: TrainOptions) -> Rung:
         budget = 60 * (options.minutes or 0)
@@ -107,4 +107,4 @@ class Ladder:
         seconds = update.seconds_per_step(PROBE_SHARE * budget)
         left = budget - (time.monotonic() - self.begun)
         steps = Pace(seconds, FORWARD_SHARE * seconds * data.validations).steps(left)
-        return Rung(options, tuple(flags_between(self.asked, options)), max(1, steps))
+        return Rung(options, tuple(flags_between(self.requested, options)), max(1, steps))

@@ -110,14 +110,14 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     """``options`` with as many tokens as the text of the split ``train`` is worth, where nothing was said and the
     tokenizer's library is installed: a token of several bytes saves the model their computation."""
     record = member(options.member)
-    given = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
+    has_tokenizer = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
     reads = task.data.running_text and task.data.tokenized and record.causal and "tokenizer" not in record.needs
-    if given or not reads or not decides(options):
+    if has_tokenizer or not reads or not decides(options):
         return options
     if importlib.util.find_spec("tokenizers") is None:
         return options
     size, minutes = train().bytes, options.minutes or 0
-    wanted = [(max(least, each * minutes), count) for least, each, count in VOCABULARIES]
+    wanted = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
     fitting = [count for least, count in wanted if least <= size <= ENCODED_A_MINUTE * minutes]
     return replace(options, train_tokenizer=fitting[-1]) if fitting else options
 
@@ -166,12 +166,12 @@ def _kind(layer: Any, slot: str) -> str | None:
 
 def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {"dim": dim}
-    found: dict[str, dict[int, int]] = {}
+    result: dict[str, dict[int, int]] = {}
     for index, layer in enumerate(config.layers):
         for path, value in _sizes(layer, config.dim, dim):
             if path.endswith(tuple(scaled)):
-                found.setdefault(path, {})[index] = value
-    for path, values in found.items():
+                result.setdefault(path, {})[index] = value
+    for path, values in result.items():
         if len(values) == len(config.layers) and len(set(values.values())) == 1:
             changes[f"layers.*.{path}"] = values[0]
         else:
@@ -196,7 +196,7 @@ class Chooser:
     None where the model is given. begun: since when the minutes count.
     """
 
-    asked: TrainOptions
+    requested: TrainOptions
     options: TrainOptions
     task: Task
     plan: Callable[[TrainOptions], TrainingPlan]
@@ -208,26 +208,26 @@ class Chooser:
         """The largest size that makes its steps in the time."""
         budget = 60 * (self.options.minutes or 0)
         base = SIZES[PROBED]
-        each = self._seconds_per_step(base, PROBE_SHARE * budget)
+        item = self._seconds_per_step(base, PROBE_SHARE * budget)
         left = max(0.0, budget - (time.monotonic() - self.begun))
-        size = [size for size in SIZES if left >= size.steps * each * size.cost / base.cost][-1]
-        exact = each * size.cost / base.cost
+        size = [size for size in SIZES if left >= size.steps * item * size.cost / base.cost][-1]
+        exact = item * size.cost / base.cost
         if size.cost > base.cost:  # far from what was measured: measured itself
             exact = self._seconds_per_step(size, PROBE_SHARE * budget)
             left = budget - (time.monotonic() - self.begun)
             if left < size.steps * exact:
                 smaller = SIZES[SIZES.index(size) - 1]
                 size, exact = smaller, exact * smaller.cost / size.cost
-        return self._told(size, max(1, int(left / exact)), left)
+        return self._choice(size, max(1, int(left / exact)), left)
 
-    def _told(self, size: Size, steps: int, seconds: float) -> Choice:
+    def _choice(self, size: Size, steps: int, seconds: float) -> Choice:
         options = self._complete(size)
         plan = self.plan(options)
         tokens = plan.settings.batch_size * plan.settings.length
         passes = steps * tokens / max(1, len(plan.data.splits["train"]))
-        for reread in [each for each in REREAD if passes > each.passes][-1:]:
+        for reread in [item for item in REREAD if passes > item.passes][-1:]:
             options = self._regularised(options, reread)
-        return Choice(options, tuple(flags_between(self.asked, options)), steps, tokens, seconds, passes)
+        return Choice(options, tuple(flags_between(self.requested, options)), steps, tokens, seconds, passes)
 
     def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
         """``options`` with dropout and weight decay for text that is read so often, each unless given."""
@@ -243,19 +243,24 @@ class Chooser:
     def _complete(self, size: Size) -> TrainOptions:
         """The options with what ``size`` gives to those that are open."""
         needs = dict(member(self.options.member).needs)
-        own = {each.name: needs.pop(each.name) for each in fields(self.task.Options) if each.name in needs}
+        task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
         share = self.options.devices * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
-        known = {**RECIPE, **sizes, **needs}
-        chosen = {name: value for name, value in known.items() if getattr(self.options, name) is None}
+        complete = {**RECIPE, **sizes, **needs}
+        chosen = {name: value for name, value in complete.items() if getattr(self.options, name) is None}
         changes = {} if self.recipe is None else self._widths(self.recipe, size) | self._positions(self.recipe)
-        return replace(self.options, **chosen, own={**own, **self.options.own}, set={**changes, **self.options.set})
+        return replace(
+            self.options,
+            **chosen,
+            task_options={**task_options, **self.options.task_options},
+            set={**changes, **self.options.set},
+        )
 
     def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, Any]:
         """The width that ``size`` has, unless ``set`` says what width there is."""
-        given = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
-        return {} if given else resized(recipe, size.dim)
+        has_width = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
+        return {} if has_width else resized(recipe, size.dim)
 
     def _positions(self, recipe: ModelConfig) -> dict[str, Any]:
         """Rotary positions for learned ones, unless ``set`` says what positions there are."""
@@ -280,15 +285,15 @@ def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Update
 
 def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
     """What differs, as it is written on the command line."""
-    for each in fields(TrainOptions):
-        old, new = getattr(before, each.name), getattr(after, each.name)
+    for field in fields(TrainOptions):
+        old, new = getattr(before, field.name), getattr(after, field.name)
         if isinstance(new, Mapping):
             for name, value in new.items():
                 if name in old:
                     continue
-                if each.name == "set":
+                if field.name == "set":
                     yield f"`set` '{name}={value}'" if "*" in name else f"`set` {name}={value}"
                 else:
                     yield marked(name) if value is True else f"{marked(name)} {value}"
         elif new != old:
-            yield f"{marked(each.name)} {new}"
+            yield f"{marked(field.name)} {new}"

@@ -25,10 +25,10 @@ def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer
     model = without_data(config)
     with torch.device("meta"):
         objective: Any = task.objective(name, model)
-    own = objective if isinstance(objective, nn.Module) else nn.Module()
-    trained = sum(parameter.numel() for parameter in own.parameters())
+    module = objective if isinstance(objective, nn.Module) else nn.Module()
+    trained = sum(parameter.numel() for parameter in module.parameters())
     return {
-        "weights": 8 * trained + optimizer_bytes(own, optimizer),
+        "weights": 8 * trained + optimizer_bytes(module, optimizer),
         "activations": _held(model, objective, length, batch) - _held(model, NextTokenLoss(), length, batch),
     }
 
@@ -36,8 +36,8 @@ def objective_cost(config: Any, name: str, *, length: int, batch: int, optimizer
 def _held(model: nn.Module, objective: Any, length: int, batch: int) -> int:
     """Bytes at most until the loss is known."""
     rows: Any = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
-    known = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
-    with Live([*known, rows.tokens]) as live:
+    counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
+    with Live([*counted, rows.tokens]) as live:
         loss, _, _ = objective(model, rows, None, 0.0)
     del loss
     return live.most

@@ -137,7 +137,7 @@ class TrainOptions(Settings, Machine):
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """With several processes: each has the whole model (ddp), or a share of it (fsdp)."""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class TrainOptions(Settings, Machine):
 
     def settings(self) -> Settings:
         """What of it decides the weights, and the defaults where nothing is given."""
-        values = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         return Settings(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -166,7 +166,7 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
     first half of the text where that is the same; the figures are of what was not used."""
     sizes: str | None = None
     """With `datastore`: also measure with its first so many entries, as in 10000,100000."""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task's own, by name."""
 
     def check_store(self) -> None:
@@ -203,7 +203,7 @@ class GenerateOptions(StoreOptions, Machine):
     """Decides the draws; a new one each time if not given."""
     quiet: bool = False
     """Tell nothing but the result: no progress, no notes."""
-    own: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
+    task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_new_tokens", "top_k", "chunk"):

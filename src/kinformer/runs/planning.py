@@ -47,7 +47,7 @@ class Planner:
         """
         config = plan_config(options, self.base, self.task, self.data)
         settings = _settings(options, self.task, self.task.length(self.data, config))
-        return self.fixed(config, settings, training_options(self.task, options.own))
+        return self.fixed(config, settings, training_options(self.task, options.task_options))
 
     def fixed(self, config: ModelConfig, settings: Settings, options: Any) -> TrainingPlan:
         """The plan of a run whose config, settings and options of the task are known."""
@@ -57,7 +57,7 @@ class Planner:
 def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
     """The planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
-    data = task.open(Source(spec, options.holdout, tokenizer), training_options(task, options.own))
+    data = task.open(Source(spec, options.holdout, tokenizer), training_options(task, options.task_options))
     return Planner(task, data, tokenizer, base)
 
 
@@ -80,8 +80,8 @@ def base_of(options: TrainOptions) -> Run | None:
         raise KinformerError(
             f"`init` {options.init}: is a run of {base.member!r}, not of {options.member!r}; train that."
         )
-    for name, given in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
-        if given:
+    for name, option in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
+        if option:
             flag = marked(name)
             raise KinformerError(f"{flag}: `init` {options.init} brings its own tokenizer; leave {flag} out.")
     return base
@@ -109,9 +109,9 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Any |
 
 def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
-    given = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
-    given["devices"] = None if options.devices == 1 else options.devices
-    refuse_options(task, given | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
+    option = {name: getattr(options, name) for name in ("data", "holdout", "train_tokenizer", "text_field")}
+    option["devices"] = None if options.devices == 1 else options.devices
+    refuse_options(task, option | {"tokenizer": None if options.tokenizer == BYTES else options.tokenizer})
     if options.text_field is not None and (task.data.default is None or options.data in (None, STDLIB, "-")):
         raise KinformerError(
             f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
@@ -148,16 +148,16 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         return None
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
-    size, own = options.train_tokenizer, training_options(task, options.own)
+    size, task_options = options.train_tokenizer, training_options(task, options.task_options)
     if options.tokenizer is not None:
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
-    size = task.own_vocabulary(source, own) if size is None else size
+    size = task.default_vocabulary(source, task_options) if size is None else size
     if size is None:
         return ByteTokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        return train_tokenizer_on(task.texts(source, own), size, Path(folder) / TOKENIZER)
+        return train_tokenizer_on(task.texts(source, task_options), size, Path(folder) / TOKENIZER)
 
 
 def _file_tokenizer(path: str) -> FileTokenizer:

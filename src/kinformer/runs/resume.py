@@ -40,13 +40,13 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
     data = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
     run = replace(run, data=data, training=vars(settings))
-    found = data_of(run)
-    if found.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
+    result = data_of(run)
+    if result.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(
-            f"{spec}: is not the data that the run in {run.folder} was begun with ({found.fingerprint} instead of "
+            f"{spec}: is not the data that the run in {run.folder} was begun with ({result.fingerprint} instead of "
             f"{begun_with}); give that data, or another `out`."
         )
-    if options.set and _plan_again(run, options, found) != run.config:
+    if options.set and _plan_again(run, options, result) != run.config:
         path, value = next(iter(options.set.items()))
         raise _otherwise(run, f"`set` {path}={value}")
     run.save()
@@ -56,20 +56,20 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 def _merged(run: Run, options: TrainOptions) -> Settings:
     """The run's own settings, with those that were given and may change."""
     stored = dict(run.training)
-    known = {field.name for field in fields(Settings)}
-    given = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in known}
+    setting_names = {field.name for field in fields(Settings)}
+    values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
     defaults = {field.name: field.default for field in fields(TrainOptions)}
-    given = {name: value for name, value in given.items() if value != defaults[name]}
-    for name, value in given.items():
+    values = {name: value for name, value in values.items() if value != defaults[name]}
+    for name, value in values.items():
         if name not in MAY_CHANGE and value != stored.get(name):
             flag = marked(name)
             raise KinformerError(
                 f"{flag} {value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
                 f"on as it was; leave {flag} out, or give another `out`."
             )
-    if "steps" in given or "minutes" in given:
+    if "steps" in values or "minutes" in values:
         stored |= {"steps": None, "minutes": None}
-    return Settings(**stored | given)
+    return Settings(**stored | values)
 
 
 def _check_unchanged(run: Run, options: TrainOptions) -> None:
@@ -77,10 +77,10 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
         raise _otherwise(run, f"`task` {options.task}")
-    training_options(run.task, options.own)
-    own: Mapping[str, Any] = asdict(run.options)
-    for name, value in options.own.items():
-        if value != own[name]:
+    training_options(run.task, options.task_options)
+    plain: Mapping[str, Any] = asdict(run.options)
+    for name, value in options.task_options.items():
+        if value != plain[name]:
             raise _otherwise(run, f"{marked(name)} {value}")
     check_source(options, run.task)
     if options.recipe not in (None, "small", run.recipe):

@@ -21,13 +21,13 @@ def teacher_of(run: Run) -> Any:
         raise KinformerError(
             f"`teacher` {name}: is a run of the task {teacher.task.name}; give one of {run.task.name}."
         )
-    told, learnt = ((each.data.get("identity") or {}).get("classes") for each in (teacher, run))
-    if told != learnt:
+    classes, learnt = ((item.data.get("identity") or {}).get("classes") for item in (teacher, run))
+    if classes != learnt:
         raise KinformerError(
-            f"`teacher` {name}: tells other classes ({', '.join(told or ['unknown ones'])}) than there are to learn; "
+            f"`teacher` {name}: has other classes ({', '.join(classes or ['unknown ones'])}) than there are to learn; "
             "give a run on the same data."
         )
-    channels = [getattr(each.config.input, "channels", None) for each in (teacher, run)]
+    channels = [getattr(item.config.input, "channels", None) for item in (teacher, run)]
     if channels[0] != channels[1]:
         raise KinformerError(f"`teacher` {name}: reads images of {channels[0]} channels, but these have {channels[1]}.")
     return teacher.model().requires_grad_(False)

@@ -83,8 +83,8 @@ class Summary:
         """The best validation in words."""
         if self.result.best_step is None:
             return "not validated"
-        known: Any = self.result.validation
-        words = ", ".join(metric.text(known[metric.name]) for metric in self.metrics)
+        valid_names_value: Any = self.result.validation
+        words = ", ".join(metric.text(valid_names_value[metric.name]) for metric in self.metrics)
         return f"best validation {words} (step {self.result.best_step})"
 
 
@@ -203,6 +203,6 @@ def _begin_with(model: Any, run: Run, init: str) -> None:
 
 def _same_head(base: Run, run: Run) -> bool:
     """Whether both predict the same things with the same head."""
-    names = [(each.data.get("identity") or {}).get("classes") for each in (base, run)]
-    heads = [getattr(each.config, "head", None) for each in (base, run)]
+    names = [(run_.data.get("identity") or {}).get("classes") for run_ in (base, run)]
+    heads = [getattr(run_.config, "head", None) for run_ in (base, run)]
     return names[0] == names[1] and heads[0] == heads[1]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
-_MOST_READINGS = 50
+_MOST_READS = 50
 _BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
 
 
@@ -195,7 +195,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     The library opens a file once for its head and again for its tensors. Where another process puts a new file in its
     place in between, the file is read again.
     """
-    for _ in range(_MOST_READINGS - 1):
+    for _ in range(_MOST_READS - 1):
         before = _identity(path)
         try:
             result = _load_tensors(path)

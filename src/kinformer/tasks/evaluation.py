@@ -42,8 +42,8 @@ class EvaluationSettings(Checked):
     def refuse_data(self, why: str) -> None:
         """For a task that makes its own rows."""
         if self.data is not None or self.max_bytes is not None:
-            given = f"`data` {self.data}" if self.data is not None else f"`max_bytes` {self.max_bytes}"
-            raise KinformerError(f"{given}: {why}")
+            refused = f"`data` {self.data}" if self.data is not None else f"`max_bytes` {self.max_bytes}"
+            raise KinformerError(f"{refused}: {why}")
 
 
 class TextTable(NamedTuple):
@@ -81,13 +81,13 @@ class EvaluationReport:
 
     evaluations: Sequence[Evaluation]
     together: Sequence[str | TextTable] = ()
-    own_facts: Mapping[str, Any] | None = None
+    facts_of_task: Mapping[str, Any] | None = None
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """For JSON."""
-        if self.own_facts is not None:
-            return self.own_facts
+        if self.facts_of_task is not None:
+            return self.facts_of_task
         facts = [evaluation.facts for evaluation in self.evaluations]
         return facts[0] if len(facts) == 1 else {"runs": facts}
 

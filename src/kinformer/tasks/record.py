@@ -28,8 +28,8 @@ class Models:
 
     def take(self, config: ModelConfig) -> bool:
         """Whether it has, or the task gives it such an input."""
-        given = self.from_tokens and config.input.kind == "tokens"
-        return self.fit(config) or (given and config.protocol in self.protocols)
+        option = self.from_tokens and config.input.kind == "tokens"
+        return self.fit(config) or (option and config.protocol in self.protocols)
 
 
 @dataclass(frozen=True, kw_only=True)

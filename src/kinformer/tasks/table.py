@@ -71,23 +71,23 @@ def task(name: str, package: str | None = None) -> Task:
     return ALL[choose(name, ALL, "task")]
 
 
-def task_for(asked: str | None, config: ModelConfig, member: str) -> Task:
+def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
     """The task to train a member on: the one asked for, or the first for models like it."""
-    if asked is None:
-        return _first([each for each in tasks() if each.takes(config)], member)
-    found = task(asked)
-    if not found.takes(config):
+    if wanted is None:
+        return _first([item for item in tasks() if item.takes(config)], member)
+    task_ = task(wanted)
+    if not task_.takes(config):
         raise KinformerError(
-            f"`task` {asked}: {member} is {what_fits(config, tasks())}; choose one, or another member."
+            f"`task` {wanted}: {member} is {what_fits(config, tasks())}; choose one, or another member."
         )
-    return found
+    return task_
 
 
 def task_of(config: ModelConfig) -> Task:
     """The task that a model of ``config``, as it is, was made for."""
-    known = tasks()
-    fitting = [each for each in known if each.fits(config)]
-    return _first(fitting or [each for each in known if each.takes(config)], config.kind)
+    names = tasks()
+    fitting = [item for item in names if item.fits(config)]
+    return _first(fitting or [item for item in names if item.takes(config)], config.kind)
 
 
 def _first(fitting: list[Task], name: str) -> Task:
@@ -96,9 +96,9 @@ def _first(fitting: list[Task], name: str) -> Task:
     return fitting[0]
 
 
-def what_fits(config: ModelConfig, known: Sequence[Task]) -> str:
+def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
     """What a model of ``config`` is, and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in known if task.takes(config))
+    fitting = ", ".join(task.name for task in candidates if task.takes(config))
     kind = config.input.kind
     reads = "" if kind == "tokens" else f" that reads {kind}"
     return (
@@ -106,10 +106,10 @@ def what_fits(config: ModelConfig, known: Sequence[Task]) -> str:
     )
 
 
-def refuse_options(task: Task, given: Mapping[str, Any]) -> None:
+def refuse_options(task: Task, values: Mapping[str, Any]) -> None:
     """Refuse the general options in ``given`` that mean nothing to the task."""
     for name, reason in task.data.refused.items():
-        if (value := given.get(name)) is not None:
+        if (value := values.get(name)) is not None:
             shown = f" {value}" if name == "data" else ""
             raise KinformerError(f"{marked(name)}{shown}: {reason}")
 
@@ -121,31 +121,35 @@ def what_tasks_there_are() -> str:
 
 def option_names(kind: OptionKind) -> dict[str, Task]:
     """The names of all tasks' own options of one kind, with the first task that has each."""
-    return {option.name: each for each in reversed(tasks()) for option in fields(getattr(each, kind))}
+    return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def training_options(found: Task, given: Mapping[str, Any]) -> Any:
+def training_options(task_: Task, values: Mapping[str, Any]) -> Any:
     """The task's own options from those that were given by name; one of another task is refused."""
-    return _own(found, "Options", given, lambda owner: f"the task {owner.name}, not for {found.name}")
+    return _options_of(task_, "Options", values, lambda owner: f"the task {owner.name}, not for {task_.name}")
 
 
-def evaluation_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+def evaluation_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
     """The task's own options of measuring from those that were given by name; one of another task is refused."""
-    return _own(found, "EvaluationOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+    return _options_of(
+        task_, "EvaluationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
+    )
 
 
-def generation_options(found: Task, given: Mapping[str, Any], folder: str) -> Any:
+def generation_options(task_: Task, values: Mapping[str, Any], folder: str) -> Any:
     """The task's own options of generating from those that were given by name; one of another task is refused."""
-    return _own(found, "GenerationOptions", given, lambda owner: f"models of the {owner.title}, not for {folder}")
+    return _options_of(
+        task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
+    )
 
 
-def _own(found: Task, kind: OptionKind, given: Mapping[str, Any], owned: Any) -> Any:
-    own, known = getattr(found, kind), option_names(kind)
-    for name, value in given.items():
-        if name in {option.name for option in fields(own)}:
+def _options_of(task_: Task, kind: OptionKind, values: Mapping[str, Any], owned: Any) -> Any:
+    option_names_, names = getattr(task_, kind), option_names(kind)
+    for name, value in values.items():
+        if name in {option.name for option in fields(option_names_)}:
             continue
-        if name not in known:
-            raise KinformerError(f"{name!r} is not an option of the task {found.name}; {nearest(name, known)}")
+        if name not in names:
+            raise KinformerError(f"{name!r} is not an option of the task {task_.name}; {nearest(name, names)}")
         shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
-        raise KinformerError(f"{marked(name)}{shown}: is for {owned(known[name])}; leave it out.")
-    return own(**given)
+        raise KinformerError(f"{marked(name)}{shown}: is for {owned(names[name])}; leave it out.")
+    return option_names_(**values)

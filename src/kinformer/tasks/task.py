@@ -151,7 +151,7 @@ class Task:
         """The data that ``source`` names."""
         raise NotImplementedError
 
-    def own_vocabulary(self, source: Source, options: Any) -> int | None:
+    def default_vocabulary(self, source: Source, options: Any) -> int | None:
         """How many tokens a tokenizer that is trained for this data should have where none is named; None: bytes."""
         return None
 
@@ -199,15 +199,22 @@ class Task:
         return name
 
     def evaluate(
-        self, runs: Sequence[TrainedRun], load: Load, measuring: EvaluationSettings, own: Any, quiet: bool = True
+        self,
+        runs: Sequence[TrainedRun],
+        load: Load,
+        evaluation_settings: EvaluationSettings,
+        task_options: Any,
+        quiet: bool = True,
     ) -> EvaluationReport:
         """Measure runs, one by one unless the task compares them; ``own`` are its own options.
 
         ``load`` gives a run its model; one model at a time is in memory.
         """
-        return EvaluationReport([self.measure(load(run), measuring, own, quiet) for run in runs])
+        return EvaluationReport([self.measure(load(run), evaluation_settings, task_options, quiet) for run in runs])
 
-    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+    ) -> Evaluation:
         """Measure one run beside the task's baselines."""
         raise NotImplementedError
 

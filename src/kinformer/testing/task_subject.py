@@ -115,7 +115,7 @@ class TaskSubject:
         prompt = option.pop("prompt", None)
         general = {item.name for item in fields(GenerateOptions)}
         local = {name: option.pop(name) for name in list(option) if name not in general}
-        options = GenerateOptions(device="cpu", seed=0, quiet=True, own=local, **option)
+        options = GenerateOptions(device="cpu", seed=0, quiet=True, task_options=local, **option)
         return generate(self.run.folder, prompt, options, write=None)
 
 
@@ -128,9 +128,9 @@ def _watched(options: type, read: set[str]) -> type:
             read.add(name)
         return object.__getattribute__(self, name)
 
-    def initialise(self: Any, **given: Any) -> None:
+    def initialise(self: Any, **values: Any) -> None:
         before = set(read)
-        options.__init__(self, **given)  # type: ignore[misc]
+        options.__init__(self, **values)  # type: ignore[misc]
         read.intersection_update(before)  # a check of values is no use of them
 
     watched = {"__getattribute__": look, "__init__": initialise, "__module__": options.__module__}

@@ -98,7 +98,7 @@ class Trainer:
         numbers = saved.numbers if saved else {}
         self.step = self.first_step = saved.step if saved else 0
         self.spent: float = numbers.get("seconds", 0.0)
-        self.each_step: float = numbers.get("each_step", self.spent / max(1, self.step))
+        self.step_seconds: float = numbers.get("each_step", self.spent / max(1, self.step))
         self.saved_at = time.monotonic()
         self.begun = self.saved_at if begun is None else begun
         self.course = Course(numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
@@ -256,8 +256,8 @@ class Trainer:
         files = {name: tensors for name, tensors in files.items() if tensors}
         files["optimizer"] = gather(self.update.optimiser.tensors(), self.group.first)
         if self.window.seconds:
-            self.each_step = self.window.seconds / (self.step - self.first_step)
-        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.each_step}
+            self.step_seconds = self.window.seconds / (self.step - self.first_step)
+        numbers = vars(self.course) | {"seconds": self.seconds, "each_step": self.step_seconds}
         self.group.on_first(lambda: self._write(Checkpoint(self.step, files, numbers)))
         self.saved_at = time.monotonic()
 
@@ -285,9 +285,9 @@ class Trainer:
     def _pace(self) -> Pace:
         """Return how many steps the minutes buy, and how often to validate and to save meanwhile."""
         budget = 60 * (self.settings.minutes or 0)
-        seconds = self.each_step if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
-        each = self.group.on_first(lambda: seconds)
-        pace = Pace(each, FORWARD_SHARE * each * self.data.validations)
+        seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        item = self.group.on_first(lambda: seconds)
+        pace = Pace(item, FORWARD_SHARE * item * self.data.validations)
         if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
             left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
             more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was

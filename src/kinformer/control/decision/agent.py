@@ -29,19 +29,22 @@ class TrajectoryAgent(Agent):
         super().begin(episodes)
         self.before: np.ndarray | None = None
 
-    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        self.before = super().act(observations, asked)
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        self.before = super().act(observations, target_returns)
         return self.before
 
     def keep(self, rows: np.ndarray) -> None:
         super().keep(rows)
         self.before = None if self.before is None else self.before[rows]
 
-    def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         if self.context is None:
             self._require_room()
         new = [] if self.before is None else [self._position(2, self.timestep - 1, self._as_input(self.before))]
-        new += [self._position(0, self.timestep, asked[:, None]), self._position(1, self.timestep, observations)]
+        new += [
+            self._position(0, self.timestep, target_returns[:, None]),
+            self._position(1, self.timestep, observations),
+        ]
         return np.stack(new, axis=1)
 
     def _require_room(self) -> None:

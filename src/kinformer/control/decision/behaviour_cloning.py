@@ -20,13 +20,13 @@ class Clone:
 
     def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:
         self.drawing = drawing
-        self.mean, self.std = (torch.from_numpy(each).float() for each in data.found.normalisation)
+        self.mean, self.std = (torch.from_numpy(item).float() for item in data.trajectories.normalisation)
         self.network = _trained(data, steps, seed, self._normal)
 
     def begin(self, episodes: np.ndarray) -> None:
         self.episodes, self.step = episodes, 0
 
-    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
             predicted = self.network(self._normal(torch.from_numpy(observations)))
         self.step += 1
@@ -40,13 +40,13 @@ class Clone:
 
 
 def _trained(data: TrajectoryData, steps: int, seed: int, normal: object) -> nn.Module:
-    found, space = data.found, data.actions
-    index = torch.from_numpy(found.steps_of(found.splits["train"]))
-    observations, actions = (torch.from_numpy(each)[index] for each in (found.observations, found.actions))
+    result, space = data.trajectories, data.actions
+    index = torch.from_numpy(result.steps_of(result.splits["train"]))
+    observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = nn.Sequential(
-            nn.Linear(found.state_dim, WIDTH),
+            nn.Linear(result.state_dim, WIDTH),
             nn.ReLU(),
             nn.Linear(WIDTH, WIDTH),
             nn.ReLU(),

@@ -22,50 +22,50 @@ OUTSIDE = 1e-4
 class TrajectoryData:
     """``found`` in an environment whose ``actions`` these are; ``env`` is its name, or None where nobody said so."""
 
-    found: Trajectories
+    trajectories: Trajectories
     env: str | None
     actions: Discrete | Box
     options: TrajectoryOptions
 
     @property
     def name(self) -> str:
-        return self.found.name
+        return self.trajectories.name
 
     @property
     def version(self) -> str:
-        return self.found.version
+        return self.trajectories.version
 
     @property
     def fingerprint(self) -> str:
-        return self.found.fingerprint
+        return self.trajectories.fingerprint
 
     @property
     def identity(self) -> dict[str, Any]:
-        return self.found.identity
+        return self.trajectories.identity
 
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions) -> TrajectoryData:
     """What ``spec`` names; with an environment it is checked to be of it."""
     made = spec in MADE
-    found = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
-    found = found or open_trajectories(spec, holdout)
+    result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
+    result = result or open_trajectories(spec, holdout)
     env = options.env or (spec if made else None)
-    if options.gaussian and found.discrete:
+    if options.gaussian and result.discrete:
         raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:
-        return TrajectoryData(found, None, _space_of(found), options)
+        return TrajectoryData(result, None, _space_of(result), options)
     environment = make(env)
-    check_environment(environment, found.state_dim, found.discrete, spec)
-    check_actions(found, environment, spec)
+    check_environment(environment, result.state_dim, result.discrete, spec)
+    check_actions(result, environment, spec)
     environment.close()
-    return TrajectoryData(found, env, environment.actions, options)
+    return TrajectoryData(result, env, environment.actions, options)
 
 
-def _space_of(found: Trajectories) -> Discrete | Box:
+def _space_of(trajectories: Trajectories) -> Discrete | Box:
     """The least that holds all actions of the data."""
-    if found.discrete:
-        return Discrete(found.action_dim)
-    low, high = found.bounds
+    if trajectories.discrete:
+        return Discrete(trajectories.action_dim)
+    low, high = trajectories.bounds
     return Box(tuple(map(float, low)), tuple(map(float, high)))
 
 
@@ -84,24 +84,25 @@ def check_environment(environment: Environment, state_dim: int, discrete: bool, 
         )
 
 
-def check_actions(found: Trajectories, environment: Environment, place: str) -> None:
+def check_actions(trajectories: Trajectories, environment: Environment, place: str) -> None:
     """Refuse actions that the environment does not know."""
     space = environment.actions
     if isinstance(space, Discrete):
-        if found.action_dim > max(2, space.n):
+        if trajectories.action_dim > max(2, space.n):
             raise KinformerError(
-                f"{place}: holds the action {int(found.actions.max())}, but {environment.name} knows 0 to "
+                f"{place}: holds the action {int(trajectories.actions.max())}, but {environment.name} knows 0 to "
                 f"{space.n - 1} only."
             )
         return
-    if found.action_dim != space.dim:
+    if trajectories.action_dim != space.dim:
         raise KinformerError(
-            f"{place}: actions have {found.action_dim} numbers, but those of {environment.name} have {space.dim}."
+            f"{place}: actions have {trajectories.action_dim} numbers, but those of {environment.name} "
+            f"have {space.dim}."
         )
     low, high = np.array(space.low) - OUTSIDE, np.array(space.high) + OUTSIDE
-    outside = np.flatnonzero(((found.actions < low) | (found.actions > high)).any(1))
+    outside = np.flatnonzero(((trajectories.actions < low) | (trajectories.actions > high)).any(1))
     if len(outside):
         raise KinformerError(
-            f"{place}: the action of step {outside[0]} is {found.actions[outside[0]].tolist()}, but those of "
+            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but those of "
             f"{environment.name} lie between {list(space.low)} and {list(space.high)}."
         )

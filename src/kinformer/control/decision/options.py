@@ -73,15 +73,15 @@ class TrajectoryGenerationOptions(Rendering, TrajectoryActing):
 
 def targets_of(text: str) -> tuple[float | None, ...]:
     """``"3600,1800"`` as numbers, in order; None stands for the optimum."""
-    found: list[float | None] = []
+    result: list[float | None] = []
     for part in text.split(","):
         if part.strip() == OPTIMAL:
-            found.append(None)
+            result.append(None)
             continue
         try:
-            found.append(float(part))
+            result.append(float(part))
         except ValueError:
-            found.append(float("nan"))
-        if not isfinite(found[-1] or 0.0):
+            result.append(float("nan"))
+        if not isfinite(result[-1] or 0.0):
             raise KinformerError(f"`target` {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
-    return tuple(found)
+    return tuple(result)

@@ -44,19 +44,23 @@ class StepsBatch(NamedTuple):
         return self.real.repeat_interleave(PER_STEP, dim=1)
 
 
-def rows_of(found: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int) -> StepsBatch:
+def rows_of(
+    trajectories: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int
+) -> StepsBatch:
     """Of ``episodes`` [rows] the ``steps`` steps from step ``first`` [rows] of each on, or as many as there are."""
     offset = first[:, None] + np.arange(steps)
-    real = offset < found.lengths[episodes][:, None]
-    index = np.where(real, found.starts[episodes][:, None] + offset, 0)
-    dims = 1, found.state_dim, action_dim
+    real = offset < trajectories.lengths[episodes][:, None]
+    index = np.where(real, trajectories.starts[episodes][:, None] + offset, 0)
+    dims = 1, trajectories.state_dim, action_dim
     values = np.zeros((len(episodes), steps, PER_STEP, 2 + max(dims)), np.float32)
     values[..., 0] = np.arange(PER_STEP)
     values[..., 1] = offset[..., None]
-    values[..., 0, 2] = found.returns_to_go[index]
-    values[..., 1, 2 : 2 + found.state_dim] = found.observations[index]
-    actions = found.actions[index]
-    values[..., 2, 2 : 2 + action_dim] = np.eye(action_dim, dtype=np.float32)[actions] if found.discrete else actions
+    values[..., 0, 2] = trajectories.returns_to_go[index]
+    values[..., 1, 2 : 2 + trajectories.state_dim] = trajectories.observations[index]
+    actions = trajectories.actions[index]
+    values[..., 2, 2 : 2 + action_dim] = (
+        np.eye(action_dim, dtype=np.float32)[actions] if trajectories.discrete else actions
+    )
     values[~real] = 0
     return StepsBatch(
         torch.from_numpy(values.reshape(len(episodes), -1, values.shape[-1])),
@@ -71,11 +75,11 @@ class TrajectoryRows(DataModule):
     its split."""
 
     def __init__(self, data: TrajectoryData, settings: Settings, config: Any) -> None:
-        self.found, self.settings, self.action_dim = data.found, settings, data.actions.dim
-        self.steps = min(settings.length // PER_STEP, int(self.found.lengths.max()))
-        self.train = self.found.splits["train"]
-        self.ends = _weights(self.found, self.train, data.options.return_weight).cumsum()
-        if self.found.discrete:
+        self.trajectories, self.settings, self.action_dim = data.trajectories, settings, data.actions.dim
+        self.steps = min(settings.length // PER_STEP, int(self.trajectories.lengths.max()))
+        self.train = self.trajectories.splits["train"]
+        self.ends = _weights(self.trajectories, self.train, data.options.return_weight).cumsum()
+        if self.trajectories.discrete:
             self.sums, self.metrics = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
         elif config.head.gaussian:
             self.sums, self.metrics = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
@@ -88,8 +92,8 @@ class TrajectoryRows(DataModule):
         return np.array(
             [
                 (episode, first)
-                for episode in self.found.splits[split]
-                for first in range(0, self.found.lengths[episode], self.steps)
+                for episode in self.trajectories.splits[split]
+                for first in range(0, self.trajectories.lengths[episode], self.steps)
             ]
         )
 
@@ -104,33 +108,33 @@ class TrajectoryRows(DataModule):
         drawn = mix(self.settings.seed, _ROWS, np.stack([2 * number, 2 * number + 1])) >> np.uint64(11)
         where, within = drawn * 2.0**-53
         episodes = self.train[np.searchsorted(self.ends, where * self.ends[-1], side="right")]
-        lengths = self.found.lengths[episodes]
+        lengths = self.trajectories.lengths[episodes]
         first = (within * (lengths + self.steps - 1)).astype(np.int64) - (self.steps - 1)
         first = np.clip(first, 0, np.maximum(lengths - self.steps, 0))
-        return rows_of(self.found, self.action_dim, episodes, first, self.steps)
+        return rows_of(self.trajectories, self.action_dim, episodes, first, self.steps)
 
     def validation(self, rank: int, world: int) -> Iterator[StepsBatch]:
         size = self.settings.batch_size // world
         for part in range(self.validations):
             begin = part * self.settings.batch_size + rank * size
             windows = self.held_out[(begin + np.arange(size)) % len(self.held_out)]
-            batch = rows_of(self.found, self.action_dim, windows[:, 0], windows[:, 1], self.steps)
+            batch = rows_of(self.trajectories, self.action_dim, windows[:, 0], windows[:, 1], self.steps)
             again = torch.from_numpy(begin + np.arange(size) >= len(self.held_out))
             yield batch._replace(real=batch.real & ~again[:, None])
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        known = {
+        valid_names = {
             BITS_PER_ACTION.name: means.get("nats", 0.0) / log(2),
             ACCURACY.name: means.get("correct", 0.0),
             ACTION_ERROR.name: means.get("squares", 0.0),
         }
-        return {metric.name: known[metric.name] for metric in self.metrics}
+        return {metric.name: valid_names[metric.name] for metric in self.metrics}
 
 
-def _weights(found: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
+def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
     """How often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its return
     between the worst (0) and the best (1)."""
-    returns, lengths = found.returns[episodes], found.lengths[episodes].astype(np.float64)
+    returns, lengths = trajectories.returns[episodes], trajectories.lengths[episodes].astype(np.float64)
     span = returns.max() - returns.min()
     return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
 
@@ -161,5 +165,5 @@ class ActionLoss:
 def predictions(model: Any, batch: StepsBatch, state: Any = None) -> tuple[Tensor, Tensor, Any]:
     """Of every real step what ``model`` says [steps, ...] in float32, and the action; the state after."""
     inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)
-    at_states = states.map_tensors(lambda each: each[:, 1::PER_STEP][batch.real][None], inputs)
+    at_states = states.map_tensors(lambda item: item[:, 1::PER_STEP][batch.real][None], inputs)
     return model.logits(at_states)[0].float(), batch.actions[batch.real], state

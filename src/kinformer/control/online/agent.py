@@ -21,7 +21,7 @@ class ControlAgent(Agent):
                 f"`context_steps` {context}: this model's positions end at {model.max_length}; give fewer steps."
             )
 
-    def positions(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         return observations[:, None]
 
     def of_policy(self, predicted: Tensor) -> Tensor:

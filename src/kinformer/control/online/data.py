@@ -31,8 +31,8 @@ class ControlData:
 
     @property
     def fingerprint(self) -> str:
-        said = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
-        return f"sha256:{sha256(said.encode()).hexdigest()}"
+        outputs = f"{self.env} {self.observation_dim} {self.actions} {self.most_steps}"
+        return f"sha256:{sha256(outputs.encode()).hexdigest()}"
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class ControlRows(DataModule):
             return
         of: dict[str, dict[str, Tensor]] = {"actor": {}, "rollout": {}}
         for name, tensor in state_tensors.items():
-            owner, dot, own = name.partition("/")
+            owner, dot, local = name.partition("/")
             if dot:
-                of[owner][own] = tensor
+                of[owner][local] = tensor
         self.actor.load(model, of["actor"])
         self.used = int(state_tensors["used"])
         self.shift.restart(float(state_tensors["moved"]))
@@ -126,8 +126,8 @@ class ControlRows(DataModule):
         if split == "validation":
             return {RETURN.name: -means["cost"]}
         recent = self.actor.recent
-        told = {RETURN.name: sum(recent) / len(recent) if recent else float("nan")}
-        return told | {name: means[name] for name in SUMS[1:]} | {"environment_steps": float(self.actor.steps)}
+        outputs = {RETURN.name: sum(recent) / len(recent) if recent else float("nan")}
+        return outputs | {name: means[name] for name in SUMS[1:]} | {"environment_steps": float(self.actor.steps)}
 
 
 class PolicyLoss:
@@ -142,8 +142,8 @@ class PolicyLoss:
 
     def __call__(self, model: Any, batch: Rollout, state: Any, progress: float) -> ObjectiveOutput:
         options = self.options
-        said, after = model(batch.observations, batch.state, reset=batch.begun)
-        predicted, values = said[..., :-1].float(), said[..., -1].float()
+        outputs, after = model(batch.observations, batch.state, reset=batch.begun)
+        predicted, values = outputs[..., :-1].float(), outputs[..., -1].float()
         space = Box((), ()) if batch.actions.is_floating_point() else Discrete(predicted.shape[-1])
         moved = log_density(predicted, batch.actions, space) - batch.log_densities
         ratio, near = moved.exp(), options.clip_ratio

@@ -100,12 +100,12 @@ class Actor:
         returns = advantages + steps.values
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         columns = (*steps[:4], advantages.astype(np.float32), returns.astype(np.float32))
-        tensors = (torch.from_numpy(np.ascontiguousarray(each.swapaxes(0, 1))) for each in columns)
+        tensors = (torch.from_numpy(np.ascontiguousarray(column.swapaxes(0, 1))) for column in columns)
         return Rollout._make([*tensors, states.to(first, "cpu")])
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What a stopped run needs to go on."""
-        done = [each for row in self.done for each in row]
+        done = [item for row in self.done for item in row]
         tensors = {
             "acted": torch.tensor([self.acted]),
             "episodes": torch.from_numpy(self.episodes.copy()),
@@ -155,8 +155,8 @@ class Actor:
 
     def _step(self, model: Any) -> Transition:
         seen, begun = self.observations, self.environment.steps == 0
-        said, self.state = self._said(model, seen, begun if begun.any() else None)
-        predicted, values = said[:, :-1], said[:, -1].cpu().numpy()
+        outputs, self.state = self._outputs(model, seen, begun if begun.any() else None)
+        predicted, values = outputs[:, :-1], outputs[:, -1].cpu().numpy()
         drawn = self.drawing.drawn(predicted, self.rows, self.acted)
         densities = log_density(predicted, torch.from_numpy(drawn).to(predicted.device), self.data.actions)
         observations, rewards, terminated, truncated, _ = self.environment.step(within(drawn, self.data.actions))
@@ -174,29 +174,29 @@ class Actor:
 
     def _values(self, model: Any, observations: np.ndarray) -> np.ndarray:
         """[rows], of what is seen after the last step."""
-        return self._said(model, observations, None)[0][:, -1].cpu().numpy()
+        return self._outputs(model, observations, None)[0][:, -1].cpu().numpy()
 
-    def _said(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, Any]:
+    def _outputs(self, model: Any, observations: np.ndarray, begun: np.ndarray | None) -> tuple[Tensor, Any]:
         """The head's output [rows, ...] in float32, and the state after."""
         device = device_of(model)
         values = torch.from_numpy(observations).to(device)[:, None]
         reset = None if begun is None else torch.from_numpy(begun).to(device)[:, None]
-        said, state = model(values, self.state, reset=reset)
-        if not bool(said.isfinite().all()):
+        outputs, state = model(values, self.state, reset=reset)
+        if not bool(outputs.isfinite().all()):
             raise KinformerError(
                 "training diverged: what the model says of actions are no finite numbers; start again with a lower "
                 "`lr`, a longer `warmup` or a smaller `clip`."
             )
-        return said[:, 0].float(), state
+        return outputs[:, 0].float(), state
 
 
 def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
     """Generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows, ...],
     after which the value is ``last`` [rows]."""
-    found = np.zeros_like(steps.rewards)
+    result = np.zeros_like(steps.rewards)
     following, running = last, np.zeros_like(last)
-    for step in reversed(range(len(found))):
+    for step in reversed(range(len(result))):
         going = discount * ~steps.ended[step]
         running = steps.rewards[step] + going * following - steps.values[step] + smoothing * going * running
-        found[step], following = running, steps.values[step]
-    return found
+        result[step], following = running, steps.values[step]
+    return result

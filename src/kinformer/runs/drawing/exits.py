@@ -21,7 +21,7 @@ TOKENS, MOST = 1200, 6000
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Windows:
     """In windows as the run was trained, which overlap by half, or with the state carried."""
 
     context: None = None
@@ -31,8 +31,8 @@ class _Reading:
 def coloured_text(options: DrawOptions) -> ColouredText:
     """The first ``options.length`` tokens of the text, and by which exits they were foretold."""
     others = ("pattern", "position", "layer", "head", "image_width")
-    if given := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`exits` draws a text, and knows no {', '.join(given)}; leave them out.")
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`exits` draws a text, and knows no {', '.join(unread)}; leave them out.")
     run = open_run(options.subject)
     if not run.task.data.tokenized:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text.")
@@ -53,8 +53,8 @@ def coloured_text(options: DrawOptions) -> ColouredText:
 
 def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]:
     """The exits of all but the last of ``tokens``, read with half a window or more of text before each."""
-    windows, seen = main_windows(run, model, _Reading(), beside_lengths=True), []
-    hook = model.stack.left.register_forward_hook(lambda _, given, __: seen.append(given[0][0]))
+    windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
+    hook = model.stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
     try:
         with torch.inference_mode():
             for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
@@ -62,10 +62,10 @@ def _exits(run: Run, model: Any, tokens: np.ndarray) -> tuple[list[int], Exited]
                 seen[-1] = seen[-1][window.unscored :]
     finally:
         hook.remove()
-    found = EarlyExitRecorder(model.stack)
-    found.note(torch.cat(seen), None)
-    assert found.result is not None
-    return torch.cat(seen).tolist(), found.result
+    recorder = EarlyExitRecorder(model.stack)
+    recorder.note(torch.cat(seen), None)
+    assert recorder.result is not None
+    return torch.cat(seen).tolist(), recorder.result
 
 
 def _pieces(run: Run, tokens: list[int], exits: list[int]) -> list[tuple[str, int | None]]:

@@ -39,8 +39,8 @@ class _Call:
 def looked_at(options: DrawOptions) -> ImageDrawing:
     """The image ``options.image``, or the first of those that it names, and what the run makes of it."""
     others = ("pattern", "position", "spans", "exits", "data", "length", "layer", "head", "image_width")
-    if given := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"{', '.join(given)}: is not for `image`, which draws what a run sees; leave it out.")
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
     run = open_run(options.subject)
     if run.task.name != TASK:
@@ -50,12 +50,14 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     calls: list[_Call] = []
     shares: list[Tensor] = []
     hooks = [
-        module.register_forward_pre_hook(lambda mixer, given: calls.append(_Call(mixer, given[0], *given[1:])))
+        module.register_forward_pre_hook(
+            lambda mixer, arguments: calls.append(_Call(mixer, arguments[0], *arguments[1:]))
+        )
         for module in model.stack.modules()
         if isinstance(module, EncoderMixer)
     ]
     if (gate := getattr(model.head, "gate", None)) is not None:
-        hooks.append(gate.register_forward_hook(lambda gate, given, found: shares.append(found[0])))
+        hooks.append(gate.register_forward_hook(lambda gate, arguments, result: shares.append(result[0])))
     try:
         share, index = probabilities_of(model, [picture])[0].max(-1)
     finally:
@@ -65,8 +67,8 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     if all(isinstance(call.mixer, WindowAttention) for call in calls):
         panels = _windows(calls, model.config.input.patch)
     elif all(_rolls(call) for call in calls):
-        found = rollout([probabilities(call.mixer, call.x) for call in calls])
-        panels = _rolled(found, shares, calls[0], model.config.input)
+        rolled = rollout([probabilities(call.mixer, call.x) for call in calls])
+        panels = _rolled(rolled, shares, calls[0], model.config.input)
     else:
         raise KinformerError(
             f"{run.folder}: `image` draws attention between all patches, as in vit and deit, or windows, as in swin, "
@@ -84,17 +86,17 @@ def probabilities(mixer: Any, x: Tensor) -> Tensor:
     q, k = mixer.position.rotate(q, k, torch.arange(time, device=x.device)[None])
     q = mixer.score.queries(q)
     scoring = Scoring.of(mixer.score, mixer.position.relative(1 - time, time - 1))
-    each = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
-    return attention(q, k, each, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
+    item = torch.eye(time, dtype=k.dtype, device=k.device).expand(1, k.shape[1], time, time)
+    return attention(q, k, item, Visibility(mixer.pattern.sized(time)), scoring, impl="reference").out[0]
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:
     """[time, time] of the probabilities [heads, time, time] of each layer, the first layer first."""
-    found = torch.eye(layers[0].shape[-1], dtype=torch.float64)
-    for each in layers:
-        mean = each.double().cpu().mean(0) + torch.eye(each.shape[-1], dtype=torch.float64)
-        found = mean / mean.sum(-1, keepdim=True) @ found
-    return found
+    output = torch.eye(layers[0].shape[-1], dtype=torch.float64)
+    for layer in layers:
+        mean = layer.double().cpu().mean(0) + torch.eye(layer.shape[-1], dtype=torch.float64)
+        output = mean / mean.sum(-1, keepdim=True) @ output
+    return output
 
 
 def _rolls(call: _Call) -> bool:
@@ -106,15 +108,15 @@ def _rolls(call: _Call) -> bool:
     return relative is None or relative.values is None
 
 
-def _rolled(found: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
+def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) -> list[HeatOver]:
     """Of the tokens that stand before the patches, or of the patches' mean where none do, or their mean by the head's
     ``shares`` where it has some: times the mean patch."""
     grid = call.text.grid
     assert grid is not None
-    rows = found[: input.before] if input.before else found.mean(0, keepdim=True)
+    rows = rolled_so_far[: input.before] if input.before else rolled_so_far.mean(0, keepdim=True)
     names = ("class token", "distillation token") if input.before else ("mean of all patches",)
     if shares:
-        rows, names = shares[0].double().cpu()[None] @ found, ("gated mean",)
+        rows, names = shares[0].double().cpu()[None] @ rolled_so_far, ("gated mean",)
     heat = rows[:, input.before :]
     heat = heat / heat.mean(-1, keepdim=True)
     return [
@@ -125,12 +127,12 @@ def _rolled(found: Tensor, shares: Sequence[Tensor], call: _Call, input: Any) ->
 
 def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
     """Of each stage, whose patches are twice as wide as those before, and of shifted and other layers of it."""
-    found: dict[tuple[int, int, int], list[int]] = {}
+    windows: dict[tuple[int, int, int], list[int]] = {}
     widest = calls[0].x.shape[-1]
     for layer, call in enumerate(calls):
         assert isinstance(call.mixer, WindowAttention) and call.text.grid is not None
         stage = (call.x.shape[-1] // widest).bit_length() - 1
-        found.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(layer + 1)
+        windows.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(layer + 1)
     return [
         WindowsOver(
             name=f"stage {stage + 1}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
@@ -139,5 +141,5 @@ def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
             side=side,
             shift=shift,
         )
-        for (stage, side, shift), layers in found.items()
+        for (stage, side, shift), layers in windows.items()
     ]

@@ -101,8 +101,8 @@ def find(options: DrawOptions) -> Subject:
 
 def _spans(options: DrawOptions) -> Subject:
     others = ("pattern", "position", "length", "layer", "head", "image_width", "exits", "data")
-    if given := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(given)}; leave them out.")
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(unread)}; leave them out.")
     run = open_run(options.subject)
     title = f"{run.folder.name} ({run.member}, trained)"
     return Subject(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
@@ -145,14 +145,14 @@ def _part(options: DrawOptions, data: dict[str, Any]) -> Subject:
     from kinformer.family.kinds import kinds
 
     slot, changes = _parts(options)[data["kind"]], options.set
-    own = {name: value for name, value in changes.items() if "." not in name}
+    flat = {name: value for name, value in changes.items() if "." not in name}
     inner = {path: value for path, value in changes.items() if "." in path}
     bases: dict[str, type[Config]] = {
         "pattern": PatternConfig,
         "position": PositionConfig,
         "embedding": EmbeddingConfig,
     }
-    config = override(from_dict(bases[slot], data | own, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
+    config = override(from_dict(bases[slot], data | flat, kinds(), f"the {slot} {data['kind']!r}"), inner, kinds())
     name = describe(config)
     title = name if len(name) <= TITLE else config.kind.replace("_", " ")
     subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
@@ -211,15 +211,15 @@ def _add(subject: Subject, side: _Side, name: str) -> None:
     (config, dim, model), options, before = side, subject.options, len(subject.encodings)
     at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
     for placed in _of_layer(parts_of(config, "pattern"), options):
-        found = [(in_text(each, config), called, place) for each, called, place in _heads(placed, options)]
-        subject.patterns.extend((each, _with_globals(each, called), at(place)) for each, called, place in found)
+        parts = [(in_text(head, config), called, place) for head, called, place in _heads(placed, options)]
+        subject.patterns.extend((item, _with_globals(item, called), at(place)) for item, called, place in parts)
     for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
             subject.encodings.append(_encoding(placed, side))
     for placed in parts_of(config, "embedding") if options.layer is None else ():
         embedding = placed.part.build(placed.owner.vocab_size, dim) if model is None else model.input.embedding
         subject.encodings.append(_one_token(embedding, placed.part))
-    subject.encodings[before:] = [replace(each, place=at(each.place)) for each in subject.encodings[before:]]
+    subject.encodings[before:] = [replace(item, place=at(item.place)) for item in subject.encodings[before:]]
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_of_layer(mixers, options), model):
         width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
@@ -232,18 +232,18 @@ def _with_globals(pattern: Pattern, name: str) -> str:
     return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, WholeText) else name
 
 
-def _of_layer(found: list[Placed], options: DrawOptions) -> list[Placed]:
+def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
     """Those of the layer that was asked for."""
     if options.layer is None:
-        return found
+        return placed_parts
     layer = options.layer - 1
-    return [Placed(each.part, each.owner, each.path, (layer,)) for each in found if layer in (each.layers or ())]
+    return [Placed(item.part, item.owner, item.path, (layer,)) for item in placed_parts if layer in (item.layers or ())]
 
 
-def _apart(found: list[Placed], model: Any) -> list[Placed]:
+def _apart(placed_parts: list[Placed], model: Any) -> list[Placed]:
     """Parts of a trained ``model`` that learned something of their own in every layer, one by one."""
     separate = []
-    for placed in found:
+    for placed in placed_parts:
         layers = placed.layers or ()
         paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
         modules = [] if model is None else [_at(model, path) for path in paths]
@@ -284,10 +284,10 @@ def _encoding(placed: Placed, side: _Side) -> Encoding:
 
 def _at(model: Any, path: str) -> Any:
     """The module that a part of the config at ``path`` became."""
-    found: Any = model.stack if path.startswith("layers.") else model
+    place: Any = model.stack if path.startswith("layers.") else model
     for name in path.split("."):
-        found = found[int(name)] if name.isdigit() else getattr(found, name)
-    return found
+        place = place[int(name)] if name.isdigit() else getattr(place, name)
+    return place
 
 
 def _one_token(embedding: nn.Module, config: Config) -> Encoding:

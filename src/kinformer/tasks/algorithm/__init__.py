@@ -120,13 +120,17 @@ class Algorithm(Task):
         return AlgorithmModule(plan.data, plan.settings)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: AlgorithmEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: AlgorithmEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.algorithm.evaluate import evaluate
 
-        measuring.refuse_data("an algorithm makes its own problems; give `problems` and `at_digits`.")
-        at = None if own.at_digits is None else lengths_of(own.at_digits)
-        return evaluate(subject, measuring, at, own.problems, quiet)
+        evaluation_settings.refuse_data("an algorithm makes its own problems; give `problems` and `at_digits`.")
+        at = None if task_options.at_digits is None else lengths_of(task_options.at_digits)
+        return evaluate(subject, evaluation_settings, at, task_options.problems, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.algorithm.evaluate import answer

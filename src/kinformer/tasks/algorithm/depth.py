@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kinformer.data.algorithms import carried
 from kinformer.evaluation.depths import Depths
-from kinformer.tasks.shared.answer_rows import AskedBatch
+from kinformer.tasks.shared.answer_rows import ScoredBatch
 
 PLACE, CARRY = "place", "carry"
 
@@ -25,17 +25,17 @@ class ByDifficulty:
         self.counts = {name: torch.zeros(3, digits + 2, dtype=torch.float64) for name in names}
         self.all = torch.zeros(2, dtype=torch.float64)
 
-    def note(self, batch: AskedBatch, right: Tensor) -> None:
+    def note(self, batch: ScoredBatch, right: Tensor) -> None:
         """``right`` [tokens] bool: which of the batch's answers' tokens are, in order."""
-        asked, depth = batch.asked.cpu(), self.depths.last.cpu().double()
-        place = (asked.cumsum(1) - 1)[asked]
+        scored, depth = batch.scored.cpu(), self.depths.last.cpu().double()
+        place = (scored.cumsum(1) - 1)[scored]
         self.all += torch.stack([(depth > 0).sum(), depth.sum()])
         groups = {PLACE: place}
         if CARRY in self.counts:
-            rows = asked.nonzero()[:, 0]
+            rows = scored.nonzero()[:, 0]
             groups[CARRY] = torch.from_numpy(carried(batch.tokens.cpu().numpy(), self.digits))[rows, place]
         for name, group in groups.items():
-            for row, weights in enumerate((torch.ones_like(depth[asked]), right.cpu().double(), depth[asked])):
+            for row, weights in enumerate((torch.ones_like(depth[scored]), right.cpu().double(), depth[scored])):
                 self.counts[name][row] += group.bincount(weights, minlength=self.digits + 2)
 
     @property

@@ -21,7 +21,7 @@ from kinformer.tasks.algorithm.depth import CARRY, PLACE, ByDifficulty
 from kinformer.tasks.algorithm.rows import solved
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import MOST_NEW, Generated, Sample
-from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
@@ -33,15 +33,17 @@ def sequence_accuracy_at(digits: int) -> Metric:
 
 
 def evaluate(
-    subject: LoadedRun, measuring: EvaluationSettings, at_digits: Sequence[int] | None, rows: int, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, at_digits: Sequence[int] | None, rows: int, quiet: bool
 ) -> Evaluation:
     """A run on ``rows`` new problems of each number of digits; the figures of all are over those in training's range,
     or over all where none is."""
     begun = time.perf_counter()
     data: AlgorithmData = subject.run.options.data
-    split = choose(measuring.split, SPLITS, "`split`")
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
     lengths = _lengths(subject.model, data, at_digits)
-    groups = by_group(lengths, lambda digits: _measured(subject.model, data, split, digits, rows, measuring), quiet)
+    groups = by_group(
+        lengths, lambda digits: _measured(subject.model, data, split, digits, rows, evaluation_settings), quiet
+    )
     main = [group for group in groups if group["trained"]] or groups
     tokens, correct, done, problems, nats = total(main, "tokens", "correct", "solved", "problems", "nats")
     metrics = {ACCURACY: correct / tokens, SEQUENCE_ACCURACY: done / problems, BITS_PER_LABEL: nats / log(2) / tokens}
@@ -78,9 +80,9 @@ def _by_digits(groups: list[dict[str, Any]], depth: Metric | None) -> TextTable:
     return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
 
 
-def _by_difficulty(found: list[dict[str, Any]], depth: Metric) -> Iterator[str | TextTable]:
+def _by_difficulty(lengths_tested: list[dict[str, Any]], depth: Metric) -> Iterator[str | TextTable]:
     """Tables of answers' tokens by their difficulty, of the longest problems in training's range."""
-    longest = ([each for each in found if each["trained"]] or found)[-1]
+    longest = ([item for item in lengths_tested if item["trained"]] or lengths_tested)[-1]
     for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
         if f"by_{name}" not in longest:
             continue
@@ -113,15 +115,15 @@ def _lengths(model: Any, data: AlgorithmData, at_digits: Sequence[int] | None) -
 
 
 def _measured(
-    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, measuring: EvaluationSettings
+    model: Any, data: AlgorithmData, split: str, digits: int, rows: int, evaluation_settings: EvaluationSettings
 ) -> dict[str, Any]:
     """Of problems with so many digits: answers' tokens and how many are right, problems and how many are solved."""
-    tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, measuring.chunk // data.width(digits))
+    tokens, right, nats, done, size = 0, 0, 0.0, 0, max(1, evaluation_settings.chunk // data.width(digits))
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
     with torch.inference_mode(), noting_depths(model) as depths:
         deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
         for part, first in enumerate(range(0, rows, size)):
-            batch = AskedBatch.of(data.rows(split, part, min(size, rows - first), measuring.seed, digits))
+            batch = ScoredBatch.of(data.rows(split, part, min(size, rows - first), evaluation_settings.seed, digits))
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
             tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kinformer.data.algorithms import AlgorithmData
-from kinformer.tasks.shared.answer_rows import AnswersLoss, AskedBatch, MadeRows
+from kinformer.tasks.shared.answer_rows import AnswersLoss, MadeRows, ScoredBatch
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY
 
 
@@ -39,7 +39,7 @@ class AlgorithmModule(MadeRows):
 class AlgorithmLoss(AnswersLoss):
     """Of all tokens of the answers; how many problems are solved is counted too."""
 
-    def counted(self, batch: AskedBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         problems = len(batch.tokens)
         return {
             "solved": solved(right, rows, problems).sum(),

@@ -77,12 +77,16 @@ class Classify(Task):
 
         return Labels(plan.data, plan.settings, ends_of(plan.config))
 
-    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.classify.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for examples; leave it out.")
-        return evaluate(self, subject, measuring, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(
+                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for examples; leave it out."
+            )
+        return evaluate(self, subject, evaluation_settings, quiet)
 
     def spec_to_measure(self, subject: LoadedRun, data: str | None) -> str:
         """What names the data to measure on."""

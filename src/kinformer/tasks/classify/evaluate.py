@@ -58,41 +58,43 @@ def measure_labels(
             require_finite(isfinite(nats))
             guesses = logits.argmax(-1).numpy()
             right = some.labels[guesses == some.labels]
-            counts += np.stack([np.bincount(each, minlength=classes) for each in (some.labels, guesses, right)])
+            counts += np.stack([np.bincount(item, minlength=classes) for item in (some.labels, guesses, right)])
             if progress is not None:
                 progress(int(counts[0].sum()), len(rows.examples))
     examples, answers, correct = (tuple(row) for row in counts.tolist())
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
+def evaluate(task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out examples, class by class, beside the most frequent class."""
     run, model = subject.run, subject.model
-    found, same, examples = _examples(task, subject, measuring)
+    result, same, examples = _examples(task, subject, evaluation_settings)
     classes = classes_of(run)
     length = whole_length(run, model)
-    rows = Buckets(examples, max(1, measuring.chunk // length), length, 0, ends_of(model.config))
+    rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends_of(model.config))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         measured = measure_labels(model, rows, len(classes), progress)
     counts, table = by_class(classes, measured, "examples")
     text = (
-        heading(subject, found, measuring.split),
+        heading(subject, result, evaluation_settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {len(examples):,} examples, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
         table,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(found, measuring.split, same)
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
 
 
-def _examples(task: Any, subject: LoadedRun, measuring: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
+def _examples(
+    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings
+) -> tuple[Labelled, bool, Examples]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
-    source = Source(task.spec_to_measure(subject, measuring.data), run.data.get("holdout"), run.tokenizer)
-    found = task.open(source, run.options)
-    same = note_other_data(run, found, measuring.data is not None)
-    part = found.splits[choose(measuring.split, found.splits, "`split`")]
-    return found, same, replace(part, labels=numbers_of(run, found.name, found.classes)[part.labels])
+    source = Source(task.spec_to_measure(subject, evaluation_settings.data), run.data.get("holdout"), run.tokenizer)
+    examples = task.open(source, run.options)
+    same = note_other_data(run, examples, evaluation_settings.data is not None)
+    part = examples.splits[choose(evaluation_settings.split, examples.splits, "`split`")]
+    return examples, same, replace(part, labels=numbers_of(run, examples.name, examples.classes)[part.labels])

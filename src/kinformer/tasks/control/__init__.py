@@ -94,17 +94,21 @@ class Control(Task):
         return super().objective(name, model)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: ControlEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.control.evaluate import evaluate
 
-        measuring.refuse_data("control acts in new episodes; leave it out, or give `env` and `episodes`.")
-        return evaluate(subject, measuring, own, quiet)
+        evaluation_settings.refuse_data("control acts in new episodes; leave it out, or give `env` and `episodes`.")
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.control.evaluate import play_episode
 
-        return play_episode(subject, options, options.own, write)
+        return play_episode(subject, options, options.task_options, write)
 
 
 TASK = Control()

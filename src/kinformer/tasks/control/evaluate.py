@@ -34,7 +34,7 @@ class RandomPolicy:
     def begin(self, episodes: np.ndarray) -> None:
         self.episodes, self.step = episodes, 0
 
-    def act(self, observations: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         self.step += 1
         size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
         bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
@@ -49,63 +49,69 @@ class RandomPolicy:
 
 
 def evaluate(
-    subject: LoadedRun, measuring: EvaluationSettings, own: ControlEvaluationOptions, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ControlEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run in new episodes of its environment, or of another like it."""
     run: Any = subject.run
-    environment, seeds = _environment(subject, own), MEASURED_SEEDS + measuring.seed
+    environment, seeds = _environment(subject, task_options), MEASURED_SEEDS + evaluation_settings.seed
     environment.close()
-    env, agent = environment.name, _agent(subject, environment, own, measuring.seed)
+    env, agent = environment.name, _agent(subject, environment, task_options, evaluation_settings.seed)
     begun = time.perf_counter()
     with progressing(quiet, "acting") as progress:
-        acted = rollouts(agent, env, 0.0, own.episodes, seeds, progress)
+        acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
     seconds = time.perf_counter() - begun
-    found = summary(acted)
-    chance = summary(rollouts(RandomPolicy(environment.actions, measuring.seed), env, 0.0, own.episodes, seeds))
-    speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
-    headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in found else []))
-    text = (
-        f"{subject.title} in {env}: {RETURN.text(found['mean'])} of {own.episodes} episodes, "
-        f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
-        TextTable(headers, [[run.member, *cells(found)], ["random actions", *cells(chance)]], range(1, len(headers))),
+    summary_ = summary(acted)
+    chance = summary(
+        rollouts(RandomPolicy(environment.actions, evaluation_settings.seed), env, 0.0, task_options.episodes, seeds)
     )
-    facts = {"env": env, **{name: found[name] for name in found if name != "mean"}, "random": chance}
+    speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
+    headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in summary_ else []))
+    text = (
+        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {task_options.episodes} episodes, "
+        f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
+        TextTable(
+            headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
+        ),
+    )
+    facts = {"env": env, **{name: summary_[name] for name in summary_ if name != "mean"}, "random": chance}
     facts |= {"context_steps": context, "steps_per_second": speed}
     identity, baselines = open_environment(run.options).identity | {"env": env}, {"random": chance["mean"]}
-    metrics = {RETURN: found["mean"]}
+    metrics = {RETURN: summary_["mean"]}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=begun)
 
 
 def play_episode(
-    subject: LoadedRun, options: Any, own: ControlGenerationOptions, write: Callable[[str], None] | None = None
+    subject: LoadedRun, options: Any, task_options: ControlGenerationOptions, write: Callable[[str], None] | None = None
 ) -> Made:
     """An episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
-    check_picture(own.render)
-    environment = _environment(subject, own, render=own.render is not None)
+    check_picture(task_options.render)
+    environment = _environment(subject, task_options, render=task_options.render is not None)
     try:
-        agent = _agent(subject, environment, own, options.seed)
+        agent = _agent(subject, environment, task_options, options.seed)
         begun, _ = environment.reset(seed=options.seed)
-        episode = play(environment, agent, begun, None, own.render, write)
+        episode = play(environment, agent, begun, None, task_options.render, write)
     finally:
         environment.close()
     facts = {
         "run": str(subject.run.folder), "env": environment.name, **episode.facts, "seed": options.seed,
-        "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": own.render,
+        "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
     }  # fmt: skip
     text = (
         f"return {facts['return']:g}, {facts['steps']} steps in {environment.name}, "
         f"{facts['steps_per_second']:.1f} steps/s; state {agent.state_bytes:,} bytes; seed {options.seed}"
     )
-    return Made(facts, text if own.render is None else f"{text}; wrote {own.render}")
+    return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
-def _environment(subject: LoadedRun, own: Acting, render: bool = False) -> Environment:
+def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environment:
     """The environment that is asked for, or the run's own."""
     run: Any = subject.run
-    environment = make(own.env or open_environment(run.options).env, render=render)
+    environment = make(task_options.env or open_environment(run.options).env, render=render)
     check_environment(environment, run.config, f"{run.folder}")
     return environment
 
 
-def _agent(subject: LoadedRun, environment: Environment, own: Acting, seed: int) -> ControlAgent:
-    return ControlAgent(subject.model, ActionSampler(environment.actions, own.action_temperature, seed), own.context)
+def _agent(subject: LoadedRun, environment: Environment, task_options: Acting, seed: int) -> ControlAgent:
+    return ControlAgent(
+        subject.model, ActionSampler(environment.actions, task_options.action_temperature, seed), task_options.context
+    )

@@ -46,10 +46,10 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
         if getattr(config, slot).kind != kind:
             raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
     policy = config.head.policy
-    found = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
-    if found != (data.observation_dim, data.actions.dim):
+    sizes = config.input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
+    if sizes != (data.observation_dim, data.actions.dim):
         raise KinformerError(
-            f"`set`: the model has {found[0]} observations and {found[1]} actions, but {data.env} has "
+            f"`set`: the model has {sizes[0]} observations and {sizes[1]} actions, but {data.env} has "
             f"{data.observation_dim} and {data.actions.dim}; leave it out."
         )
     if longest is not None and longest <= data.most_steps:
@@ -62,9 +62,9 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
 def check_environment(environment: Environment, config: Any, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
     policy, space = config.head.policy, environment.actions
-    known = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
+    valid_names = config.input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
     discrete = isinstance(space, Discrete)
-    if known != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
+    if valid_names != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
         kind = "discrete" if discrete else "continuous"
         raise KinformerError(
             f"`env` {environment.name}: has observations of {environment.observation_dim} numbers and {space.dim} "

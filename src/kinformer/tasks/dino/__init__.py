@@ -64,10 +64,10 @@ class Dino(Task):
         from kinformer.tasks.vision.fit import fitted
 
         classes = 0 if data is None else len(data.classes)
-        found = fitted(config, data, classes=classes if classes > 1 else getattr(config.head, "classes", 2))
+        fitted_config = fitted(config, data, classes=classes if classes > 1 else getattr(config.head, "classes", 2))
         if not hasattr(config.head, "classes"):
-            found.pop("head", None)
-        return found
+            fitted_config.pop("head", None)
+        return fitted_config
 
     def length(self, data: ImageData, config: Any) -> int:
         from kinformer.tasks.vision.fit import length_of
@@ -93,19 +93,23 @@ class Dino(Task):
         from kinformer.tasks.shared.image_features import keep_features
 
         self.choose_objective(name)
-        found = SelfDistillation(model, self.Options() if data is None else data.options)
+        result = SelfDistillation(model, self.Options() if data is None else data.options)
         if data is not None:
-            data.features = keep_features(found.teacher.input, changed=False)
-        return found
+            data.features = keep_features(result.teacher.input, changed=False)
+        return result
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: DinoEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.dino.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
-        return evaluate(subject, measuring, own, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
 
 TASK = Dino()

@@ -32,47 +32,49 @@ def vectors_of(model: Any, level: int, images: Images, count: int, progress: Pro
     """[count, dim] of length 1: of each of the first images the mean of the encoder's vectors of its pieces."""
     size = level_config(model.config, level).input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
-    each, found = len(pieces) // len(images), []
+    item, result = len(pieces) // len(images), []
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
             last = min(first + AT_ONCE, count)
-            values = pieces.take(np.arange(first * each, last * each)).to(device)
-            vectors = encoder.head.pooled(encoder.hidden(values).long_input).float().unflatten(0, (-1, each))
+            values = pieces.take(np.arange(first * item, last * item)).to(device)
+            vectors = encoder.head.pooled(encoder.hidden(values).long_input).float().unflatten(0, (-1, item))
             require_finite(bool(vectors.isfinite().all()))
-            found.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
+            result.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
             if progress is not None:
                 progress(last, count)
-    return torch.cat(found)
+    return torch.cat(result)
 
 
-def nearest_classes(vectors: Tensor, known: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:
+def nearest_classes(vectors: Tensor, reference: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:
     """The class [n] of ``vectors`` [n, dim]: of those of the ``nearest`` among ``known`` [m, dim] with ``labels`` [m],
     the one whose exp(cosine / 0.07) have the largest sum."""
-    cosine, index = (vectors @ known.T).topk(min(nearest, len(known)), dim=-1)
+    cosine, index = (vectors @ reference.T).topk(min(nearest, len(reference)), dim=-1)
     votes = functional.one_hot(labels[index], classes) * (cosine / TEMPERATURE).exp()[..., None]
     return votes.sum(1).argmax(-1)
 
 
-def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: DinoEvaluationOptions, quiet: bool) -> Evaluation:
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: DinoEvaluationOptions, quiet: bool
+) -> Evaluation:
     """A run on held-out images, beside the most frequent class."""
     run, model = subject.run, subject.model
-    found, same, part = labelled_part(subject, measuring)
-    count = len(part) if own.images is None else min(own.images, len(part))
+    result, same, part = labelled_part(subject, evaluation_settings)
+    count = len(part) if task_options.images is None else min(task_options.images, len(part))
     level, begun = run.options.level, time.perf_counter()
     with progressing(quiet) as progress:
-        known = vectors_of(model, level, found.train, len(found.train), progress)
+        valid_names_value = vectors_of(model, level, result.train, len(result.train), progress)
         vectors = vectors_of(model, level, part, count)
-    labels, own_labels = (torch.from_numpy(np.array(each.labels)) for each in (found.train, part))
-    own_labels = own_labels[:count]
-    guesses = nearest_classes(vectors, known, labels, own.nearest, len(found.classes))
-    accuracy = float((guesses == own_labels).double().mean())
-    guessing = float(own_labels.bincount().max()) / count
+    labels, test_labels = (torch.from_numpy(np.array(item.labels)) for item in (result.train, part))
+    test_labels = test_labels[:count]
+    guesses = nearest_classes(vectors, valid_names_value, labels, task_options.nearest, len(result.classes))
+    accuracy = float((guesses == test_labels).double().mean())
+    guessing = float(test_labels.bincount().max()) / count
     text = (
-        heading(subject, found, measuring.split),
-        f"accuracy {accuracy:.1%} by the {own.nearest} nearest training images, by vectors of level {level}: {count:,} "
-        f"images, {guessing:.1%} are of the most frequent class",
+        heading(subject, result, evaluation_settings.split),
+        f"accuracy {accuracy:.1%} by the {task_options.nearest} nearest training images, by vectors of level "
+        f"{level}: {count:,} images, {guessing:.1%} are of the most frequent class",
     )
     metrics, baselines = {ACCURACY: accuracy}, {"guessing": guessing}
-    facts = baselines | {"nearest": own.nearest, "level": level, "measured_images": count}
-    identity = identity_of_part(found, measuring.split, same)
+    facts = baselines | {"nearest": task_options.nearest, "level": level, "measured_images": count}
+    identity = identity_of_part(result, evaluation_settings.split, same)
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="dino", since=begun)

@@ -35,11 +35,11 @@ WIDER, BOTTLENECK = 16 / 3, 256
 def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Of logits ``student`` [views, rows, classes], whose first views are those of ``teacher`` [global views, rows,
     classes]: the cross-entropy of each row over all pairs of unlike views [rows], and the teacher's entropy [rows]."""
-    told = ((teacher - centre) / temperature).softmax(-1)
-    said = (student / STUDENT_TEMPERATURE).log_softmax(-1)
-    pairs = -torch.einsum("trk,srk->tsr", told, said)
+    targets = ((teacher - centre) / temperature).softmax(-1)
+    log_probs = (student / STUDENT_TEMPERATURE).log_softmax(-1)
+    pairs = -torch.einsum("trk,srk->tsr", targets, log_probs)
     unlike = ~torch.eye(len(teacher), len(student), dtype=torch.bool, device=student.device)
-    return pairs[unlike].mean(0), -torch.special.xlogy(told, told).sum(-1).mean(0)
+    return pairs[unlike].mean(0), -torch.special.xlogy(targets, targets).sum(-1).mean(0)
 
 
 def level_of(model: Any, level: int) -> Any:
@@ -77,13 +77,13 @@ class SelfDistillation(OnlineLearner):
         level = level_of(model, options.level)
         check_level(level)
         inner = level.input.lower[-1:]
-        self.student = copy.deepcopy(level, {id(each): nn.Identity() for each in inner})  # which reads their features
+        self.student = copy.deepcopy(level, {id(item): nn.Identity() for item in inner})  # which reads their features
         model.requires_grad_(False)
         self.student.requires_grad_(True).head.requires_grad_(False)
         self.head = Prototypes(level.config.width, options.prototypes)
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
         self.register_buffer("centre", torch.zeros(options.prototypes))
-        self.told: Tensor | None = None  # sums of the teacher's logits in this step, and how many
+        self.teacher_sums: Tensor | None = None  # sums of the teacher's logits in this step, and how many
         self.progress = 0.0
         object.__setattr__(self, "teacher", level)  # a part of the model, not of this module
 
@@ -98,8 +98,8 @@ class SelfDistillation(OnlineLearner):
         if self.training:
             self.progress = progress
             flat = teacher.flatten(0, 1)
-            told = torch.cat([flat.sum(0), flat.new_full((1,), len(flat))])
-            self.told = told if self.told is None else self.told + told
+            statistics = torch.cat([flat.sum(0), flat.new_full((1,), len(flat))])
+            self.teacher_sums = statistics if self.teacher_sums is None else self.teacher_sums + statistics
         counted = torch.tensor(len(nats), device=nats.device)
         metrics = {"nats": nats.detach().sum(), "teacher_nats": entropy.sum(), "predicted": counted}
         return nats.mean(), metrics, None
@@ -107,9 +107,9 @@ class SelfDistillation(OnlineLearner):
     @torch.no_grad()
     def learn(self, total: Callable[[Tensor], Tensor]) -> None:
         """The teacher follows the student, the centre what the teacher said in this step."""
-        if self.told is not None:
-            told, self.told = total(self.told), None
-            self.centre.lerp_(told[:-1] / told[-1], 1 - CENTRE_MOMENTUM)
+        if self.teacher_sums is not None:
+            statistics, self.teacher_sums = total(self.teacher_sums), None
+            self.centre.lerp_(statistics[:-1] / statistics[-1], 1 - CENTRE_MOMENTUM)
         share = (1 - self.options.teacher_momentum) * (1 + cos(pi * self.progress)) / 2
         for student, teacher in ((self.student, self.teacher), (self.head, self.teacher_head)):
             for name, weight in student.named_parameters():
@@ -127,12 +127,12 @@ class SelfDistillation(OnlineLearner):
     @staticmethod
     def _logits(encoder: Any, head: nn.Module, views: Sequence[Tensor]) -> Tensor:
         """[views, rows, classes]; views of one size are read together."""
-        found = []
+        logits = []
         for some in (views[:2], views[2:]):
             if some:
                 vectors = encoder.head.pooled(encoder.hidden(torch.cat(list(some))).long_input)
-                found.append(head(vectors).float().unflatten(0, (len(some), -1)))
-        return torch.cat(found)
+                logits.append(head(vectors).float().unflatten(0, (len(some), -1)))
+        return torch.cat(logits)
 
 
 def check_level(level: Any) -> None:

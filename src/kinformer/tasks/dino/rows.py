@@ -14,7 +14,7 @@ from kinformer.data import ImageData, Images
 from kinformer.data.permutation import in_epochs
 from kinformer.runtime.errors import KinformerError
 from kinformer.tasks.dino.options import DinoOptions
-from kinformer.tasks.shared.image_features import KeptFeatures
+from kinformer.tasks.shared.image_features import CachedFeatures
 from kinformer.training.data_module import DataModule
 from kinformer.training.metric import Metric
 from kinformer.training.settings import Settings
@@ -51,13 +51,13 @@ class Pieces:
 
     def take(self, index: np.ndarray) -> Tensor:
         """Those of the numbers ``index``, uint8 [rows, channels, height, width]."""
-        each = self.grid[0] * self.grid[1]
-        found = np.zeros((len(index), *self.size, self.images.shape[2]), np.uint8)
+        item = self.grid[0] * self.grid[1]
+        pieces = np.zeros((len(index), *self.size, self.images.shape[2]), np.uint8)
         for row, number in enumerate(index.tolist()):
-            down, across = (number % each) // self.grid[1] * self.size[0], number % self.grid[1] * self.size[1]
-            piece = self.images.pixels[number // each, down : down + self.size[0], across : across + self.size[1]]
-            found[row, : piece.shape[0], : piece.shape[1]] = piece
-        return torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))
+            down, across = (number % item) // self.grid[1] * self.size[0], number % self.grid[1] * self.size[1]
+            piece = self.images.pixels[number // item, down : down + self.size[0], across : across + self.size[1]]
+            pieces[row, : piece.shape[0], : piece.shape[1]] = piece
+        return torch.from_numpy(np.ascontiguousarray(pieces.transpose(0, 3, 1, 2)))
 
 
 class DinoRows(DataModule):
@@ -68,13 +68,13 @@ class DinoRows(DataModule):
 
     sums = ("nats", "teacher_nats")
     metrics = (BITS_PER_VIEW, TEACHER_BITS)
-    features: KeptFeatures | None = None
+    features: CachedFeatures | None = None
 
     def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: Any) -> None:
         self.settings, self.options = settings, options
-        own = level_config(config, options.level)
-        self.length = own.input.length
-        size = (own.input.size[0], own.input.size[1])
+        level_options = level_config(config, options.level)
+        self.length = level_options.input.length
+        size = (level_options.input.size[0], level_options.input.size[1])
         self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
         self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
 
@@ -108,15 +108,15 @@ class DinoRows(DataModule):
 def level_config(config: Any, level: int) -> Any:
     """The config of the encoder number ``level``, from 1 below, of the pyramid ``config``; the highest, which has the
     task's head, is none of them. A model that reads no tiles has one level, itself."""
-    found: list[Any] = []
-    own = config
-    while (inner := getattr(own.input, "encoder", None)) is not None:
-        found.insert(0, inner)
-        own = inner
-    found = found or [config]
-    if level > len(found):
-        levels = "one level" if len(found) == 1 else f"{len(found)} levels"
+    result: list[Any] = []
+    level_options = config
+    while (inner := getattr(level_options.input, "encoder", None)) is not None:
+        result.insert(0, inner)
+        level_options = inner
+    result = result or [config]
+    if level > len(result):
+        levels = "one level" if len(result) == 1 else f"{len(result)} levels"
         raise KinformerError(
             f"`level` {level}: this model has {levels} that can learn without labels; give one of them."
         )
-    return found[level - 1]
+    return result[level - 1]

@@ -39,7 +39,7 @@ def views_of_features(features: Tensor, local: int, flips: bool, generator: Gene
     """Two global and ``local`` local views of maps [rows, width, height, width of the grid], boxes drawn row by row."""
     large, small = grids((features.shape[2], features.shape[3]))
     boxes = [_box(features, size, generator) for size in (large,) * 2 + (small,) * local]
-    return [flip(each, generator) if flips else each for each in boxes]
+    return [flip(box, generator) if flips else box for box in boxes]
 
 
 def views_of_pixels(
@@ -48,7 +48,7 @@ def views_of_pixels(
     """Two global and ``local`` local views of ``images`` [rows, channels, height, width], floats from 0 to 1; of the
     share ``area`` or more, and of 5 % up to it."""
     large, small = grids((-(-images.shape[2] // patch), -(-images.shape[3] // patch)))
-    found = []
+    views = []
     for number in range(2 + local):
         rows, columns = large if number < 2 else small
         x = crop(images, (rows * patch, columns * patch), (area, 1) if number < 2 else (LEAST_AREA, area), generator)
@@ -56,8 +56,8 @@ def views_of_pixels(
         x = _recoloured(x, generator)
         x = _blurred(x, BLURRED[0][number] if number < 2 else BLURRED[1], generator)
         chosen = _chosen(x, SOLARISED[number] if number < 2 else 0.0, generator)
-        found.append(torch.where(chosen & (x >= 0.5), 1 - x, x))
-    return found
+        views.append(torch.where(chosen & (x >= 0.5), 1 - x, x))
+    return views
 
 
 def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:

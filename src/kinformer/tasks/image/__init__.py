@@ -139,13 +139,17 @@ class Image(Task):
         return ImageRows(plan.data, plan.settings, plan.config.input)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: ImageEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: ImageEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.image.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
-        return evaluate(subject, measuring, own, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def check_generation(self, run: TrainedRun) -> None:
         from kinformer.data.image_files import require_pillow
@@ -155,7 +159,7 @@ class Image(Task):
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.image.generate import draw
 
-        return draw(subject, options, options.own)
+        return draw(subject, options, options.task_options)
 
 
 TASK = Image()

@@ -25,34 +25,34 @@ WITHOUT_FIRST = Metric("bits_per_dim_without_first", "bits per dimension without
 def data_of(run: TrainedRun, data: str | None) -> ImageData:
     """The images that ``data`` names, or the run's own; ones of another shape than the model's are refused."""
     spec = spec_of(run, data)
-    found = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
+    images = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
     input: Any = run.config.input
-    if found.shape != (shape := (input.height, input.width, input.channels)):
+    if images.shape != (shape := (input.height, input.width, input.channels)):
         raise KinformerError(
-            f"`data` {spec}: has images of {' x '.join(map(str, found.shape))}, but this model draws "
+            f"`data` {spec}: has images of {' x '.join(map(str, images.shape))}, but this model draws "
             f"{' x '.join(map(str, shape))}; give images of that shape."
         )
-    return found
+    return images
 
 
-def evaluate(subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool) -> Evaluation:
     """A run on the images of a split, every value scored unless asked otherwise."""
     run, model = subject.run, subject.model
     begun = time.perf_counter()
-    data = data_of(run, measuring.data)
-    split = data.splits[choose(measuring.split, data.splits, "`split`")]
-    same = note_other_data(run, data, measuring.data is not None)
-    pixels = split.pixels[: own.images]
+    data = data_of(run, evaluation_settings.data)
+    split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
+    same = note_other_data(run, data, evaluation_settings.data is not None)
+    pixels = split.pixels[: task_options.images]
     sequences = Sequences(run.config.input)
-    nats, first = _nats(model, sequences, pixels, measuring.chunk, quiet)
+    nats, first = _nats(model, sequences, pixels, evaluation_settings.chunk, quiet)
     require_finite(isfinite(nats))
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
     every = nats / log(2) / pixels.size
     rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
-    main = WITHOUT_FIRST if own.without_first else BITS_PER_DIM
-    value = rest if own.without_first else every
-    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * own.without_first
+    main = WITHOUT_FIRST if task_options.without_first else BITS_PER_DIM
+    value = rest if task_options.without_first else every
+    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * task_options.without_first
     facts = {
         "images": len(pixels), "dimensions": per_image, "scored": scored,
         "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],

@@ -21,20 +21,20 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
     an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the images'."""
     patterns = {index: pattern for index, layer in enumerate(config.layers) if (pattern := _pattern(layer)) is not None}
     if config.input.kind == INPUT:
-        given = to_dict(config.input)
+        option_value = to_dict(config.input)
     else:
-        given = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
+        option_value = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
         if patterns and shape is not None:
-            given |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
+            option_value |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
     if shape is None:
-        return {"input": given}
+        return {"input": option_value}
     height, width, channels = shape
     if channels == 1:
-        given = {name: value for name, value in given.items() if name not in ("joint", "per_channel")}
-    cells = {"height": height, "width": width * (1 if given.get("joint") else channels)}
-    if given.get("block_height") is not None:
-        given |= {f"block_{side}": divisor(size, given[f"block_{side}"]) for side, size in cells.items()}
-    changes = {"input": given | {"height": height, "width": width, "channels": channels}}
+        option_value = {name: value for name, value in option_value.items() if name not in ("joint", "per_channel")}
+    cells = {"height": height, "width": width * (1 if option_value.get("joint") else channels)}
+    if option_value.get("block_height") is not None:
+        option_value |= {f"block_{side}": divisor(size, option_value[f"block_{side}"]) for side, size in cells.items()}
+    changes = {"input": option_value | {"height": height, "width": width, "channels": channels}}
     for index, pattern in patterns.items():
         blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
         changes[f"layers.{index}.mixer.pattern"] = to_dict(pattern) | cells | blocks
@@ -44,8 +44,8 @@ def image_changes(config: Any, shape: tuple[int, int, int] | None) -> dict[str, 
 def _pattern(layer: Any) -> Any:
     """The pattern of a layer's attention, if it is of blocks of an image."""
     pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
-    known = {each.name for each in fields(pattern)} if pattern is not None else set()
-    return pattern if {"height", "width", *_BLOCKS} <= known else None
+    fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()
+    return pattern if {"height", "width", *_BLOCKS} <= fields_of_pattern else None
 
 
 def divisor(size: int, most: int) -> int:

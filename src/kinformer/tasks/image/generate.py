@@ -39,29 +39,29 @@ class Drawn:
     interrupted: bool = False
 
 
-def draw(subject: LoadedRun, options: Any, own: Any) -> Drawn:
+def draw(subject: LoadedRun, options: Any, task_options: Any) -> Drawn:
     """Images of a run, in a grid of ``options.samples`` or, with ``own.complete``, a line for each that is completed:
     what is kept of it, its completions, and the image itself."""
     run, model, _, _ = subject
-    out = Path(own.out) if own.out is not None else run.folder / "samples.png"
+    out = Path(task_options.out) if task_options.out is not None else run.folder / "samples.png"
     if out.suffix.lower() != ".png":
         raise KinformerError(f"`out` {out}: is no name of a PNG; end it with .png.")
     _check(model, options)
     sequences = Sequences(run.config.input)
-    kept, whole = _occluded(subject, sequences, own)
-    count = options.samples * (1 if kept is None else len(kept))
-    begin = None if kept is None else kept.repeat_interleave(options.samples, 0)
+    prefix, whole = _occluded(subject, sequences, task_options)
+    count = options.samples * (1 if prefix is None else len(prefix))
+    begin = None if prefix is None else prefix.repeat_interleave(options.samples, 0)
     begun = time.perf_counter()
     values, state_bytes = _sample(model, sequences, begin, count, options)
     seconds = time.perf_counter() - begun
     pixels = sequences.images(values)
-    if whole is None or kept is None:
+    if whole is None or prefix is None:
         write_png(out, grid(pixels, ceil(sqrt(count))))
     else:
         lines = pixels.reshape(len(whole), options.samples, *pixels.shape[1:])
-        shown = [_veiled(whole, sequences, kept.shape[1])[:, None], lines, whole[:, None]]
+        shown = [_veiled(whole, sequences, prefix.shape[1])[:, None], lines, whole[:, None]]
         write_png(out, grid(np.concatenate(shown, 1).reshape(-1, *pixels.shape[1:]), options.samples + 2))
-    steps = values.shape[1] - (0 if kept is None else kept.shape[1])
+    steps = values.shape[1] - (0 if prefix is None else prefix.shape[1])
     facts = {
         "run": str(run.folder), "out": str(out), "images": count, "drawn_values": values[:, -steps:].numel(),
         "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
@@ -99,24 +99,24 @@ def _check(model: Any, options: Any) -> None:
                 )
 
 
-def _occluded(subject: LoadedRun, sequences: Sequences, own: Any) -> tuple[Tensor | None, np.ndarray | None]:
+def _occluded(subject: LoadedRun, sequences: Sequences, task_options: Any) -> tuple[Tensor | None, np.ndarray | None]:
     """What is kept of the images to complete, int64 [images, time(, channels)], and the images themselves."""
-    if own.complete is None:
+    if task_options.complete is None:
         return None, None
     input: Any = subject.run.config.input
-    rows = input.height // 2 if own.rows is None else own.rows
+    rows = input.height // 2 if task_options.rows is None else task_options.rows
     if rows >= input.height:
         raise KinformerError(f"`rows` {rows}: nothing is left to complete of {input.height} rows; keep fewer.")
-    kept = sequences.prefix(rows)
-    if kept is None:
+    prefix = sequences.prefix(rows)
+    if prefix is None:
         raise KinformerError(
             f"`rows` {rows}: this model draws blocks of {input.raster.block_height} rows; keep a multiple of that."
         )
-    if Path(own.complete).suffix.lower() in SUFFIXES:
-        whole = _picture(Path(own.complete).expanduser(), (input.height, input.width, input.channels))[None]
+    if Path(task_options.complete).suffix.lower() in SUFFIXES:
+        whole = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[None]
     else:
-        whole = np.asarray(data_of(subject.run, own.complete).test.pixels[: own.occluded])
-    return sequences.of(whole)[:, :kept], whole
+        whole = np.asarray(data_of(subject.run, task_options.complete).test.pixels[: task_options.occluded])
+    return sequences.of(whole)[:, :prefix], whole
 
 
 def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
@@ -130,10 +130,10 @@ def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     return decode(path, shape)
 
 
-def _veiled(whole: np.ndarray, sequences: Sequences, kept: int) -> np.ndarray:
+def _veiled(whole: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
     """``whole`` with grey where it is not kept."""
     values = sequences.of(whole)
-    values[:, kept:] = OCCLUDED
+    values[:, prefix:] = OCCLUDED
     return sequences.images(values)
 
 

@@ -78,10 +78,12 @@ class MaskedLanguageModelling(Task):
         masking = masking_of(plan.config, plan.tokenizer, plan.options)
         return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
-    def measure(self, subject: LoadedRun, measuring: EvaluationSettings, own: Any, quiet: bool) -> Evaluation:
+    def measure(
+        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
+    ) -> Evaluation:
         from kinformer.tasks.mlm.evaluate import evaluate
 
-        return evaluate(subject, measuring, quiet)
+        return evaluate(subject, evaluation_settings, quiet)
 
 
 TASK = MaskedLanguageModelling()

@@ -51,8 +51,8 @@ def measure_masked(
             sums += [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
             require_finite(isfinite(sums[0]))
             scored = shown.rows.labels != IGNORED
-            for index, each in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
-                baselines[index] -= np.log2(each).sum()
+            for index, probability in enumerate(counts.probabilities(shown.rows.labels[scored], shown.before[scored])):
+                baselines[index] -= np.log2(probability).sum()
             done += len(shown.rows.tokens)
             if progress is not None:
                 progress(done, len(text))
@@ -68,20 +68,20 @@ def measure_masked(
     )
 
 
-def evaluate(subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, evaluation_settings: EvaluationSettings, quiet: bool) -> Evaluation:
     """A run on held-out text, beside counts of its training split; its global input too, where it has one."""
     run, model = subject.run, subject.model
-    held = held_out(run, measuring)
+    held = held_out(run, evaluation_settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    masked_text = MaskedText(held.split, length, masking, ends_of(model.config), measuring.seed)
+    masked_text = MaskedText(held.split, length, masking, ends_of(model.config), evaluation_settings.seed)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         counts = Bigrams(held.corpus.splits["train"])
-        measured = measure_masked(model, masked_text, counts, max(1, measuring.chunk // length), progress)
+        measured = measure_masked(model, masked_text, counts, max(1, evaluation_settings.chunk // length), progress)
     unit, words = unit_of(held.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [
-        heading(subject, held.corpus, measuring.split),
+        heading(subject, held.corpus, evaluation_settings.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in "
         f"windows of {length} tokens{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
@@ -92,23 +92,23 @@ def evaluate(subject: LoadedRun, measuring: EvaluationSettings, quiet: bool) -> 
     facts = baselines | {"masked": measured.masked} | asdict(run.options)
     facts |= {"length": length, "windows": measured.windows}
     if has_global_input(model):
-        more_facts, more_text = _global_input(subject, masked_text, measuring, quiet)
+        more_facts, more_text = _global_input(subject, masked_text, evaluation_settings, quiet)
         facts, text = facts | more_facts, text + more_text
     return evaluated(subject, metrics, held.identity, text, facts=facts, baselines=baselines, task="mlm", since=begun)
 
 
 def _global_input(
-    subject: LoadedRun, text: MaskedText, measuring: EvaluationSettings, quiet: bool
+    subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """What the global input is worth, as JSON and as text."""
     training = subject.run.training
-    rows = training.get("batch_size", max(1, measuring.chunk // text.length))
+    rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
     with progressing(quiet) as progress:
-        found = measure_global_input(subject.model, text, rows, progress)
-    lines = [f"{found.zeroed:.4f} with the vectors of the global tokens zeroed, {found.without:.4f} without these"]
+        effect = measure_global_input(subject.model, text, rows, progress)
+    lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
     if training.get("objective") == "mlm-cpc":
         lines.append(
-            f"{found.accuracy:.1%} of {found.sentences:,} masked sentences identified by their global tokens "
-            f"(by chance: {found.chance:.1%})"
+            f"{effect.accuracy:.1%} of {effect.sentences:,} masked sentences identified by their global tokens "
+            f"(by chance: {effect.chance:.1%})"
         )
-    return {"global_input": asdict(found)}, lines
+    return {"global_input": asdict(effect)}, lines

@@ -56,11 +56,11 @@ def measure_global_input(
         batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
         none = torch.full_like(batch.tokens, -1)
         with torch.inference_mode():
-            found = {"": _nats(model, batch), "without_": _nats(model, batch, sentences=none)}
-            found["sentences_"] = objective(model, batch, None, 1.0)[1]
+            nats = {"": _nats(model, batch), "without_": _nats(model, batch, sentences=none)}
+            nats["sentences_"] = objective(model, batch, None, 1.0)[1]
         with silenced(model), torch.inference_mode():
-            found["zeroed_"] = _nats(model, batch)
-        for name, metrics in found.items():
+            nats["zeroed_"] = _nats(model, batch)
+        for name, metrics in nats.items():
             for key, value in metrics.items():
                 totals[name + key] = totals.get(name + key, 0.0) + float(value)
         require_finite(isfinite(sum(totals.values())))
@@ -83,14 +83,14 @@ def measure_global_input(
 def silenced(model: Any) -> Iterator[None]:
     """``model`` whose global tokens have the vector 0."""
     weight: Tensor = model.global_input.table.weight
-    kept = weight.detach().clone()
+    weight_before = weight.detach().clone()
     try:
         with torch.no_grad():
             weight.zero_()
         yield
     finally:
         with torch.no_grad():
-            weight.copy_(kept)
+            weight.copy_(weight_before)
 
 
 def _nats(model: Any, batch: MaskedBatch, **inputs: Tensor) -> dict[str, Tensor]:

@@ -53,9 +53,9 @@ class MaskedTokens(DataModule):
     def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
         self.bits = bits_per_masked(unit_of(corpus))
         self.metrics = (self.bits, ACCURACY)
-        train, kept = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
+        train, splits = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
         self.text = MaskedText(train, settings.length, masking, ends, settings.seed)
-        self.held_out = MaskedText(kept, settings.length, masking, ends, 0)
+        self.held_out = MaskedText(splits, settings.length, masking, ends, 0)
         self.sampler = self.text.sampler(settings.batch_size)
         self.batch_size = settings.batch_size
 

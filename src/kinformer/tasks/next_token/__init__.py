@@ -93,13 +93,13 @@ class NextToken(Task):
         self,
         runs: Sequence[TrainedRun],
         load: Load,
-        measuring: EvaluationSettings,
-        own: NextTokenEvaluationOptions,
+        evaluation_settings: EvaluationSettings,
+        task_options: NextTokenEvaluationOptions,
         quiet: bool = True,
     ) -> EvaluationReport:
         from kinformer.tasks.next_token.evaluate import evaluate
 
-        return evaluate(runs, load, measuring, own, quiet)
+        return evaluate(runs, load, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.next_token.generate import continue_text

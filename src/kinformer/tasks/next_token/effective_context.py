@@ -25,30 +25,34 @@ RECL = Metric("recl", "tokens", lower_is_better=False)
 def evaluate_recl(
     runs: Sequence[TrainedRun],
     load: Load,
-    measuring: EvaluationSettings,
-    own: NextTokenEvaluationOptions,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
     contexts: Sequence[int],
     quiet: bool,
 ) -> EvaluationReport:
     """Measure the group at every context."""
-    check(contexts, own.hardest)
-    held = _same_data(runs, measuring)
-    losses = np.stack([_losses(load(run), held, contexts, measuring.chunk, own, quiet) for run in runs])
-    found = recl(losses, contexts, hardest=own.hardest)
+    check(contexts, task_options.hardest)
+    held = _same_data(runs, evaluation_settings)
+    losses = np.stack(
+        [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
+    )
+    curves = recl(losses, contexts, hardest=task_options.hardest)
     names = short_names([run.folder for run in runs])
-    if own.plot is not None:
+    if task_options.plot is not None:
         from kinformer.figures.effective_context import plot
 
-        plot(names, contexts, found, Path(own.plot))
-        note(f"drew {own.plot}")
+        plot(names, contexts, curves, Path(task_options.plot))
+        note(f"drew {task_options.plot}")
     evaluations = [
         evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
-        for run, result, loss in zip(runs, found, losses, strict=True)
+        for run, result, loss in zip(runs, curves, losses, strict=True)
     ]
-    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": own.hardest}
-    each_run = {"runs": [evaluation.facts for evaluation in evaluations]}
+    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": task_options.hardest}
+    by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
     return EvaluationReport(
-        evaluations, _blocks(names, held, contexts, found, f"{own.hardest:.0%} of {losses.shape[2]}"), facts | each_run
+        evaluations,
+        _blocks(names, held, contexts, curves, f"{task_options.hardest:.0%} of {losses.shape[2]}"),
+        facts | by_run,
     )
 
 
@@ -63,7 +67,7 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
-def _same_data(runs: Sequence[TrainedRun], measuring: EvaluationSettings) -> HeldOut:
+def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings) -> HeldOut:
     """The data that all are measured on, the first run's if none was named; all must read it alike."""
     first = runs[0]
     for other in runs[1:]:
@@ -72,32 +76,37 @@ def _same_data(runs: Sequence[TrainedRun], measuring: EvaluationSettings) -> Hel
                 f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
                 "tokenizers; measure them separately."
             )
-    return held_out(first, measuring)
+    return held_out(first, evaluation_settings)
 
 
 def _losses(
-    subject: LoadedRun, held: HeldOut, contexts: Sequence[int], chunk: int, own: NextTokenEvaluationOptions, quiet: bool
+    subject: LoadedRun,
+    held: HeldOut,
+    contexts: Sequence[int],
+    chunk: int,
+    task_options: NextTokenEvaluationOptions,
+    quiet: bool,
 ) -> Losses:
-    positions = spread_positions(held.split, contexts[-1], own.positions)
+    positions = spread_positions(held.split, contexts[-1], task_options.positions)
     with progressing(quiet) as progress:
         return context_losses(subject.model, held.split, contexts, positions, chunk=chunk, progress=progress)
 
 
-def _facts(found: Recl, losses: Losses) -> dict[str, Any]:
+def _facts(curves: Recl, losses: Losses) -> dict[str, Any]:
     return {
-        "at_least": found.at_least,
-        "gains": list(found.gains),
+        "at_least": curves.at_least,
+        "gains": list(curves.gains),
         "mean_nats": losses.mean(axis=1).tolist(),
     }
 
 
 def _blocks(
-    names: Sequence[str], held: HeldOut, contexts: Sequence[int], found: Sequence[Recl], hardest: str
+    names: Sequence[str], held: HeldOut, contexts: Sequence[int], curves: Sequence[Recl], hardest: str
 ) -> list[str | TextTable]:
     steps = [f"{one} to {two}" for one, two in zip(contexts, contexts[1:])]
     rows = [
-        [name, f"{'at least ' if each.at_least else ''}{each.length}", *(f"{gain:.1%}" for gain in each.gains)]
-        for name, each in zip(names, found, strict=True)
+        [name, f"{'at least ' if item.at_least else ''}{item.length}", *(f"{gain:.1%}" for gain in item.gains)]
+        for name, item in zip(names, curves, strict=True)
     ]
     headers = ("run", "RECL", *steps)
     title = (

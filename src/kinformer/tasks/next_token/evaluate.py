@@ -51,75 +51,90 @@ class Measured:
 
 
 def evaluate(
-    runs: Sequence[TrainedRun], load: Load, measuring: EvaluationSettings, own: NextTokenEvaluationOptions, quiet: bool
+    runs: Sequence[TrainedRun],
+    load: Load,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
+    quiet: bool,
 ) -> EvaluationReport:
     """Measure runs as ``own`` says: in windows or carried, at further lengths, or how far back they make use of."""
-    if own.plot is not None:
+    if task_options.plot is not None:
         from kinformer.figures.style import check
 
-        check(Path(own.plot))
-        if own.lengths is None and not own.recl:
-            raise KinformerError(f"`plot` {own.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too.")
-    lengths = parse_lengths(own.lengths)
-    if own.recl:
+        check(Path(task_options.plot))
+        if task_options.lengths is None and not task_options.recl:
+            raise KinformerError(
+                f"`plot` {task_options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too."
+            )
+    lengths = parse_lengths(task_options.lengths)
+    if task_options.recl:
         from kinformer.tasks.next_token.effective_context import contexts_of, evaluate_recl
 
-        return evaluate_recl(runs, load, measuring, own, contexts_of(runs, lengths), quiet)
-    results = [_measure(load(run), measuring, own, lengths, quiet) for run in runs]
+        return evaluate_recl(runs, load, evaluation_settings, task_options, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), evaluation_settings, task_options, lengths, quiet) for run in runs]
     names = short_names([run.folder for run in runs])
-    if own.plot is not None:
-        _plot(names, results, Path(own.plot))
+    if task_options.plot is not None:
+        _plot(names, results, Path(task_options.plot))
     return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
 
 
 def _measure(
     subject: LoadedRun,
-    measuring: EvaluationSettings,
-    own: NextTokenEvaluationOptions,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
     lengths: Sequence[Length],
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
-    main = main_windows(run, model, own, beside_lengths=own.lengths is not None)
+    main = main_windows(run, model, task_options, beside_lengths=task_options.lengths is not None)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
     skipped = [length for length in tokens if length not in within]
-    further = [Windows(context=length, overlap=own.overlap) for length in within]
-    beyond = [Windows(context=length, overlap=own.overlap) for length in skipped if not within]
+    further = [Windows(context=length, overlap=task_options.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=task_options.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
         check_positions(model, windows)
     tell_untrained(run, (main.context if main else None) or 0)
-    held = held_out(run, measuring, own.holdout)
+    held = held_out(run, evaluation_settings, task_options.holdout)
     done: dict[Windows | None, Measurement] = {}
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        with record_usage(model) as usages, noting_steps(model) as pondering, noting_exits(model) as leaving:
-            done[main] = measure(model, held.split, main, chunk=measuring.chunk, progress=progress)
+        with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
+            done[main] = measure(model, held.split, main, chunk=evaluation_settings.chunk, progress=progress)
         seconds = time.perf_counter() - begun
-        exits, whole = _without_exits(model, leaving.result, held, main, measuring, seconds)
+        exits, whole = _without_exits(model, leaving.result, held, main, evaluation_settings, seconds)
         for windows in further:
             if windows not in done:
-                done[windows] = measure(model, held.split, windows, chunk=measuring.chunk, progress=progress)
-    ngram = NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if own.baseline else None
+                done[windows] = measure(model, held.split, windows, chunk=evaluation_settings.chunk, progress=progress)
+    ngram = (
+        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
+        if task_options.baseline
+        else None
+    )
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
     rest = [done[windows] for windows in further]
-    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), pondering.mean, exits, whole)
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, whole)
     return Measured(subject._replace(model=None), held, *measured)
 
 
 def _without_exits(
-    model: Any, found: Exited | None, held: HeldOut, main: Windows | None, measuring: EvaluationSettings, seconds: float
+    model: Any,
+    exits: Exited | None,
+    held: HeldOut,
+    main: Windows | None,
+    evaluation_settings: EvaluationSettings,
+    seconds: float,
 ) -> tuple[Exited | None, Measurement | None]:
     """What early exits save, and the measurement with all layers; nothing where no token could leave early."""
-    if found is None:
+    if exits is None:
         return None, None
     begun = time.perf_counter()
     with with_rule(early_exit_stack(model), None):
-        whole = measure(model, held.split, main, chunk=measuring.chunk)
+        whole = measure(model, held.split, main, chunk=evaluation_settings.chunk)
     taken = time.perf_counter() - begun
-    past = (main.context if main else measuring.chunk) // 2
-    return replace(saved(model, found, past), speedup=taken / seconds), whole
+    past = (main.context if main else evaluation_settings.chunk) // 2
+    return replace(saved(model, exits, past), speedup=taken / seconds), whole
 
 
 def _evaluation(result: Measured) -> Evaluation:
@@ -129,7 +144,7 @@ def _evaluation(result: Measured) -> Evaluation:
     facts = (
         _facts(first)
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
-        | {"lengths": [_facts(each) for each in result.rest], "not_possible": result.skipped}
+        | {"lengths": [_facts(item) for item in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
         | dict(result.subject.lookup or {})
         | _exit_facts(result)
@@ -185,7 +200,7 @@ def _facts(measured: Measurement) -> dict[str, Any]:
         "tokens": measured.tokens,
         "bits_per_byte": measured.bits_per_byte,
         "bits_per_token": measured.bits_per_token,
-        "by_position": [each._asdict() for each in measured.by_position],
+        "by_position": [item._asdict() for item in measured.by_position],
     }
 
 
@@ -202,7 +217,7 @@ def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
     """Bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
-    columns = [{each.context: f"{each.bits_per_byte:.4f}" for each in result.all} for result in results]
+    columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.all} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
     rows = [
@@ -214,9 +229,9 @@ def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
 
 def _by_position(result: Measured) -> TextTable:
     """Bits per byte by how many tokens of its window a token had before it, a column per length."""
-    measured = list({each.context: each for each in result.all if each.by_position}.values())
-    columns = [{each.last: each for each in one.by_position} for one in measured]
-    bins = {last: each for column in columns for last, each in column.items()}
+    measured = list({item.context: item for item in result.all if item.by_position}.values())
+    columns = [{item.last: item for item in one.by_position} for one in measured]
+    bins = {last: value for column in columns for last, value in column.items()}
     rows = [
         [
             f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last),
@@ -224,7 +239,7 @@ def _by_position(result: Measured) -> TextTable:
         ]
         for last in sorted(bins)
     ]
-    headers = ("tokens before", *(f"of {each.context}" for each in measured))
+    headers = ("tokens before", *(f"of {item.context}" for item in measured))
     return TextTable(headers, rows, range(len(headers)))
 
 
@@ -234,13 +249,13 @@ def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None
 
     curves = []
     for name, result in zip(names, results, strict=True):
-        windowed = sorted((each for each in result.all if each.context is not None), key=lambda each: each.context or 0)
+        windowed = sorted((item for item in result.all if item.context is not None), key=lambda item: item.context or 0)
         curves.append(
             Curve(
                 name=name,
                 trained=trained_at(result.subject.run),
-                lengths=tuple((each.context or 0, each.bits_per_byte) for each in windowed),
-                positions=tuple((each.last, each.bits_per_byte) for each in windowed[-1].by_position),
+                lengths=tuple((item.context or 0, item.bits_per_byte) for item in windowed),
+                positions=tuple((item.last, item.bits_per_byte) for item in windowed[-1].by_position),
             )
         )
     plot(curves, path)

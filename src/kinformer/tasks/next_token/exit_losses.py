@@ -54,29 +54,29 @@ class ExitLosses:
     def _mixed(self, model: nn.Module, batch: TokenBatch, state: Any, progress: float, samples: int) -> ObjectiveOutput:
         drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
         losses, metrics, states = zip(*drawn, strict=True)
-        nats = torch.stack([each["nats"] for each in metrics]).mean()
+        nats = torch.stack([metric["nats"] for metric in metrics]).mean()
         return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
 
     def _aligned(self, model: Any, batch: TokenBatch, state: Any, progress: float, stack: Any) -> ObjectiveOutput:
         targets, exits = batch.tokens[:, 1:], stack.exits
         _, state, tapped = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=exits)
         logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
-        found = [next_token_nats(each, targets, batch.valid) for each in logits]
+        losses = [next_token_nats(logit, targets, batch.valid) for logit in logits]
         weights = WEIGHTS[stack.config.weights](len(exits))
-        pairs = zip(weights, found, strict=True)
-        loss = torch.stack([weight * each for weight, (each, _) in pairs]).sum() / sum(weights)
+        pairs = zip(weights, losses, strict=True)
+        loss = torch.stack([weight * pair for weight, (pair, _) in pairs]).sum() / sum(weights)
         if stack.rule is not None:
             cost = stack.rule.cost(all_exits(tapped, logits, batch), progress)
             loss = loss if cost is None else loss + cost
-        return loss, {"nats": found[-1][1], "predicted": predicted(batch)}, state
+        return loss, {"nats": losses[-1][1], "predicted": predicted(batch)}, state
 
 
 def all_exits(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
     """What is known of every exit, without a graph but for ``hidden``."""
     targets = batch.tokens[:, 1:]
     with torch.no_grad():
-        nats = [functional.cross_entropy(each.float().mT, targets, reduction="none") for each in logits]
-        best = [each.argmax(-1) for each in logits]
+        nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
+        best = [logit.argmax(-1) for logit in logits]
     everywhere = torch.ones_like(targets, dtype=torch.bool)
     sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)
     valid = everywhere if batch.valid is None else batch.valid

@@ -47,9 +47,9 @@ class NextTokens(DataModule):
         self.sampler = (SegmentStreams if segments else RandomWindows)(
             corpus.splits["train"], settings.batch_size, settings.length, settings.seed
         )
-        kept = corpus.splits["validation"].take(settings.validation_tokens)
-        streams = max(1, min(settings.batch_size, (len(kept) - 1) // settings.length))
-        self.stream = EvaluationStream(kept, settings.length, streams, reset_documents=segments)
+        held_out = corpus.splits["validation"].take(settings.validation_tokens)
+        streams = max(1, min(settings.batch_size, (len(held_out) - 1) // settings.length))
+        self.stream = EvaluationStream(held_out, settings.length, streams, reset_documents=segments)
 
     @property
     def validations(self) -> int:
@@ -185,6 +185,6 @@ def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: i
     count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     rows = np.full((count, time, table.shape[1]), -1, np.int64)
     for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
-        found = table[start : start + time]
-        row[: len(found)] = found
+        rows_of_table = table[start : start + time]
+        row[: len(rows_of_table)] = rows_of_table
     return RetrievedBatch(*batch, torch.from_numpy(rows))

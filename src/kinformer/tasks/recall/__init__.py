@@ -131,13 +131,17 @@ class RecallTask(Task):
         return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: RecallEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: RecallEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.recall.evaluate import evaluate
 
-        measuring.refuse_data("recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
-        at = None if own.at_pairs is None else numbers("`at_pairs`", own.at_pairs)
-        return evaluate(subject, measuring, at, own.rows, quiet)
+        evaluation_settings.refuse_data("recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
+        at = None if task_options.at_pairs is None else numbers("`at_pairs`", task_options.at_pairs)
+        return evaluate(subject, evaluation_settings, at, task_options.rows, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.recall.evaluate import answer

@@ -16,24 +16,28 @@ from kinformer.runtime.errors import KinformerError, choose, require_finite
 from kinformer.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, by_group, evaluated, total
 from kinformer.tasks.next_token.generate import Generated, Sample
 from kinformer.tasks.recall.rows import accuracy_of
-from kinformer.tasks.shared.answer_rows import AskedBatch, answers
+from kinformer.tasks.shared.answer_rows import ScoredBatch, answers
 from kinformer.tasks.task import LoadedRun
 from kinformer.training.batch import map_fields
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL
 
 
 def evaluate(
-    subject: LoadedRun, measuring: EvaluationSettings, at_pairs: tuple[int, ...] | None, rows: int, quiet: bool
+    subject: LoadedRun,
+    evaluation_settings: EvaluationSettings,
+    at_pairs: tuple[int, ...] | None,
+    rows: int,
+    quiet: bool,
 ) -> Evaluation:
     """A run on ``rows`` new rows of each number of pairs, of the length of training or as long as the pairs need."""
     run, begun = subject.run, time.perf_counter()
     data: Recall = run.options.data
-    split = choose(measuring.split, SPLITS, "`split`")
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
     pairs = at_pairs or data.pairs
 
     def measure(number: int) -> dict[str, Any]:
         length = max(run.training["length"], 4 * number)
-        return _measured(subject.model, data, split, number, length, rows, measuring)
+        return _measured(subject.model, data, split, number, length, rows, evaluation_settings)
 
     groups = by_group(pairs, measure, quiet)
     queries, correct, nats = total(groups, "queries", "correct", "nats")
@@ -56,7 +60,7 @@ def evaluate(
 
 
 def _measured(
-    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, measuring: EvaluationSettings
+    model: Any, data: Recall, split: str, pairs: int, length: int, rows: int, evaluation_settings: EvaluationSettings
 ) -> dict[str, Any]:
     """Of rows with so many pairs: queries, how many are right, and nats in all."""
     data.check(length, (pairs,))
@@ -65,11 +69,11 @@ def _measured(
             f"`at_pairs` {pairs}: takes rows of {length} tokens, but this model's positions end at {model.max_length}; "
             "give fewer pairs."
         )
-    queries, right, nats, size = 0, 0, 0.0, max(1, measuring.chunk // length)
+    queries, right, nats, size = 0, 0, 0.0, max(1, evaluation_settings.chunk // length)
     with torch.inference_mode():
         for part, first in enumerate(range(0, rows, size)):
             count = min(size, rows - first)
-            batch = AskedBatch.of(data.rows(split, part, count, length, measuring.seed, (pairs,)))
+            batch = ScoredBatch.of(data.rows(split, part, count, length, evaluation_settings.seed, (pairs,)))
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
             queries += len(answered.labels)
             right += int(answered.right.sum())

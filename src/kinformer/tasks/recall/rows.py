@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from kinformer.data.mqar import Recall
-from kinformer.tasks.shared.answer_rows import AnswersLoss, AskedBatch, MadeRows
+from kinformer.tasks.shared.answer_rows import AnswersLoss, MadeRows, ScoredBatch
 from kinformer.training.metric import ACCURACY, BITS_PER_LABEL, SHARE, Metric
 from kinformer.training.settings import Settings
 
@@ -40,8 +40,8 @@ class RecallData(MadeRows):
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         metrics = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
         for number in self.data.pairs:
-            asked = means[f"asked_{number}"]
-            metrics[accuracy_of(number).name] = means[f"correct_{number}"] / asked if asked else float("nan")
+            scored = means[f"asked_{number}"]
+            metrics[accuracy_of(number).name] = means[f"correct_{number}"] / scored if scored else float("nan")
         return metrics
 
 
@@ -51,10 +51,10 @@ class RecallLoss(AnswersLoss):
     def __init__(self, pairs: Sequence[int]) -> None:
         self.pairs = tuple(pairs)
 
-    def counted(self, batch: AskedBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         counts: dict[str, Tensor] = {}
         pairs = batch.sizes[rows]
         for number in self.pairs:
-            asked = pairs == number
-            counts |= {f"correct_{number}": (right & asked).sum(), f"asked_{number}": asked.sum()}
+            scored = pairs == number
+            counts |= {f"correct_{number}": (right & scored).sum(), f"asked_{number}": scored.sum()}
         return counts

@@ -17,7 +17,7 @@ from kinformer.training.objective import ObjectiveOutput
 from kinformer.training.settings import Settings
 
 
-class AskedBatch(NamedTuple):
+class ScoredBatch(NamedTuple):
     """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is asked; ``sizes`` [batch] int64: of every
     row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
 
@@ -27,7 +27,7 @@ class AskedBatch(NamedTuple):
     valid: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: tuple[np.ndarray, ...]) -> AskedBatch:
+    def of(cls, rows: tuple[np.ndarray, ...]) -> ScoredBatch:
         """A reader's rows, whose fields are these, as a batch."""
         return cls(*map(torch.from_numpy, rows))
 
@@ -37,7 +37,7 @@ class AskedBatch(NamedTuple):
         return self.tokens.numel()
 
     @property
-    def asked(self) -> Tensor:
+    def scored(self) -> Tensor:
         """Behind which tokens something is asked for, [batch, time] bool."""
         return self.labels != IGNORED
 
@@ -61,12 +61,12 @@ class Answers(NamedTuple):
         return self.logits.detach().argmax(-1) == self.labels
 
 
-def answers(model: Any, batch: AskedBatch, state: Any = None) -> Answers:
+def answers(model: Any, batch: ScoredBatch, state: Any = None) -> Answers:
     """What ``model`` says where it is asked."""
-    asked = batch.asked
+    scored = batch.scored
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
-    logits = model.logits(states.map_tensors(lambda each: each[asked][None], inputs))[0]
-    return Answers(logits.float(), batch.labels[asked], asked.nonzero()[:, 0], state)
+    logits = model.logits(states.map_tensors(lambda item: item[scored][None], inputs))[0]
+    return Answers(logits.float(), batch.labels[scored], scored.nonzero()[:, 0], state)
 
 
 class MadeRows(DataModule):
@@ -88,16 +88,16 @@ class MadeRows(DataModule):
     def validations(self) -> int:
         return max(1, self.settings.validation_tokens // (self.settings.batch_size * self.width))
 
-    def batch(self, step: int, rank: int, world: int) -> AskedBatch:
+    def batch(self, step: int, rank: int, world: int) -> ScoredBatch:
         return self._share(self.made("train", step, self.settings.seed), rank, world)
 
-    def validation(self, rank: int, world: int) -> Iterator[AskedBatch]:
+    def validation(self, rank: int, world: int) -> Iterator[ScoredBatch]:
         for part in range(self.validations):
             yield self._share(self.made("validation", part, 0), rank, world)
 
-    def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> AskedBatch:
+    def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> ScoredBatch:
         share = self.settings.batch_size // world
-        return AskedBatch.of(tuple(field[rank * share : (rank + 1) * share] for field in rows))
+        return ScoredBatch.of(tuple(field[rank * share : (rank + 1) * share] for field in rows))
 
 
 class AnswersLoss:
@@ -105,13 +105,13 @@ class AnswersLoss:
 
     reads_hidden = True
 
-    def __call__(self, model: Any, batch: AskedBatch, state: Any, progress: float) -> ObjectiveOutput:
-        found = answers(model, batch, state)
-        nats, right, asked = found.nats, found.right, len(found.labels)
-        counts = {"predicted": torch.full_like(right.sum(), asked), "correct": right.sum()}
-        metrics = {"nats": nats.detach(), **counts, **self.counted(batch, found.rows, right)}
-        return nats / max(1, asked), metrics, found.state
+    def __call__(self, model: Any, batch: ScoredBatch, state: Any, progress: float) -> ObjectiveOutput:
+        answered = answers(model, batch, state)
+        nats, right, requested_value = answered.nats, answered.right, len(answered.labels)
+        counts = {"predicted": torch.full_like(right.sum(), requested_value), "correct": right.sum()}
+        metrics = {"nats": nats.detach(), **counts, **self.counted(batch, answered.rows, right)}
+        return nats / max(1, requested_value), metrics, answered.state
 
-    def counted(self, batch: AskedBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         """What else is summed, of ``right`` answers [tokens] in ``rows`` [tokens]."""
         raise NotImplementedError

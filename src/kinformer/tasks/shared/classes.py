@@ -14,21 +14,21 @@ from kinformer.tasks.task import TrainedRun
 
 def classes_of(run: TrainedRun) -> list[str]:
     """The names of the classes that a run predicts."""
-    known = (run.data.get("identity") or {}).get("classes")
-    if not isinstance(known, list):
+    classes = (run.data.get("identity") or {}).get("classes")
+    if not isinstance(classes, list):
         raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
-    return known
+    return classes
 
 
 def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray:
     """The numbers that ``run`` gave to the ``classes`` of the data called ``name``, in their order."""
-    known = classes_of(run)
-    if strange := [each for each in classes if each not in known]:
+    valid_names_value = classes_of(run)
+    if strange := [item for item in classes if item not in valid_names_value]:
         raise KinformerError(
             f"{name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
-            f"{', '.join(known)}."
+            f"{', '.join(valid_names_value)}."
         )
-    return np.array([known.index(each) for each in classes], np.int64)
+    return np.array([valid_names_value.index(item) for item in classes], np.int64)
 
 
 def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[dict[str, Any]], TextTable]:
@@ -39,5 +39,5 @@ def by_class(classes: Sequence[str], measured: Any, things: str) -> tuple[list[d
         {"class": name, things: there, "predicted": predicted, "correct": correct}
         for name, there, predicted, correct in zip(classes, *columns, strict=True)
     ]
-    rows = [list(each.values()) for each in counts]
+    rows = [list(count.values()) for count in counts]
     return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))

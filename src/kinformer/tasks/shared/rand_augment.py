@@ -26,9 +26,9 @@ def rand_augment(images: Tensor, generator: Generator) -> Tensor:
         sign = torch.where(torch.rand(rows, generator=generator) < 0.5, -1.0, 1.0)
         changed = images.clone()
         for number, change in enumerate(CHANGES):
-            own = drawn == number
-            if bool(own.any()):
-                changed[own] = change(images[own], strength[own], sign[own]).clamp(0, 1)
+            chosen = drawn == number
+            if bool(chosen.any()):
+                changed[chosen] = change(images[chosen], strength[chosen], sign[chosen]).clamp(0, 1)
         images = changed
     return images
 

@@ -96,17 +96,17 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
     return spec
 
 
-def held_out(run: TrainedRun, measuring: EvaluationSettings, holdout: float | None = None) -> HeldOut:
+def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """The part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the share that is held out, the run's own if None.
     """
     holdout = run.data.get("holdout") if holdout is None else holdout
-    corpus = open_corpus(spec_of(run, measuring.data), tokenizer=run.tokenizer, holdout=holdout)
-    part = corpus.splits[choose(measuring.split, corpus.splits, "`split`")]
-    same = note_other_data(run, corpus, measuring.data is not None)
-    if measuring.max_bytes is not None:
-        part = first_bytes(part, measuring.max_bytes, corpus.tokenizer)
+    corpus = open_corpus(spec_of(run, evaluation_settings.data), tokenizer=run.tokenizer, holdout=holdout)
+    part = corpus.splits[choose(evaluation_settings.split, corpus.splits, "`split`")]
+    same = note_other_data(run, corpus, evaluation_settings.data is not None)
+    if evaluation_settings.max_bytes is not None:
+        part = first_bytes(part, evaluation_settings.max_bytes, corpus.tokenizer)
     return HeldOut(corpus, part, same)
 
 
@@ -115,13 +115,13 @@ def identity_of_part(data: Any, split: str, same: bool) -> dict[str, Any]:
     return dict(data.identity) | {"split": split, "same_as_run": same}
 
 
-def note_other_data(run: TrainedRun, data: Data, asked_for: bool) -> bool:
+def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
     """Whether ``data`` is what the run was trained on; a note says where it is not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     if trained_on is None:
         note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")
     elif data.fingerprint != trained_on:
-        reason = "is other data than the run was trained on" if asked_for else "has changed since the run was trained"
+        reason = "is other data than the run was trained on" if requested else "has changed since the run was trained"
         note(
             f"note: {data.name} {reason} (now {data.fingerprint[:19]}, then {trained_on[:19]}); "
             "the figure is not comparable with those of the run."
@@ -134,7 +134,7 @@ def heading(subject: LoadedRun, data: Any, split: str) -> str:
     return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
-class Reading(Protocol):
+class WindowOptions(Protocol):
     """What options say of how a text is read."""
 
     @property
@@ -143,29 +143,31 @@ class Reading(Protocol):
     def overlap(self) -> float: ...
 
 
-def main_windows(run: TrainedRun, model: Any, reading: Reading, beside_lengths: bool = False) -> Windows | None:
+def main_windows(
+    run: TrainedRun, model: Any, window_options: WindowOptions, beside_lengths: bool = False
+) -> Windows | None:
     """The windows to read in, as asked for or as the run was trained; None where the state is carried."""
-    asked = None if reading.context is None else str(reading.context)
+    context = None if window_options.context is None else str(window_options.context)
     endless = streamable(model)
-    if asked == CARRIED and not endless:
+    if context == CARRIED and not endless:
         raise KinformerError(
             f"`context` {CARRIED}: this model's state grows without bound, or its positions end; give `context` N."
         )
-    if asked == CARRIED or (asked is None and endless and getattr(run.options, "segments", False)):
-        if reading.overlap and not beside_lengths:
+    if context == CARRIED or (context is None and endless and getattr(run.options, "segments", False)):
+        if window_options.overlap and not beside_lengths:
             raise KinformerError(
-                f"`overlap` {reading.overlap:g}: the state is carried here; give `context` N or `lengths` too."
+                f"`overlap` {window_options.overlap:g}: the state is carried here; give `context` N or `lengths` too."
             )
         return None
-    if asked is not None:
-        if not asked.isdigit():
-            raise KinformerError(f"`context` {asked}: is neither a number of tokens nor {CARRIED!r}.")
-        return Windows(context=int(asked), overlap=reading.overlap)
+    if context is not None:
+        if not context.isdigit():
+            raise KinformerError(f"`context` {context}: is neither a number of tokens nor {CARRIED!r}.")
+        return Windows(context=int(context), overlap=window_options.overlap)
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
         raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
     most = length if model.max_length is None else min(length, model.max_length)
-    return Windows(context=most, overlap=reading.overlap)
+    return Windows(context=most, overlap=window_options.overlap)
 
 
 def check_positions(model: Any, windows: Windows | None) -> None:

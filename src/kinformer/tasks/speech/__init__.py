@@ -162,22 +162,28 @@ class Speech(Task):
         return SpeechRows(plan)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: SpeechEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: SpeechEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.speech.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for sound; leave it out.")
-        return evaluate(self, subject, measuring, own.prefixes, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(
+                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for sound; leave it out."
+            )
+        return evaluate(self, subject, evaluation_settings, task_options.prefixes, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.speech.generate import transcribe
 
-        if options.own.audio is None:
+        if options.task_options.audio is None:
             raise KinformerError(
                 "there must be sound to write down; give `audio` FILE, or `audio` - for WAV as it comes."
             )
-        return transcribe(subject, options.own.audio, options.own.prefixes, write)
+        return transcribe(subject, options.task_options.audio, options.task_options.prefixes, write)
 
 
 TASK = Speech()

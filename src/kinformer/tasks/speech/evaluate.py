@@ -27,50 +27,52 @@ from kinformer.training.metric import BITS_PER_SYMBOL, ERROR_RATE
 SHOWN = 8
 
 
-def evaluate(task: Any, subject: LoadedRun, measuring: EvaluationSettings, prefixes: int, quiet: bool) -> Evaluation:
+def evaluate(
+    task: Any, subject: LoadedRun, evaluation_settings: EvaluationSettings, prefixes: int, quiet: bool
+) -> Evaluation:
     """A run on held-out utterances, every one of them, however long or short."""
     run, model = subject.run, subject.model
-    data = _data(subject, measuring)
-    same = note_other_data(run, data, measuring.data is not None)
-    rows = Rows(data, choose(measuring.split, data.splits, "`split`"), model.config)
+    data = _data(subject, evaluation_settings)
+    same = note_other_data(run, data, evaluation_settings.data is not None)
+    rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
     begun = time.perf_counter()
     with progressing(quiet) as progress:
-        heard, nats = _heard(model, rows, measuring.chunk, prefixes, progress)
-    said = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
-    heard_symbols = [[data.symbols[symbol - 1] for symbol in each] for each in heard]
-    errors = count_errors(said, heard_symbols)
+        heard, nats = _heard(model, rows, evaluation_settings.chunk, prefixes, progress)
+    references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
+    heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
+    errors = count_errors(references, heard_symbols)
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: nats / log(2) / errors.symbols}
-    baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, said).rate}
-    right = sum(a == b for a, b in zip(said, heard_symbols, strict=True))
+    baselines = {"empty": 1.0, "most_frequent": _most_frequent(data, references).rate}
+    right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, Any] = errors._asdict() | {
-        "utterances": len(said), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
+        "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
     }  # fmt: skip
     text: list[str | TextTable] = [
-        heading(subject, data, measuring.split),
+        heading(subject, data, evaluation_settings.split),
         _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], prefixes),
-        f"{right:,} of {len(said):,} utterances without an error; writing nothing has an error rate of 100 %, "
+        f"{right:,} of {len(references):,} utterances without an error; writing nothing has an error rate of 100 %, "
         f"always the most frequent transcript {baselines['most_frequent']:.1%}\n",
-        _worst(rows, said, heard_symbols),
+        _worst(rows, references, heard_symbols),
     ]
     if data.unit == CHARACTERS:
-        words = _words(said, heard_symbols)
+        words = _words(references, heard_symbols)
         facts["word_error_rate"] = words.rate
         text.insert(2, f"word error rate {words.rate:.2%} of {words.symbols:,} words\n")
-    identity = identity_of_part(data, measuring.split, same)
+    identity = identity_of_part(data, evaluation_settings.split, same)
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name, since=begun)
 
 
-def _data(subject: LoadedRun, measuring: EvaluationSettings) -> Sound:
+def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
     """The data to measure on, with the symbols and the rate of the run's."""
     run = subject.run
-    known = run.data.get("identity") or {}
-    symbols, rate = known.get("symbols"), known.get("rate")
+    identity = run.data.get("identity") or {}
+    symbols, rate = identity.get("symbols"), identity.get("rate")
     if not isinstance(symbols, list) or not isinstance(rate, int):
         raise KinformerError(f"{run.folder}: does not say which symbols it writes; measure the run that was trained.")
-    spec = spec_of(run, measuring.data)
+    spec = spec_of(run, evaluation_settings.data)
     options = run.options.reading(run.data.get("holdout"))
-    options = replace(options, rate=None if spec == "dtmf" else rate, units=known.get("unit"))
-    if measuring.data is not None:  # what is held out of the run's own data says nothing of other
+    options = replace(options, rate=None if spec == "dtmf" else rate, units=identity.get("unit"))
+    if evaluation_settings.data is not None:  # what is held out of the run's own data says nothing of other
         options = replace(options, held=Holdout(share=run.data.get("holdout")))
     return open_sound(spec, options, symbols)
 
@@ -86,30 +88,30 @@ def _heard(
             widest = int(rows.positions[order[begin:]][0])
             end = begin + max(1, chunk // widest)
             batch = rows.batch(order[begin:end])
-            found = model(batch.frames.to(device), valid=batch.valid.to(device))
-            logits = (found if isinstance(found, torch.Tensor) else found[0]).float().cpu()
+            outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
+            logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
             lengths = batch.valid.sum(1)
             nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())
             require_finite(isfinite(nats))
             for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
-                own = row[:length]
-                heard[number] = greedy(own) if prefixes == 1 else prefix_beam(own, prefixes)
+                frames = row[:length]
+                heard[number] = greedy(frames) if prefixes == 1 else prefix_beam(frames, prefixes)
             begin = end
             if progress is not None:
                 progress(min(begin, len(order)), len(order))
     return heard, nats
 
 
-def _most_frequent(data: Sound, said: list[list[str]]) -> Errors:
+def _most_frequent(data: Sound, references: list[list[str]]) -> Errors:
     """Of always writing the transcript that training has most often."""
     train = data.splits["train"]
     counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
     always = split_symbols(counts.most_common(1)[0][0], data.unit)
-    return count_errors(said, [always] * len(said))
+    return count_errors(references, [always] * len(references))
 
 
-def _words(said: list[list[str]], heard: list[list[str]]) -> Errors:
-    return count_errors(*([join_symbols(each, CHARACTERS).split() for each in some] for some in (said, heard)))
+def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
+    return count_errors(*([join_symbols(item, CHARACTERS).split() for item in some] for some in (references, heard)))
 
 
 def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
@@ -121,13 +123,13 @@ def _metrics(unit: str, errors: Errors, bits: float, prefixes: int) -> str:
     )
 
 
-def _worst(rows: Rows, said: list[list[str]], heard: list[list[str]]) -> TextTable:
+def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> TextTable:
     """The utterances with the most errors, the worst first."""
-    edits = np.array([count_errors([a], [b]).edits for a, b in zip(said, heard, strict=True)])
+    edits = np.array([count_errors([a], [b]).edits for a, b in zip(references, heard, strict=True)])
     worst = [number for number in np.argsort(-edits, kind="stable")[:SHOWN].tolist() if edits[number]]
     unit = rows.data.unit
     lines = [
-        [rows.utterances.name(number), join_symbols(said[number], unit), join_symbols(heard[number], unit)]
+        [rows.utterances.name(number), join_symbols(references[number], unit), join_symbols(heard[number], unit)]
         for number in worst
     ]
     return TextTable(("utterance", "said", "heard"), lines)

@@ -75,8 +75,8 @@ class Listener:
         values = self._windows(self._features(last), last) if self.causal else self._whole()
         if not len(values):
             return torch.zeros(0, 1)
-        found = self.model(values[None].to(device_of(self.model)), *([self.state] if self.causal else []))
-        logits, self.state = found if self.causal else (found, None)
+        outputs = self.model(values[None].to(device_of(self.model)), *([self.state] if self.causal else []))
+        logits, self.state = outputs if self.causal else (outputs, None)
         return logits[0].float().cpu()
 
     def _whole(self) -> Tensor:
@@ -105,17 +105,17 @@ class Listener:
 def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[str], None] | None) -> Transcribed:
     """Write down the sound in the file ``audio``, or - of standard input; every piece of text is given to ``write``."""
     run, model = subject.run, subject.model
-    known = run.data.get("identity") or {}
-    symbols, unit, rate = (known.get(name) for name in ("symbols", "unit", "rate"))
+    identity = run.data.get("identity") or {}
+    symbols, unit, rate = (identity.get(name) for name in ("symbols", "unit", "rate"))
     if not isinstance(symbols, list) or not isinstance(rate, int):
         raise KinformerError(f"{run.folder}: does not say which symbols it writes; generate with a run of speech.")
     came, pieces = _sound(audio)
     listener, path = Listener(model, came, rate), Greedy()
-    result, kept = Transcribed(str(run.folder), audio), []
+    result, transcribed = Transcribed(str(run.folder), audio), []
     between = "" if unit == CHARACTERS else " "
 
-    def add(found: list[int]) -> None:
-        for symbol in found:
+    def add(numbers: list[int]) -> None:
+        for symbol in numbers:
             text = (between if result.transcript else "") + symbols[symbol - 1]
             result.transcript += text
             if write is not None:
@@ -127,11 +127,11 @@ def transcribe(subject: LoadedRun, audio: str, prefixes: int, write: Callable[[s
                 begun = time.perf_counter()
                 logits = listener.feed(samples, last)
                 result.heard += len(samples) / came
-                kept.append(logits)
+                transcribed.append(logits)
                 if prefixes == 1:
                     add(path.feed(logits))
                 elif last:
-                    add(prefix_beam(torch.cat([each for each in kept if len(each)]), prefixes))
+                    add(prefix_beam(torch.cat([item for item in transcribed if len(item)]), prefixes))
                 result.seconds += time.perf_counter() - begun
     except KeyboardInterrupt:
         result.interrupted = True

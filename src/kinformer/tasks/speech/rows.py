@@ -63,12 +63,12 @@ class Rows:
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
         count = len(self.utterances.lengths)
         transcripts = (split_symbols(self.utterances.transcript(index), data.unit) for index in range(count))
-        self.targets = [np.array([number[symbol] for symbol in each], np.int64) for each in transcripts]
+        self.targets = [np.array([number[symbol] for symbol in transcript], np.int64) for transcript in transcripts]
         frames = 1 + np.maximum(0, self.utterances.lengths - self.bank.size) // self.bank.hop
         self.positions = -(-frames // self.input.stride)
-        needed = np.array([len(each) + int((each[1:] == each[:-1]).sum()) for each in self.targets])
+        needed = np.array([len(target) + int((target[1:] == target[:-1]).sum()) for target in self.targets])
         self.short, self.long = self.positions < needed, self.positions > (length or np.inf)
-        self.kept = np.flatnonzero(~(self.short | self.long))
+        self.usable = np.flatnonzero(~(self.short | self.long))
         self.length = length
 
     def tell_left_out(self, split: str) -> None:
@@ -81,10 +81,12 @@ class Rows:
             if not left.any():
                 continue
             first = self.utterances.name(int(np.flatnonzero(left)[0]))
-            told = f"{self.data.name}: {int(left.sum()):,} of {len(left):,} utterances of the {split} split {why}"
-            if not len(self.kept):
-                raise KinformerError(f"{told} (as {first}), and none is left; give a larger `length` or other data.")
-            note(f"note: {told} and are left out (as {first}).")
+            note_text = f"{self.data.name}: {int(left.sum()):,} of {len(left):,} utterances of the {split} split {why}"
+            if not len(self.usable):
+                raise KinformerError(
+                    f"{note_text} (as {first}), and none is left; give a larger `length` or other data."
+                )
+            note(f"note: {note_text} and are left out (as {first}).")
 
     def batch(self, numbers: np.ndarray, counted: np.ndarray | None = None) -> SpeechBatch:
         """Utterances by number; those that are not ``counted`` [batch] bool are no examples."""
@@ -94,12 +96,12 @@ class Rows:
         time = -(-time // STEP_OF_WIDTH) * STEP_OF_WIDTH if time > STEP_OF_WIDTH else time
         frames = torch.zeros(len(rows), time, *rows[0].shape[1:])
         symbols = np.full((len(rows), max(map(len, targets))), BLANK, np.int64)
-        for row, own, symbol, target in zip(frames, rows, symbols, targets, strict=True):
-            row[: len(own)] = own
+        for row, utterance, symbol, target in zip(frames, rows, symbols, targets, strict=True):
+            row[: len(utterance)] = utterance
             symbol[: len(target)] = target
         counts = np.array([len(target) for target in targets])
         counts = counts if counted is None else np.where(counted, counts, IGNORED)
-        valid = torch.arange(time) < torch.tensor([len(own) for own in rows])[:, None]
+        valid = torch.arange(time) < torch.tensor([len(local) for local in rows])[:, None]
         return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
 
     def features(self, number: int) -> Tensor:
@@ -122,26 +124,26 @@ class SpeechRows(DataModule):
             Rows(plan.data, split, plan.config, settings.length) for split in ("train", "validation")
         )
         self.size = settings.batch_size
-        self.order = Order(self.train.positions[self.train.kept], self.size, settings.seed)
-        own = self.held_out.positions[self.held_out.kept]
-        enough = int(np.searchsorted(np.cumsum(own), settings.validation_tokens)) + 1
-        self.batches = list(Order(own, self.size, 0).batches(min(len(own), max(LEAST_EXAMPLES, enough))))
+        self.order = Order(self.train.positions[self.train.usable], self.size, settings.seed)
+        positions = self.held_out.positions[self.held_out.usable]
+        enough = int(np.searchsorted(np.cumsum(positions), settings.validation_tokens)) + 1
+        self.batches = list(Order(positions, self.size, 0).batches(min(len(positions), max(LEAST_EXAMPLES, enough))))
 
     @property
     def validations(self) -> int:
         return len(self.batches)
 
     def batch(self, step: int, rank: int, world: int) -> SpeechBatch:
-        numbers = self.train.kept[self.order.indices(step)]
+        numbers = self.train.usable[self.order.indices(step)]
         share = len(numbers) // world
         return self.train.batch(numbers[rank * share : (rank + 1) * share])
 
     def validation(self, rank: int, world: int) -> Iterator[SpeechBatch]:
         for indices in self.batches:
             share = -(-len(indices) // world)
-            own = np.arange(rank * share, (rank + 1) * share)
-            numbers = self.held_out.kept[indices[np.minimum(own, len(indices) - 1)]]
-            yield self.held_out.batch(numbers, own < len(indices))
+            local = np.arange(rank * share, (rank + 1) * share)
+            numbers = self.held_out.usable[indices[np.minimum(local, len(indices) - 1)]]
+            yield self.held_out.batch(numbers, local < len(indices))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ERROR_RATE.name: means["errors"], BITS_PER_SYMBOL.name: means["nats"] / log(2)}
@@ -151,13 +153,13 @@ class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
 
     def __call__(self, model: Any, batch: SpeechBatch, state: Any, progress: float) -> ObjectiveOutput:
-        found = model(batch.frames, valid=batch.valid)
-        logits, state = (found, None) if isinstance(found, Tensor) else found
+        outputs = model(batch.frames, valid=batch.valid)
+        logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         lengths, there = batch.valid.sum(1), batch.counts != IGNORED
         nats = ctc_nats(logits, lengths, batch.targets, batch.counts.clamp_min(0)).where(there, 0).sum()
         symbols = batch.counts.clamp_min(0).sum()
-        said, heard = transcripts(logits.detach(), lengths, batch)
-        errors = torch.full_like(symbols, count_errors(said, heard).edits)
+        hypotheses, heard = transcripts(logits.detach(), lengths, batch)
+        errors = torch.full_like(symbols, count_errors(hypotheses, heard).edits)
         return nats / symbols.clamp_min(1), {"nats": nats.detach(), "predicted": symbols, "errors": errors}, state
 
 
@@ -170,11 +172,11 @@ def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -
 
 def transcripts(logits: Tensor, lengths: Tensor, batch: SpeechBatch) -> tuple[list[list[int]], list[list[int]]]:
     """What was said and what is heard of it, as classes, of every example."""
-    said, heard = [], []
+    transcripts_, heard = [], []
     counts = batch.counts.tolist()
     paths = logits.float().cpu()
     for row, length, target, count in zip(paths, lengths.tolist(), batch.targets.tolist(), counts, strict=True):
         if count != IGNORED:
-            said.append(target[:count])
+            transcripts_.append(target[:count])
             heard.append(greedy(row[:length]))
-    return said, heard
+    return transcripts_, heard

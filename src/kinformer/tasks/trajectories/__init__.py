@@ -92,18 +92,24 @@ class TrajectoryTask(Task):
         return TrajectoryRows(plan.data, plan.settings, plan.config)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: TrajectoryEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: TrajectoryEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.trajectories.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text, not for trajectories; leave it out.")
-        return evaluate(subject, measuring, own, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(
+                f"`max_bytes` {evaluation_settings.max_bytes}: is for text, not for trajectories; leave it out."
+            )
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.trajectories.generate import play
 
-        return play(subject, options, options.own, write)
+        return play(subject, options, options.task_options, write)
 
 
 TASK = TrajectoryTask()

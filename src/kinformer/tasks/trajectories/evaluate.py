@@ -39,36 +39,36 @@ def return_at(target: float | None) -> Metric:
 
 
 def evaluate(
-    subject: LoadedRun, measuring: EvaluationSettings, own: TrajectoryEvaluationOptions, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    data, begun = data_of(run, measuring.data), time.perf_counter()
-    split = choose(measuring.split, SPLITS, "`split`")
-    note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
-    metrics = _held_out(model, data, split, measuring.chunk)
+    data, begun = data_of(run, evaluation_settings.data), time.perf_counter()
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
+    metrics = _held_out(model, data, split, evaluation_settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
-    env = own.env or data.env
-    best = data.found.returns[data.found.splits["train"]]
+    env = task_options.env or data.env
+    best = data.trajectories.returns[data.trajectories.splits["train"]]
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, Any] = {"env": env, **baselines}
     if env is None:
-        if own.target is not None or own.picture is not None:
+        if task_options.target is not None or task_options.picture is not None:
             raise KinformerError(f"`target`: {run.folder} names no environment; give `env` NAME too.")
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
-        rows, clone = _acted(subject, data, env, own, measuring.seed, quiet)
+        rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
         metrics |= {return_at(row["target"]): row["mean"] for row in rows}
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
-        text += _told(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), own.episodes)
-        if own.picture is not None:
+        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), task_options.episodes)
+        if task_options.picture is not None:
             from kinformer.figures.returns import plot
 
-            plot(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(own.picture))
-            text.append(f"wrote {own.picture}")
+            plot(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(task_options.picture))
+            text.append(f"wrote {task_options.picture}")
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
     identity = data.identity | {"split": split}
     return evaluated(
@@ -78,56 +78,63 @@ def evaluate(
 
 def _held_out(model: Any, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
     """Of the actions of a split, in rows of whole episodes or as long as the model's positions."""
-    found, loss = data.found, ActionLoss()
-    most = int(found.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    trajectories, loss = data.trajectories, ActionLoss()
+    most = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     sums: dict[str, float] = {}
-    windows = [(each, first) for each in found.splits[split] for first in range(0, found.lengths[each], most)]
+    windows = [
+        (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], most)
+    ]
     size = max(1, chunk // (PER_STEP * most))
     with torch.inference_mode():
         for begin in range(0, len(windows), size):
             episodes, first = np.array(windows[begin : begin + size]).T
-            batch = rows_of(found, data.actions.dim, episodes, first, most)
+            batch = rows_of(trajectories, data.actions.dim, episodes, first, most)
             _, sums_of_batch, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
             for name, value in sums_of_batch.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     for name in ("nats", "squares"):
         require_finite(isfinite(sums.get(name, 0.0)))
-    known = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
-    return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in known if name in sums}
+    metrics = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
+    return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in metrics if name in sums}
 
 
-def agent_of(subject: LoadedRun, data: TrajectoryData, own: Acting, seed: int) -> TrajectoryAgent:
+def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
     """The run as a policy, remembering as ``own`` says or as it was trained."""
-    drawing = ActionSampler(data.actions, own.action_temperature, seed)
+    drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
     steps = max(1, subject.run.training["length"] // PER_STEP)
-    context = own.context
-    if own.context_steps is None and not streamable(subject.model) and steps < data.found.lengths.max():
+    context = task_options.context
+    if task_options.context_steps is None and not streamable(subject.model) and steps < data.trajectories.lengths.max():
         context = steps
     return TrajectoryAgent(subject.model, drawing, context)
 
 
 def _acted(
-    subject: LoadedRun, data: TrajectoryData, env: str, own: TrajectoryEvaluationOptions, seed: int, quiet: bool
+    subject: LoadedRun,
+    data: TrajectoryData,
+    env: str,
+    task_options: TrajectoryEvaluationOptions,
+    seed: int,
+    quiet: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """For every return that is asked for what came of it, and the same of cloned behaviour."""
     environment = make(env)
-    check_environment(environment, data.found.state_dim, data.found.discrete, f"{subject.run.folder}")
+    check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
-    best = float(data.found.returns[data.found.splits["train"]].max())
-    targets = (best,) if own.target is None else targets_of(own.target)
-    agent = agent_of(subject, data, own, seed)
+    best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
+    targets = (best,) if task_options.target is None else targets_of(task_options.target)
+    agent = agent_of(subject, data, task_options, seed)
     rows = []
     with progressing(quiet, "acting") as progress:
         for target in targets:
             begun = time.perf_counter()
-            found = rollouts(agent, env, target, own.episodes, MEASURED_SEEDS + seed, progress)
+            trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
             seconds = time.perf_counter() - begun
-            row = {"target": target, **summary(found), "context_steps": agent.context or "carried"}
-            rows.append(row | {"steps_per_second": float(found.lengths.sum()) / seconds})
+            row = {"target": target, **summary(trajectories), "context_steps": agent.context or "carried"}
+            rows.append(row | {"steps_per_second": float(trajectories.lengths.sum()) / seconds})
         clone = None
-        if own.cloning_steps:
-            policy = Clone(data, own.cloning_steps, agent.drawing, seed)
-            clone = summary(rollouts(policy, env, 0.0, own.episodes, MEASURED_SEEDS + seed))
+        if task_options.cloning_steps:
+            policy = Clone(data, task_options.cloning_steps, agent.drawing, seed)
+            clone = summary(rollouts(policy, env, 0.0, task_options.episodes, MEASURED_SEEDS + seed))
     return rows, clone
 
 
@@ -144,7 +151,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
 
 
-def _told(
+def _acting_text(
     env: str,
     rows: Sequence[Mapping[str, Any]],
     clone: Mapping[str, Any] | None,
@@ -161,11 +168,11 @@ def _told(
     headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
     context = rows[0]["context_steps"]
     how = remembering(None if context == "carried" else context)
-    told: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
-    told.append(TextTable(headers, lines, range(1, len(headers))))
+    message_value: list[str | TextTable] = [f"{episodes} episodes each in {env}, {how}\n"]
+    message_value.append(TextTable(headers, lines, range(1, len(headers))))
     if correlation is not None:
-        told.append(f"\nrank correlation of returns and targets {correlation:.3f}")
-    return told
+        message_value.append(f"\nrank correlation of returns and targets {correlation:.3f}")
+    return message_value
 
 
 def _shown(target: float | None) -> str:

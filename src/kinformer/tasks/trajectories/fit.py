@@ -17,11 +17,11 @@ from kinformer.tasks.task import TrainedRun, TrainingPlan
 def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
     """The data of a run, or other data of its environment."""
     data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
-    own: Any = run.config.input
-    if (data.found.state_dim, data.actions.dim) != (own.state_dim, own.action_dim):
+    local: Any = run.config.input
+    if (data.trajectories.state_dim, data.actions.dim) != (local.state_dim, local.action_dim):
         raise KinformerError(
-            f"{data.name}: has states of {data.found.state_dim} numbers and {data.actions.dim} actions, but "
-            f"{run.folder} was trained on {own.state_dim} and {own.action_dim}; give data of its environment."
+            f"{data.name}: has states of {data.trajectories.state_dim} numbers and {data.actions.dim} actions, but "
+            f"{run.folder} was trained on {local.state_dim} and {local.action_dim}; give data of its environment."
         )
     return data
 
@@ -35,25 +35,25 @@ def fitted(config: Any, data: TrajectoryData | None) -> dict[str, Any]:
             else {"input": {"kind": INPUT, "state_dim": 1, "action_dim": 2}}
             | {"head": {"kind": "discrete_actions", "actions": 2}}
         )
-    found, space = data.found, data.actions
-    mean, std = found.normalisation
-    train = found.splits["train"]
-    largest = float(np.abs(found.returns_to_go[found.steps_of(train)]).max())
-    given = {
+    result, space = data.trajectories, data.actions
+    mean, std = result.normalisation
+    train = result.splits["train"]
+    largest = float(np.abs(result.returns_to_go[result.steps_of(train)]).max())
+    option = {
         "kind": INPUT,
-        "state_dim": found.state_dim,
+        "state_dim": result.state_dim,
         "action_dim": space.dim,
-        "timesteps": max(int(found.lengths.max()), 2),
+        "timesteps": max(int(result.lengths.max()), 2),
         "return_scale": largest or 1.0,
         "state_mean": mean.tolist(),
         "state_std": std.tolist(),
     }
     if config.input.kind == INPUT:
-        given["entrance"] = config.input.entrance
+        option["entrance"] = config.input.entrance
     if isinstance(space, Discrete):
-        return {"input": given, "head": {"kind": "discrete_actions", "actions": space.n}}
+        return {"input": option, "head": {"kind": "discrete_actions", "actions": space.n}}
     head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
-    return {"input": given, "head": head | {"gaussian": data.options.gaussian}}
+    return {"input": option, "head": head | {"gaussian": data.options.gaussian}}
 
 
 def check_plan(plan: TrainingPlan) -> None:
@@ -63,12 +63,12 @@ def check_plan(plan: TrainingPlan) -> None:
             f"`length` {plan.settings.length}: a step of a trajectory is {PER_STEP} positions (return, state, action); "
             f"give {PER_STEP} or more."
         )
-    config, found = plan.config, plan.data.found
+    config, result = plan.config, plan.data.trajectories
     if config.input.kind != INPUT:
         raise KinformerError(
             f"`set` input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
         )
-    for name, want in (("state_dim", found.state_dim), ("action_dim", plan.data.actions.dim)):
+    for name, want in (("state_dim", result.state_dim), ("action_dim", plan.data.actions.dim)):
         if getattr(config.input, name) != want:
             raise KinformerError(
                 f"`set` input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."

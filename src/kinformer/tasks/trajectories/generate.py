@@ -21,24 +21,29 @@ from kinformer.tasks.trajectories.fit import data_of
 
 
 def play(
-    subject: LoadedRun, options: Any, own: TrajectoryGenerationOptions, write: Callable[[str], None] | None = None
+    subject: LoadedRun,
+    options: Any,
+    task_options: TrajectoryGenerationOptions,
+    write: Callable[[str], None] | None = None,
 ) -> Made:
     """An episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
     data = data_of(run)
-    env = own.env or data.env
+    env = task_options.env or data.env
     if env is None:
         raise KinformerError(f"{run.folder}: names no environment to act in; give `env` NAME.")
-    targets = (float(data.found.returns.max()),) if own.target is None else targets_of(own.target)
+    targets = (
+        (float(data.trajectories.returns.max()),) if task_options.target is None else targets_of(task_options.target)
+    )
     if len(targets) > 1:
-        raise KinformerError(f"`target` {own.target}: one episode is played for one return; give one.")
-    check_picture(own.render)
-    environment = make(env, 1, render=own.render is not None)
+        raise KinformerError(f"`target` {task_options.target}: one episode is played for one return; give one.")
+    check_picture(task_options.render)
+    environment = make(env, 1, render=task_options.render is not None)
     try:
-        check_environment(environment, data.found.state_dim, data.found.discrete, f"{run.folder}")
-        agent = agent_of(subject, data, own, options.seed)
-        return _played(subject, environment, agent, targets[0], own.render, options.seed, write)
+        check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{run.folder}")
+        agent = agent_of(subject, data, task_options, options.seed)
+        return _played(subject, environment, agent, targets[0], task_options.render, options.seed, write)
     finally:
         environment.close()
 

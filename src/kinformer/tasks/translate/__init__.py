@@ -66,7 +66,7 @@ class Translate(Task):
 
         return open_pairs(source.spec, tokenizer=source.tokenizer, holdout=source.holdout, languages=options.languages)
 
-    def own_vocabulary(self, source: Source, options: TranslateOptions) -> int | None:
+    def default_vocabulary(self, source: Source, options: TranslateOptions) -> int | None:
         from importlib.util import find_spec
 
         from kinformer.runtime.progress import note
@@ -110,14 +110,20 @@ class Translate(Task):
         return TranslationLoss(getattr(data, "smoothing", 0.0))
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: TranslateEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: TranslateEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.translate.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for running text; give `first` N pairs.")
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(
+                f"`max_bytes` {evaluation_settings.max_bytes}: is for running text; give `first` N pairs."
+            )
         check_ends(subject.run.config)
-        return evaluate(self, subject, measuring, own, quiet)
+        return evaluate(self, subject, evaluation_settings, task_options, quiet)
 
     def check_generation(self, run: TrainedRun) -> None:
         check_ends(run.config)

@@ -47,47 +47,56 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
             "pip install 'kinformer[translate]'."
         ) from None
     bleu, chrf = Bleu(), Chrf()
-    found = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
-    return Scores(*found, *(str(metric.get_signature()) for metric in (bleu, chrf)))
+    scores_ = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
+    return Scores(*scores_, *(str(metric.get_signature()) for metric in (bleu, chrf)))
 
 
 def evaluate(
-    task: Any, subject: LoadedRun, measuring: EvaluationSettings, own: TranslateEvaluationOptions, quiet: bool
+    task: Any,
+    subject: LoadedRun,
+    evaluation_settings: EvaluationSettings,
+    task_options: TranslateEvaluationOptions,
+    quiet: bool,
 ) -> Evaluation:
     """A run on held-out pairs: how well it foretells the references, and how like them its translations are."""
     run = subject.run
     data: Parallel = task.open(
-        Source(spec_of(run, measuring.data), run.data.get("holdout"), run.tokenizer), run.options
+        Source(spec_of(run, evaluation_settings.data), run.data.get("holdout"), run.tokenizer), run.options
     )
-    same = note_other_data(run, data, measuring.data is not None)  # type: ignore[arg-type]
-    pairs = data.splits[choose(measuring.split, data.splits, "`split`")]
-    pairs = Pairs(pairs.source[: own.first], pairs.target[: own.first])
+    same = note_other_data(run, data, evaluation_settings.data is not None)  # type: ignore[arg-type]
+    pairs = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
+    pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
     scores([""], [""])  # before an hour's work
     begun = time.perf_counter()
-    bits = bits_per_byte(subject, data, pairs, measuring.chunk)
-    translations = translated(subject, pairs, own, quiet)
+    bits = bits_per_byte(subject, data, pairs, evaluation_settings.chunk)
+    translations = translated(subject, pairs, task_options, quiet)
     seconds = time.perf_counter() - begun
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
-    found, copied = scores(translations, references), scores(sources, references)
-    metrics = {BLEU: found.bleu, CHRF: found.chrf, BITS_PER_BYTE: bits}
-    identity = identity_of_part(data, measuring.split, same)
+    scored, copied = scores(translations, references), scores(sources, references)
+    metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
+    identity = identity_of_part(data, evaluation_settings.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
         {"source": source, "translation": translation, "reference": reference}
         for source, translation, reference in zip(sources, translations, references, strict=True)
     ][:EXAMPLES]
     facts = baselines | {
-        "signatures": [found.bleu_signature, found.chrf_signature], "pairs": len(references), "beam": own.beam,
-        "length_penalty": own.length_penalty, "examples": examples, "seconds": seconds,
+        "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
+        "beam": task_options.beam,
+        "length_penalty": task_options.length_penalty, "examples": examples, "seconds": seconds,
     }  # fmt: skip
-    how = f"beam {own.beam}, length penalty {own.length_penalty:g}" if own.beam > 1 else "greedy"
+    how = (
+        f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
+        if task_options.beam > 1
+        else "greedy"
+    )
     text = (
-        heading(subject, data, measuring.split),
-        f"BLEU {found.bleu:.2f}, chrF2 {found.chrf:.2f} of {len(references):,} translations ({how}); the source as "
+        heading(subject, data, evaluation_settings.split),
+        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {len(references):,} translations ({how}); the source as "
         f"it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
-        *(line for each in examples for line in (*(f"{name:11}  {said}" for name, said in each.items()), "")),
-        f"BLEU  {found.bleu_signature}\nchrF2 {found.chrf_signature}",
+        *(line for example in examples for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")),
+        f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task.name)
 
@@ -106,15 +115,15 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
     return nats / log(2) / count
 
 
-def translated(subject: LoadedRun, pairs: Pairs, own: TranslateEvaluationOptions, quiet: bool) -> list[str]:
+def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
     """The translation of every source, in order; those of like length are translated together."""
-    translator, found = Translator(subject, own), [""] * len(pairs.source)
+    translator, result = Translator(subject, task_options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
     with progressing(quiet, "translating") as progress:
-        for first in range(0, len(order), own.sentences):
-            some = order[first : first + own.sentences]
+        for first in range(0, len(order), task_options.sentences):
+            some = order[first : first + task_options.sentences]
             for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
-                found[index] = translator.text(hypothesis)
+                result[index] = translator.text(hypothesis)
             if progress is not None:
                 progress(first + len(some), len(order))
-    return found
+    return result

@@ -35,7 +35,7 @@ class Translator:
 
     def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
         """Hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
-        ids = [[*each.tolist(), self.search.eos] for each in self.tokenizer.encode_batch(texts)]
+        ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
         longest = self.model.max_source_length
         for text, row in zip(texts, ids, strict=True):
             if longest is not None and len(row) > longest:
@@ -44,27 +44,27 @@ class Translator:
                     f"sources of {longest} at most; split it."
                 )
         full = [number for number, row in enumerate(ids) if len(row) > 1]
-        found = [Hypothesis([], 0.0) for _ in ids]
+        hypotheses = [Hypothesis([], 0.0) for _ in ids]
         if full:
-            tokens, valid = (each.to(device_of(self.model)) for each in padded([ids[number] for number in full]))
+            tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
             room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
             most = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
             for number, hypothesis in zip(full, self._searched(tokens, valid, most), strict=True):
-                found[number] = hypothesis
-        return found
+                hypotheses[number] = hypothesis
+        return hypotheses
 
     def _searched(self, tokens: Any, valid: Any, most: Sequence[int]) -> list[Hypothesis]:
         import torch
 
         with torch.inference_mode():
-            found = beam_search(self.model, self.model.begin(tokens, valid), self.search, most)
-        self.state_bytes = max(self.state_bytes, found.state_bytes)
-        return found.best
+            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, most)
+        self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
+        return hypotheses.best
 
     def text(self, hypothesis: Hypothesis) -> str:
         """What it says, in one line."""
-        own = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
-        return " ".join(self.tokenizer.decode(own).splitlines())
+        tokens = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
+        return " ".join(self.tokenizer.decode(tokens).splitlines())
 
 
 def translate_lines(
@@ -74,15 +74,15 @@ def translate_lines(
 
     Lines that come one by one are translated as they come, together with those that have come meanwhile.
     """
-    translator, result = Translator(subject, options.own), Generated([], 0, seed=options.seed)
+    translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     begun = time.perf_counter()
     try:
-        for lines in batched(lines_of(prompt), options.own.sentences):
-            for line, found in zip(lines, translator(lines), strict=True):
-                text = translator.text(found)
-                result.samples.append(Sample(found.tokens, text, stopped=True))
+        for lines in batched(lines_of(prompt), options.task_options.sentences):
+            for line, output in zip(lines, translator(lines), strict=True):
+                text = translator.text(output)
+                result.samples.append(Sample(output.tokens, text, stopped=True))
                 result.prompt_tokens += len(translator.tokenizer.encode(line))
-                result.new_tokens += len(found.tokens)
+                result.new_tokens += len(output.tokens)
                 if write is not None:
                     write(text + "\n")
     except KeyboardInterrupt:
@@ -122,15 +122,15 @@ def batched(lines: Iterator[bytes], most: int) -> Iterator[list[bytes]]:
 
     Thread(target=read, daemon=True).start()
     while True:
-        found: list[bytes | BaseException | None] = [queue.get()]
-        while isinstance(found[-1], bytes) and len(found) < most:
+        result: list[bytes | BaseException | None] = [queue.get()]
+        while isinstance(result[-1], bytes) and len(result) < most:
             try:
-                found.append(queue.get(timeout=0.01))
+                result.append(queue.get(timeout=0.01))
             except Empty:
                 break
-        if batch := [each for each in found if isinstance(each, bytes)]:
+        if batch := [item for item in result if isinstance(item, bytes)]:
             yield batch
-        if isinstance(found[-1], BaseException):
-            raise found[-1]
-        if found[-1] is None:
+        if isinstance(result[-1], BaseException):
+            raise result[-1]
+        if result[-1] is None:
             return

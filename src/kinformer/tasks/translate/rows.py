@@ -63,11 +63,11 @@ class EncodedPairs:
         """Some pairs, one or more."""
         assert ends.bos is not None and ends.eos is not None
         source, target = ([ids[starts[i] : starts[i + 1]] for i in indices] for ids, starts in self.sides)
-        given, given_valid = padded([[*ids, ends.eos] for ids in source])
+        sources, source_valid = padded([[*ids, ends.eos] for ids in source])
         read, valid = padded([[ends.bos, *ids] for ids in target])
         labels, _ = padded([[*ids, ends.eos] for ids in target])
         bytes = torch.from_numpy(self.bytes[indices])
-        return PairBatch(given, given_valid, read, valid, labels.masked_fill(~valid, IGNORED), bytes)
+        return PairBatch(sources, source_valid, read, valid, labels.masked_fill(~valid, IGNORED), bytes)
 
 
 def _encoded(lines: Sequence[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -83,8 +83,8 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Ids int64 [rows, longest], zero behind each row's end, and which of them are real."""
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for own, row in zip(tokens, rows, strict=True):
-        own[: len(row)] = torch.tensor(row, dtype=torch.int64)
+    for local, row in zip(tokens, rows, strict=True):
+        local[: len(row)] = torch.tensor(row, dtype=torch.int64)
     return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
 
 
@@ -113,10 +113,10 @@ class TranslationPairs(DataModule):
             )
         self.tokens = settings.batch_size * settings.length
         self._batches: dict[int, TokenBatches] = {}
-        own = np.flatnonzero(self.held_out.widths <= settings.length)
-        own = own if len(own) else np.arange(len(self.held_out))
-        enough = int(np.searchsorted(np.cumsum(self.held_out.widths[own]), settings.validation_tokens)) + 1
-        self.measured_pairs = own[:enough]
+        indices = np.flatnonzero(self.held_out.widths <= settings.length)
+        indices = indices if len(indices) else np.arange(len(self.held_out))
+        enough = int(np.searchsorted(np.cumsum(self.held_out.widths[indices]), settings.validation_tokens)) + 1
+        self.measured_pairs = indices[:enough]
         self.validating = TokenBatches(self.held_out.widths[self.measured_pairs], self.tokens, 0)
 
     @property
@@ -132,9 +132,9 @@ class TranslationPairs(DataModule):
     def validation(self, rank: int, world: int) -> Iterator[PairBatch]:
         for step in range(self.validations):
             indices = self.measured_pairs[self.validating.indices(step)]
-            own = indices[rank::world]
-            batch = self.held_out.batch(own if len(own) else indices[:1], self.ends)
-            if not len(own):  # fewer pairs than processes: this one's does not count
+            indices_here = indices[rank::world]
+            batch = self.held_out.batch(indices_here if len(indices_here) else indices[:1], self.ends)
+            if not len(indices_here):  # fewer pairs than processes: this one's does not count
                 batch = batch._replace(labels=torch.full_like(batch.labels, IGNORED), bytes=batch.bytes * 0)
             yield batch
 
@@ -154,16 +154,16 @@ class TranslationLoss:
     def __call__(self, model: Any, batch: PairBatch, state: Any, progress: float) -> ObjectiveOutput:
         state = model.begin(batch.source, batch.source_valid)
         inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
-        asked = batch.labels != IGNORED
-        logits = model.logits(states.map_tensors(lambda each: each[asked][None], inputs))[0].float()
-        labels = batch.labels[asked]
+        counted = batch.labels != IGNORED
+        logits = model.logits(states.map_tensors(lambda item: item[counted][None], inputs))[0].float()
+        labels = batch.labels[counted]
         nats = functional.cross_entropy(logits, labels, reduction="sum")
         loss = nats / max(1, len(labels))
         if model.training and self.smoothing:
             loss = functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
         metrics = {
             "nats": nats.detach(),
-            "predicted": asked.sum(),
+            "predicted": counted.sum(),
             "correct": (logits.detach().argmax(-1) == labels).sum(),
             "bytes": batch.bytes.sum(),
         }

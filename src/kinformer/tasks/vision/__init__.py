@@ -60,13 +60,13 @@ class Vision(Task):
     def open(self, source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
         from kinformer.data.images import read_images
 
-        found = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
-        if len(found.classes) < 2:
+        images = read_images(source.spec, cache=cache, holdout=source.holdout, size=options.resize)
+        if len(images.classes) < 2:
             raise KinformerError(
-                f"{source.spec}: has {len(found.classes) or 'no'} classes to tell apart; give images with labels of "
+                f"{source.spec}: has {len(images.classes) or 'no'} classes to tell apart; give images with labels of "
                 "two or more, such as a folder with a folder per class."
             )
-        return found
+        return images
 
     def fit(self, config: Any, data: ImageData | None) -> dict[str, Any]:
         from kinformer.tasks.vision.fit import fitted
@@ -101,18 +101,22 @@ class Vision(Task):
         return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
 
     def measure(
-        self, subject: LoadedRun, measuring: EvaluationSettings, own: VisionEvaluationOptions, quiet: bool
+        self,
+        subject: LoadedRun,
+        evaluation_settings: EvaluationSettings,
+        task_options: VisionEvaluationOptions,
+        quiet: bool,
     ) -> Evaluation:
         from kinformer.tasks.vision.evaluate import evaluate
 
-        if measuring.max_bytes is not None:
-            raise KinformerError(f"`max_bytes` {measuring.max_bytes}: is for text; give `images` N instead.")
-        return evaluate(subject, measuring, own, quiet)
+        if evaluation_settings.max_bytes is not None:
+            raise KinformerError(f"`max_bytes` {evaluation_settings.max_bytes}: is for text; give `images` N instead.")
+        return evaluate(subject, evaluation_settings, task_options, quiet)
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
         from kinformer.tasks.vision.predict import classify
 
-        return classify(subject, options, options.own, write)
+        return classify(subject, options, options.task_options, write)
 
 
 TASK = Vision()

@@ -41,7 +41,7 @@ def measure_images(
 ) -> ImageMeasurement:
     """Measure ``model`` (in eval mode) on the first ``count`` of ``images``."""
     device = device_of(model)
-    found: list[tuple[np.ndarray, ...]] = []
+    batches: list[tuple[np.ndarray, ...]] = []
     nats = 0.0
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
@@ -50,12 +50,12 @@ def measure_images(
             nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
             require_finite(isfinite(nats))
             sure, guesses = logits.softmax(-1).max(-1)
-            found.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
+            batches.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
             if progress is not None:
                 progress(first + len(labels), count)
-    labels_, guesses_, sure_ = (np.concatenate(each) for each in zip(*found, strict=True))
-    counts = (np.bincount(each, minlength=classes) for each in (labels_, guesses_, labels_[guesses_ == labels_]))
-    examples, predicted, correct = (tuple(each.tolist()) for each in counts)
+    labels_, guesses_, sure_ = (np.concatenate(item) for item in zip(*batches, strict=True))
+    counts = (np.bincount(item, minlength=classes) for item in (labels_, guesses_, labels_[guesses_ == labels_]))
+    examples, predicted, correct = (tuple(item.tolist()) for item in counts)
     return ImageMeasurement(
         bits=nats / log(2) / count,
         examples=examples,
@@ -73,18 +73,18 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 
 
 def evaluate(
-    subject: LoadedRun, measuring: EvaluationSettings, own: VisionEvaluationOptions, quiet: bool
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: VisionEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """A run on held-out images, class by class, beside the most frequent class."""
-    found, same, images = _images(subject, measuring)
+    result, same, images = _images(subject, evaluation_settings)
     classes = classes_of(subject.run)
-    count = len(images) if own.images is None else min(own.images, len(images))
+    count = len(images) if task_options.images is None else min(task_options.images, len(images))
     begun = time.perf_counter()
     with progressing(quiet) as progress:
         measured = measure_images(subject.model, images, count, len(classes), progress)
     counts, table = by_class(classes, measured, "images")
     text = (
-        heading(subject, found, measuring.split),
+        heading(subject, result, evaluation_settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label, calibration error "
         f"{measured.calibration_error:.1%}: {count:,} images, {measured.guessing:.1%} are of the most frequent class\n",
         table,
@@ -94,31 +94,33 @@ def evaluate(
         BITS_PER_LABEL: measured.bits,
         CALIBRATION_ERROR: measured.calibration_error,
     }
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(found, measuring.split, same)
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
     facts = baselines | {"measured_images": count, "per_class": counts}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=begun)
 
 
-def _images(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[ImageData, bool, Images]:
+def _images(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
     """The data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
-    found, same, part = labelled_part(subject, measuring)
-    number = numbers_of(subject.run, found.name, found.classes)
+    images, same, part = labelled_part(subject, evaluation_settings)
+    number = numbers_of(subject.run, images.name, images.classes)
     assert part.labels is not None
-    return found, same, replace(part, labels=number[np.asarray(part.labels)])
+    return images, same, replace(part, labels=number[np.asarray(part.labels)])
 
 
-def labelled_part(subject: LoadedRun, measuring: EvaluationSettings) -> tuple[ImageData, bool, Images]:
+def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
     """The data, whether it is the run's own, and the part to measure on, whose images have labels and the model's
     channels."""
     run, model = subject.run, subject.model
-    found = read_images(spec_of(run, measuring.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    same = note_other_data(run, found, measuring.data is not None)
-    if not found.classes:
-        raise KinformerError(f"{found.name}: its images have no labels to measure by; give others.")
-    part = found.splits[choose(measuring.split, found.splits, "`split`")]
+    images = read_images(
+        spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize
+    )
+    same = note_other_data(run, images, evaluation_settings.data is not None)
+    if not images.classes:
+        raise KinformerError(f"{images.name}: its images have no labels to measure by; give others.")
+    part = images.splits[choose(evaluation_settings.split, images.splits, "`split`")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(
-            f"{found.name}: its images have {part.shape[2]} channels, but {run.folder} reads "
+            f"{images.name}: its images have {part.shape[2]} channels, but {run.folder} reads "
             f"{model.config.input.channels}; give others."
         )
-    return found, same, part
+    return images, same, part

@@ -46,8 +46,8 @@ def fitted(config: Any, data: ImageData | None, classes: int | None = None) -> d
         return changes | _pyramid(config.input, data)
     side = min(data.shape[:2])
     patch = side / GRID if text else config.input.patch * side / min(config.input.size)
-    given = {} if text else _own(config.input)
-    return changes | {"input": given | _of_data(data, max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(patch)))}
+    base = {} if text else _plain(config.input)
+    return changes | {"input": base | _of_data(data, max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(patch)))}
 
 
 def _of_data(data: ImageData, patch: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _of_data(data: ImageData, patch: int) -> dict[str, Any]:
     return {"kind": INPUT, "size": size, "channels": channels, "patch": patch, "mean": mean, "std": std}
 
 
-def _own(input: Any) -> dict[str, Any]:
+def _plain(input: Any) -> dict[str, Any]:
     """What does not follow from the images."""
     names = ("class_token", "distillation_token", "positions", "resize", "activation")
     return {name: getattr(input, name) for name in names}
@@ -79,8 +79,8 @@ def _pyramid(input: Any, data: ImageData) -> dict[str, Any]:
         most = -(-side // sides[-1])
         sides.append(sides[-1] * min(level.size[0] // level.patch, most))
     names = ["input" + ".encoder.input" * depth for depth in reversed(range(len(levels)))]
-    sizes = [[each, each] for each in sides[1:]] + [list(data.shape[:2])]
-    changes = {name: _own(lowest) | _of_data(data, patch) | {"size": sizes[0]} for name in names[:1]}
+    sizes = [[item, item] for item in sides[1:]] + [list(data.shape[:2])]
+    changes = {name: _plain(lowest) | _of_data(data, patch) | {"size": sizes[0]} for name in names[:1]}
     return changes | {f"{name}.size": size for name, size in zip(names[1:], sizes[1:], strict=True)}
 
 
@@ -89,7 +89,7 @@ def moments(data: ImageData) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel of training images, pixels from 0 to 1; a constant channel has 1."""
     pixels = np.asarray(data.train.pixels[:LOOKED_AT], np.float64) / 255
     mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
-    return [round(float(each), 6) for each in mean], [round(float(each), 6) if each > 1e-3 else 1.0 for each in std]
+    return [round(float(item), 6) for item in mean], [round(float(item), 6) if item > 1e-3 else 1.0 for item in std]
 
 
 def length_of(config: Any, shape: tuple[int, int, int]) -> int:

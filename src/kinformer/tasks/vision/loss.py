@@ -25,15 +25,15 @@ class ImageClassification:
         logits = model(batch.images).float()
         heads = logits.unbind(1) if logits.dim() == 3 else (logits,)
         smoothing = self.smoothing if model.training else 0.0
-        loss = torch.stack([self.loss(each, batch, smoothing) for each in heads]).mean()
+        loss = torch.stack([self.loss(head, batch, smoothing) for head in heads]).mean()
         return loss, counted(logits.detach(), batch), None
 
     def loss(self, logits: Tensor, batch: ImageBatch, smoothing: float) -> Tensor:
         """Of logits [rows, classes]."""
         first = _of(logits, batch.labels, smoothing)
         if batch.others is None or batch.shares is None:
-            known = (batch.labels != IGNORED).sum()
-            return first.sum() / known.clamp_min(1)
+            labelled = (batch.labels != IGNORED).sum()
+            return first.sum() / labelled.clamp_min(1)
         return (batch.shares * first + (1 - batch.shares) * _of(logits, batch.others, smoothing)).mean()
 
 
@@ -55,16 +55,16 @@ class Distillation(ImageClassification):
         logits = model(batch.images).float()
         heads = logits if logits.dim() == 3 else logits[:, None]
         with torch.no_grad():
-            told = self.teacher.to(batch.images.device)(batch.images).float()
+            teacher_logits = self.teacher.to(batch.images.device)(batch.images).float()
         weight = self.options.distillation_weight
         loss = (1 - weight) * self.loss(heads[:, 0], batch, self.smoothing)
-        return loss + weight * self._distilled(heads[:, -1], told), counted(logits.detach(), batch), None
+        return loss + weight * self._distilled(heads[:, -1], teacher_logits), counted(logits.detach(), batch), None
 
-    def _distilled(self, logits: Tensor, told: Tensor) -> Tensor:
+    def _distilled(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         if self.options.distillation == "hard":
-            return functional.cross_entropy(logits, told.argmax(-1))
+            return functional.cross_entropy(logits, teacher_logits.argmax(-1))
         warmth = self.options.distillation_temperature
-        student, teacher = ((each / warmth).log_softmax(-1) for each in (logits, told))
+        student, teacher = ((item / warmth).log_softmax(-1) for item in (logits, teacher_logits))
         return warmth**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 

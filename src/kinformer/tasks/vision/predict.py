@@ -35,28 +35,28 @@ class Picture(NamedTuple):
 
 
 def classify(
-    subject: LoadedRun, options: Any, own: VisionGenerationOptions, write: Callable[[str], None] | None
+    subject: LoadedRun, options: Any, task_options: VisionGenerationOptions, write: Callable[[str], None] | None
 ) -> Made:
     """The ``own.classes`` most probable classes of each image; a line for each is given to ``write`` as it is found."""
     run, model, _, _ = subject
-    if own.image is None:
+    if task_options.image is None:
         raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
     names = classes_of(run)
-    found: list[dict[str, Any]] = []
+    predictions: list[dict[str, Any]] = []
     begun = time.perf_counter()
-    for batch in _batches(pictures(run, own.image, options.samples)):
+    for batch in _batches(pictures(run, task_options.image, options.samples)):
         for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
-            best = probabilities.topk(min(own.classes, len(names)))
+            best = probabilities.topk(min(task_options.classes, len(names)))
             classes = [
                 {"class": names[index], "probability": share}
                 for share, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
             ]
             if write is not None:
-                write(("\n" if found else "") + _line(picture, classes))
-            found.append({"image": picture.name, "label": picture.label, "classes": classes})
+                write(("\n" if predictions else "") + _line(picture, classes))
+            predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
     seconds = time.perf_counter() - begun
-    facts = {"run": str(run.folder), "images": found, "seconds": seconds}
-    return Made(facts, f"{len(found)} images in {seconds:.3f} s, {len(found) / seconds:.3g} images/s")
+    facts = {"run": str(run.folder), "images": predictions, "seconds": seconds}
+    return Made(facts, f"{len(predictions)} images in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s")
 
 
 def probabilities_of(model: Any, batch: Sequence[Picture]) -> Tensor:
@@ -87,16 +87,16 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
             read_head(file)
             yield Picture(str(file), decode(file, shape))
         return
-    found = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
-    test = found.test
+    images = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
+    test = images.test
     if test.shape[2] != input.channels:
         raise KinformerError(
-            f"{found.name}: its images have {test.shape[2]} channels, but {run.folder} reads {input.channels}; give "
+            f"{images.name}: its images have {test.shape[2]} channels, but {run.folder} reads {input.channels}; give "
             "others."
         )
     for index in range(min(count, len(test))):
         label = None if test.labels is None else test.classes[int(test.labels[index])]
-        yield Picture(f"test image {index + 1} of {found.name}", np.asarray(test.pixels[index]), label)
+        yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
 
 
 def _files(path: Path) -> list[Path]:
@@ -106,14 +106,14 @@ def _files(path: Path) -> list[Path]:
         return [path]
     with reading(path):
         inside = sorted(path.iterdir()) if path.is_dir() else []
-    if any(each.is_dir() for each in inside):
+    if any(item.is_dir() for item in inside):
         return []
-    return [each for each in inside if each.suffix.lower() in SUFFIXES]
+    return [item for item in inside if item.suffix.lower() in SUFFIXES]
 
 
-def _batches(found: Iterator[Picture]) -> Iterator[list[Picture]]:
+def _batches(pictures_: Iterator[Picture]) -> Iterator[list[Picture]]:
     batch: list[Picture] = []
-    for picture in found:
+    for picture in pictures_:
         batch.append(picture)
         if len(batch) == AT_ONCE:
             yield batch
@@ -124,5 +124,5 @@ def _batches(found: Iterator[Picture]) -> Iterator[list[Picture]]:
 
 def _line(picture: Picture, classes: Sequence[Mapping[str, Any]]) -> str:
     label = "" if picture.label is None else f" ({picture.label})"
-    told = ", ".join(f"{each['class']} {each['probability']:.1%}" for each in classes)
-    return f"{picture.name}{label}: {told}"
+    classes_text = ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)
+    return f"{picture.name}{label}: {classes_text}"

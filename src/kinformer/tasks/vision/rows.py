@@ -13,7 +13,7 @@ from torch import Tensor
 from kinformer.data import IGNORED, ImageData, Images
 from kinformer.data.permutation import in_epochs, mix
 from kinformer.tasks.shared.augmentation import Augmented, augment
-from kinformer.tasks.shared.image_features import KeptFeatures
+from kinformer.tasks.shared.image_features import CachedFeatures
 from kinformer.tasks.vision.options import VisionOptions
 from kinformer.training.batch import take_rows
 from kinformer.training.data_module import DataModule
@@ -50,7 +50,7 @@ class ImageRows(DataModule):
 
     sums = ("nats", "correct")
     metrics = (ACCURACY, BITS_PER_LABEL)
-    features: KeptFeatures | None = None
+    features: CachedFeatures | None = None
 
     def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:
         self.data, self.settings, self.options = data, settings, options
@@ -69,20 +69,20 @@ class ImageRows(DataModule):
         index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
         generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
         images, labels = self._read(self.data.train, index)
-        found = Augmented(images, labels)
+        augmented = Augmented(images, labels)
         if names := self.options.augmentations:
-            found = augment(Augmented(images.float() / 255, labels), names, generator)
+            augmented = augment(Augmented(images.float() / 255, labels), names, generator)
         share = rows // world
-        return take_rows(self._batch(*found), slice(rank * share, (rank + 1) * share))
+        return take_rows(self._batch(*augmented), slice(rank * share, (rank + 1) * share))
 
     def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
         rows = self.settings.batch_size
         for first in range(0, self.held_out, rows):
             count = min(rows, self.held_out - first)
             share = -(-count // world)
-            own = np.arange(rank * share, (rank + 1) * share)
-            images, labels = self._read(self.data.validation, first + np.minimum(own, count - 1))
-            yield self._batch(images, labels.masked_fill(torch.from_numpy(own >= count), IGNORED))
+            indices = np.arange(rank * share, (rank + 1) * share)
+            images, labels = self._read(self.data.validation, first + np.minimum(indices, count - 1))
+            yield self._batch(images, labels.masked_fill(torch.from_numpy(indices >= count), IGNORED))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
@@ -113,5 +113,5 @@ def chosen(images: Images, share: float, seed: int) -> np.ndarray:
     if share == 1:
         return np.arange(len(labels))
     order = np.argsort(mix(seed, _SHARE, np.arange(len(labels))), kind="stable")
-    classes = [order[labels[order] == each] for each in np.unique(labels)]
-    return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in classes]))
+    classes = [order[labels[order] == label] for label in np.unique(labels)]
+    return np.sort(np.concatenate([indices[: max(1, round(share * len(indices)))] for indices in classes]))
