@@ -115,7 +115,7 @@ def mix(
     if divisor is not None:
         below = below * edge + tl.sum(scores, 1) + eps
         total = total / below[:, None]
-        tl.store(divisor + tokens, below, inside & (tl.program_id(1) == 0))
+        tl.store(divisor + tokens, below, at < tl.where(tl.program_id(1) == 0, time, 0))
     tl.store(out + tokens[:, None] * n + cols[None, :], total, inside[:, None] & wide[None, :])
 
 
@@ -132,7 +132,8 @@ def accumulate(
     """
     row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * INNER + tl.arange(0, INNER)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inner, wide, once = f < m, d < n, (f < m) & (tl.program_id(2) == 0)
+    # Masks compare tensors: a scalar's comparison is an int32 in Triton's interpreter, and 3.9 refuses such masks.
+    inner, wide, once = f < m, d < n, f < tl.where(tl.program_id(2) == 0, m, 0)
     held, within = f[:, None] * n + d[None, :], inner[:, None] & wide[None, :]
     S, z = tl.load(first + row * m * n + held, within, 0.0), tl.load(first_z + row * m + f, inner, 0.0)
     for step in range(count):
